@@ -1,5 +1,6 @@
-"""The wheel's build hook. With a machine in BLOCKWALK_WHEEL the wheel is that machine's, with the native kernels compiled for
-each level of it (BLOCKWALK_CC names a cross compiler); without, it is one for all, whose kernels are compiled at their use.
+"""The wheel's build hook. With a machine in BLOCKWALK_WHEEL the wheel is that machine's, with the
+native kernels compiled for each level of it (BLOCKWALK_CC names a cross compiler); without, it is
+one for all, whose kernels are compiled at their use.
 
 BLOCKWALK_WHEEL=x86_64 python -m build --wheel
 BLOCKWALK_WHEEL=aarch64 BLOCKWALK_CC=aarch64-linux-gnu-gcc python -m build --wheel
@@ -26,7 +27,9 @@ class Kernels(BuildHookInterface):  # type: ignore[type-arg,misc]
             return
         folder = Path(self.root, "src", "blockwalk", "numerics", "native")
         facts = {
-            node.targets[0].id: ast.literal_eval(node.value)  # of a module that imports more than a build has
+            node.targets[0].id: ast.literal_eval(
+                node.value
+            )  # of a module that imports more than a build has
             for node in ast.parse((folder / "__init__.py").read_text(encoding="utf-8")).body
             if isinstance(node, ast.Assign)
             and isinstance(node.targets[0], ast.Name)
@@ -38,7 +41,11 @@ class Kernels(BuildHookInterface):  # type: ignore[type-arg,misc]
                 library = out / f"{source.stem}-{level}.so"
                 flags = [flag for flag in facts["FLAGS"] if flag != "-march=native"]
                 compiler = os.environ.get("BLOCKWALK_CC", "cc")
-                subprocess.run([compiler, *flags, f"-march={level}", source, "-o", library, "-lm"], check=True)
-                build_data["force_include"][str(library)] = f"blockwalk/numerics/native/{library.name}"
+                subprocess.run(
+                    [compiler, *flags, f"-march={level}", source, "-o", library, "-lm"], check=True
+                )
+                build_data["force_include"][str(library)] = (
+                    f"blockwalk/numerics/native/{library.name}"
+                )
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-manylinux_2_17_{machine}"

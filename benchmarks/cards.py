@@ -1,8 +1,9 @@
-"""The speed that each card is expected to have, by the planner: the table of ``docs/cards.md``. Nothing here was measured.
+"""The speed that each card is expected to have, by the planner: the table of ``docs/cards.md``.
+Nothing here was measured.
 
-A run settles its tiers, its budget and the blocks that stay as on a machine whose card and host memory are free; the step is
-simulated on the card's description (``simulate/hardware``). ``--write`` puts the table into the page.
-"""
+A run settles its tiers, its budget and the blocks that stay as on a machine whose card and host
+memory are free; the step is simulated on the card's description (``simulate/hardware``).
+``--write`` puts the table into the page."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ class Case:
 
 CASES = {
     "7B LoRA": Case("Qwen2.5-7B", "bfloat16", "mebp", 16),
-    "13B zo2": Case("OPT-13B", "float16", "zo2", 0, (("trainable", "disk × raw"), ("frozen", "disk × raw"))),
+    "13B zo2": Case(
+        "OPT-13B", "float16", "zo2", 0, (("trainable", "disk × raw"), ("frozen", "disk × raw"))
+    ),
     "70B LoRA": Case("Llama-3-70B", "bfloat16", "mebp", 16),
 }
 """Runs by name: LoRA of rank 16 in 4 bits, and all parameters of 16 bits by zeroth order."""
@@ -72,7 +75,9 @@ def foreseen(card: Hardware, case: Case, **settings: Any) -> tuple[Settled, Cand
     model = costs.spec()
     plan = method(case.method, **settings)
     room = Room(card.device_bytes, card.host_bytes)
-    decided = settle(plan, model, SHAPE, costs(plan, SHAPE), device="cuda", room=room, named=frozenset(settings))
+    decided = settle(
+        plan, model, SHAPE, costs(plan, SHAPE), device="cuda", room=room, named=frozenset(settings)
+    )
     return decided, look_at(Task(model, costs, card, SHAPE), case.method, decided.plan)
 
 
@@ -87,7 +92,10 @@ def row(card_name: str, case_name: str) -> str:
     placed = plan.trainable if plan.zeroth_order else plan.frozen
     run = f"{case_name}, {placed.tier} × {placed.codec}"
     if candidate.simulation is None:
-        return f"| {card_name} | {run} | does not fit: {candidate.refused.partition(';')[0]} | | | | | | {SIMULATED} |"
+        return (
+            f"| {card_name} | {run} | does not fit: {candidate.refused.partition(';')[0]} | | | |"
+            f" | | {SIMULATED} |"
+        )
     step = candidate.simulation
     blocks = len(costs_of(case).spec().blocks)
     figures = [

@@ -2,11 +2,11 @@
 
     python benchmarks/codecs.py [--threads N] [--json FILE] [--check]
 
-Decoding is in cache (a chunk of 1 M elements over and over), in GB of output a second. A lazy linear is compared with
-``F.linear`` on a dense bf16 weight, calls taken in turn, each on another copy of the weight so that neither finds it in
-cache, as in a walk; medians. ``--check`` exits with 1 where int4 decodes to bf16 under 40 GB/s and thread, or where a
-model's linears together take more than 1.15 times the dense ones.
-"""
+Decoding is in cache (a chunk of 1 M elements over and over), in GB of output a second. A lazy
+linear is compared with ``F.linear`` on a dense bf16 weight, calls taken in turn, each on another
+copy of the weight so that neither finds it in cache, as in a walk; medians. ``--check`` exits with
+1 where int4 decodes to bf16 under 40 GB/s and thread, or where a model's linears together take more
+than 1.15 times the dense ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ from tests.support.native import by
 
 DECODE_BOUND = 40.0
 LINEAR_BOUND = 1.15
-MODELS = {"Qwen2.5-0.5B": (896, 128, 4864), "Qwen2.5-1.5B": (1536, 256, 8960), "Qwen2.5-3B": (2048, 256, 11008)}
+MODELS = {
+    "Qwen2.5-0.5B": (896, 128, 4864),
+    "Qwen2.5-1.5B": (1536, 256, 8960),
+    "Qwen2.5-3B": (2048, 256, 11008),
+}
 """Hidden size, key and value size, intermediate size."""
 TOKENS = 256
 _COPIES_BYTES = 96 << 20
@@ -53,27 +57,39 @@ def seconds(calls: list[Callable[[], Any]], repeats: int = 9, inner: int = 1) ->
     return [statistics.median(taken) for taken in times]
 
 
-def encoded(tensor: torch.Tensor, codec: Codec, group_size: int = 32) -> tuple[torch.Tensor, Layout]:
-    layout = Layout(tuple(tensor.shape), codec, str(tensor.dtype).removeprefix("torch."), group_size)
+def encoded(
+    tensor: torch.Tensor, codec: Codec, group_size: int = 32
+) -> tuple[torch.Tensor, Layout]:
+    layout = Layout(
+        tuple(tensor.shape), codec, str(tensor.dtype).removeprefix("torch."), group_size
+    )
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
     return encode_rows(tensor, buffer, layout, 0), layout
 
 
 def decoding() -> list[dict[str, Any]]:
-    """GB of output a second: all columns of some rows, and 128 columns of all rows (what backward asks for)."""
+    """GB of output a second: all columns of some rows, and 128 columns of all rows (what backward
+    asks for)."""
     results = []
     for codec, group in ((Codec.INT4, 32), (Codec.INT4, 64), (Codec.INT8, 32), (Codec.FP8, 32)):
         buffer, layout = encoded(torch.randn(1024, 1024), codec, group)
         for dtype in (torch.bfloat16, torch.float32, torch.float16):
-            out, part = torch.empty(1024, 1024, dtype=dtype), torch.empty(1024, 128, dtype=dtype)
+            out = torch.empty(1024, 1024, dtype=dtype)
+            part = torch.empty(1024, 128, dtype=dtype)
 
-            def whole(buffer: torch.Tensor = buffer, layout: Layout = layout, out: torch.Tensor = out) -> None:
+            def whole(
+                buffer: torch.Tensor = buffer, layout: Layout = layout, out: torch.Tensor = out
+            ) -> None:
                 decode_rows(buffer, layout, 0, 1024, out)
 
-            def columns(buffer: torch.Tensor = buffer, layout: Layout = layout, out: torch.Tensor = part) -> None:
+            def columns(
+                buffer: torch.Tensor = buffer, layout: Layout = layout, out: torch.Tensor = part
+            ) -> None:
                 decode_rows(buffer, layout, 0, 1024, out, columns=(256, 384))
 
-            def plain(buffer: torch.Tensor = buffer, layout: Layout = layout, out: torch.Tensor = out) -> None:
+            def plain(
+                buffer: torch.Tensor = buffer, layout: Layout = layout, out: torch.Tensor = out
+            ) -> None:
                 by(False, decode_rows, buffer, layout, 0, 1024, out)
 
             taken = seconds([whole, columns], inner=20)
@@ -107,15 +123,26 @@ def encoding() -> list[dict[str, Any]]:
 
         taken = seconds([nearest] if codec is Codec.INT4 else [nearest, stochastic], repeats=5)
         rates = [x_RD.numel() / each / 1e6 for each in taken]
-        results.append({"codec": str(codec), "nearest": rates[0], "stochastic": rates[1] if len(rates) > 1 else None})
+        results.append(
+            {
+                "codec": str(codec),
+                "nearest": rates[0],
+                "stochastic": rates[1] if len(rates) > 1 else None,
+            }
+        )
     return results
 
 
 def linears(group_size: int) -> list[dict[str, Any]]:
-    """Milliseconds of each linear of a model, dense bf16 and lazy int4, forward and backward (dX alone)."""
+    """Milliseconds of each linear of a model, dense bf16 and lazy int4, forward and backward (dX
+    alone)."""
     results = []
     for model, (hidden, kv, inner) in MODELS.items():
-        shapes = {"q, o": (hidden, hidden, 2), "k, v": (kv, hidden, 2), "gate, up": (inner, hidden, 2)}
+        shapes = {
+            "q, o": (hidden, hidden, 2),
+            "k, v": (kv, hidden, 2),
+            "gate, up": (inner, hidden, 2),
+        }
         shapes["down"] = (hidden, inner, 1)
         for layer, (n, d, count) in shapes.items():
             copies = min(-(-_COPIES_BYTES // (2 * n * d)), 64)
@@ -129,7 +156,9 @@ def linears(group_size: int) -> list[dict[str, Any]]:
             kept: list[torch.Tensor] = []
 
             def backward(
-                x_PD: torch.Tensor = x_PD, grad_PN: torch.Tensor = grad_PN, kept: list[torch.Tensor] = kept
+                x_PD: torch.Tensor = x_PD,
+                grad_PN: torch.Tensor = grad_PN,
+                kept: list[torch.Tensor] = kept,
             ) -> None:
                 torch.autograd.grad(kept.pop(), x_PD, grad_PN)
 
@@ -151,7 +180,9 @@ def linears(group_size: int) -> list[dict[str, Any]]:
 
             taken = seconds([dense_forward, backward, lazy_forward, backward])
             names = ("dense_forward", "dense_backward", "lazy_forward", "lazy_backward")
-            row: dict[str, Any] = {name: value * 1e3 for name, value in zip(names, taken, strict=True)}
+            row: dict[str, Any] = {
+                name: value * 1e3 for name, value in zip(names, taken, strict=True)
+            }
             results.append({"model": model, "layer": layer, "shape": [n, d], "count": count} | row)
     return results
 
@@ -185,27 +216,53 @@ def main() -> int:
         print(f"  {r['codec']:8s} -> {r['dtype']:10s}           {rates}")
     torch.set_num_threads(args.threads)
     rates = encoding()
-    print(f"\n{args.threads} threads           million elements encoded a second: nearest  stochastic")
+    print(
+        f"\n{args.threads} threads           million elements encoded a second: nearest  stochastic"
+    )
     for r in rates:
-        print(f"  {r['codec']:8s} {r['nearest']:40.0f} " + (f"{r['stochastic']:10.0f}" if r["stochastic"] else ""))
+        print(
+            f"  {r['codec']:8s} {r['nearest']:40.0f} "
+            + (f"{r['stochastic']:10.0f}" if r["stochastic"] else "")
+        )
     rows = linears(args.group_size)
-    print(f"\n{args.threads} threads, {TOKENS} tokens, ms    dense forward, backward   lazy int4 forward, backward")
+    print(
+        f"\n{args.threads} threads, {TOKENS} tokens, ms    dense forward, backward   lazy int4"
+        " forward, backward"
+    )
     for r in rows:
-        dense, lazy = (f"{r[f'{k}_forward']:9.2f} {r[f'{k}_backward']:9.2f}" for k in ("dense", "lazy"))
+        dense, lazy = (
+            f"{r[f'{k}_forward']:9.2f} {r[f'{k}_backward']:9.2f}" for k in ("dense", "lazy")
+        )
         print(f"  {r['model']:13s} {r['layer']:9s} {r['shape']!s:14s} {dense}   {lazy}")
     ratios = totals(rows)
     for model, ratio in ratios.items():
-        print(f"  {model}: lazy/dense {ratio['forward']:.3f} forward, {ratio['backward']:.3f} backward")
+        print(
+            f"  {model}: lazy/dense {ratio['forward']:.3f} forward, {ratio['backward']:.3f}"
+            " backward"
+        )
     if args.json:
-        result = {"threads": args.threads, "decoding": decoded, "encoding": rates, "linears": rows, "ratios": ratios}
+        result = {
+            "threads": args.threads,
+            "decoding": decoded,
+            "encoding": rates,
+            "linears": rows,
+            "ratios": ratios,
+        }
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     if not args.check:
         return 0
     slow = [r for r in decoded if r["codec"].startswith("int4") and r["dtype"] == "bfloat16"]
     missed = [
-        f"{r['codec']} decodes at {r['rows_gb_per_s']:.1f} GB/s" for r in slow if r["rows_gb_per_s"] < DECODE_BOUND
+        f"{r['codec']} decodes at {r['rows_gb_per_s']:.1f} GB/s"
+        for r in slow
+        if r["rows_gb_per_s"] < DECODE_BOUND
     ]
-    missed += [f"{m} {w}: {v:.3f}" for m, each in ratios.items() for w, v in each.items() if v > LINEAR_BOUND]
+    missed += [
+        f"{m} {w}: {v:.3f}"
+        for m, each in ratios.items()
+        for w, v in each.items()
+        if v > LINEAR_BOUND
+    ]
     print("\n".join(["missed:", *missed]) if missed else "all bounds hold")
     return 1 if missed else 0
 

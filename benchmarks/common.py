@@ -1,4 +1,5 @@
-"""What the benchmarks share: models at true dimensions with random weights, the machine's name, tables, and bounds."""
+"""What the benchmarks share: models at true dimensions with random weights, the machine's name,
+tables, and bounds."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as ``blockwalk`` sets both: they have to be there before torch is
+os.environ.setdefault(
+    "GOMP_SPINCOUNT", "10000"
+)  # as ``blockwalk`` sets both: they have to be there before torch is
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
@@ -25,15 +28,19 @@ from benchmarks.common_models import MODELS
 
 from blockwalk.plan.placement import Codec
 
-CACHE = Path(os.environ.get("BLOCKWALK_BENCH_CACHE", Path.home() / ".cache" / "blockwalk" / "benchmarks"))
+CACHE = Path(
+    os.environ.get("BLOCKWALK_BENCH_CACHE", Path.home() / ".cache" / "blockwalk" / "benchmarks")
+)
 """Random models are made once and kept here."""
 
 
 class RandomSource:
-    """Random weights of a model at true dimensions, drawn when they are read: N(0, 0.02²), norms 1, biases 0."""
+    """Random weights of a model at true dimensions, drawn when they are read: N(0, 0.02²), norms 1,
+    biases 0."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        self._shapes, self._dtype = shapes, dtype
+        self._shapes = shapes
+        self._dtype = dtype
 
     def names(self) -> Sequence[str]:
         return list(self._shapes)
@@ -45,7 +52,10 @@ class RandomSource:
         return self._dtype
 
     def weights(self, names: Iterable[str]) -> dict[str, Any]:
-        return {name: self._matrix(name) if len(self._shapes[name]) > 1 else self._vector(name) for name in names}
+        return {
+            name: self._matrix(name) if len(self._shapes[name]) > 1 else self._vector(name)
+            for name in names
+        }
 
     def _matrix(self, name: str) -> _RandomRows:
         *rows, columns = self._shapes[name]
@@ -68,7 +78,8 @@ class _RandomRows:
     dtype: torch.dtype
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        count, pool = (stop - start) * self.shape[1], _drawn(self.dtype)
+        count = (stop - start) * self.shape[1]
+        pool = _drawn(self.dtype)
         place = (len(self.name) * 7919 + start * 104729) % len(pool)
         repeated = [pool[place:], *[pool] * (count // len(pool) + 1)]
         return torch.cat(repeated)[:count].view(stop - start, self.shape[1])
@@ -76,7 +87,8 @@ class _RandomRows:
 
 @functools.cache
 def _drawn(dtype: torch.dtype) -> torch.Tensor:
-    """A prime number of draws, which matrices begin at different places of: drawing 7B numbers would take minutes."""
+    """A prime number of draws, which matrices begin at different places of: drawing 7B numbers
+    would take minutes."""
     return torch.randn(4_194_301, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
 
 
@@ -111,15 +123,16 @@ def installed_text(size: int) -> str:
 
 
 def with_tokenizer(store: Path, name: str) -> Path:
-    """A store of the named model with a tokenizer of as many entries as the model has, trained on installed text; made once
-    for each number of entries."""
+    """A store of the named model with a tokenizer of as many entries as the model has, trained on
+    installed text; made once for each number of entries."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     made = CACHE / f"tokenizer-{MODELS[name]['vocab_size']}"
     if not made.exists():
         trained = Tokenizer(models.BPE())
-        trained.pre_tokenizer, trained.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+        trained.pre_tokenizer = pre_tokenizers.ByteLevel()
+        trained.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=MODELS[name]["vocab_size"], min_frequency=1, special_tokens=["<|endoftext|>"]
         )
@@ -131,7 +144,8 @@ def with_tokenizer(store: Path, name: str) -> Path:
 
 
 def read_tokenizer(store: Path) -> None:
-    """Read a store's tokenizer and some text with it, and let go of it before a model is opened, as a run does."""
+    """Read a store's tokenizer and some text with it, and let go of it before a model is opened, as
+    a run does."""
     from blockwalk.data.encode import load_tokenizer
     from blockwalk.system.heap import give_back, large_returned
 
@@ -160,11 +174,19 @@ def machine() -> dict[str, Any]:
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        found = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        found = [
+            line.partition(":")[2].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if "model name" in line
+        ]
         model = found[0] if found else model
     kind = torch.accelerator.current_accelerator(check_available=True)
     there = torch.get_device_module(kind) if kind is not None else None
-    names = [there.get_device_name(i) for i in range(torch.accelerator.device_count())] if there is not None else []
+    names = (
+        [there.get_device_name(i) for i in range(torch.accelerator.device_count())]
+        if there is not None
+        else []
+    )
     return {
         "cpu": model,
         "cores": os.cpu_count(),
@@ -203,17 +225,23 @@ def finish(arguments: argparse.Namespace, figures: Any, bounds: Sequence[Bound])
         sign = "≤" if bound.at_most else "≥"
         rests = f" ({bound.rests})" if bound.rests else ""
         print(
-            f"{'ok    ' if bound.holds else 'MISSED'} {bound.name}: {bound.value:.4g} {sign} {bound.limit:.4g}{rests}"
+            f"{'ok    ' if bound.holds else 'MISSED'} {bound.name}: {bound.value:.4g} {sign}"
+            f" {bound.limit:.4g}{rests}"
         )
     if arguments.json:
-        value = {"machine": machine(), "figures": figures, "bounds": [{**vars(b), "holds": b.holds} for b in bounds]}
+        value = {
+            "machine": machine(),
+            "figures": figures,
+            "bounds": [{**vars(b), "holds": b.holds} for b in bounds],
+        }
         Path(arguments.json).write_text(json.dumps(value, indent=1) + "\n")
     if arguments.check and not all(bound.holds for bound in bounds):
         sys.exit(1)
 
 
 def interleaved(runs: dict[str, Callable[[], float]], repeats: int = 5) -> dict[str, list[float]]:
-    """Figures of each run, taken in turn: A B A B …, so that drift of the machine meets all alike."""
+    """Figures of each run, taken in turn: A B A B …, so that drift of the machine meets all
+    alike."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():

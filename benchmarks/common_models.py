@@ -11,7 +11,12 @@ QWEN2 = {
     "max_position_embeddings": 32768,
     "vocab_size": 151936,
 }
-GEMMA3 = {"bos_token_id": 2, "eos_token_id": 1, "vocab_size": 262144, "max_position_embeddings": 32768}
+GEMMA3 = {
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen2.5-0.5B": {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
                      "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True, **QWEN2},
@@ -44,8 +49,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "Gemma3-4B": {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
                   "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024, **GEMMA3},
 }  # fmt: skip
-"""Published dimensions, by name; OPT-350M with embeddings as wide as its blocks and norms before layers, 356M parameters where
-the published one, with embeddings of 512 and norms after, has 331M."""
+"""Published dimensions, by name; OPT-350M with embeddings as wide as its blocks and norms before
+layers, 356M parameters where the published one, with embeddings of 512 and norms after, has
+331M."""
 for _name, _layers, _heads, _dim in (
     ("OPT-tiny", 2, 4, 64),
     ("OPT-125M", 12, 12, 768), ("OPT-350M", 24, 16, 1024), ("OPT-1.3B", 24, 32, 2048), ("OPT-2.7B", 32, 32, 2560),

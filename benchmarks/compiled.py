@@ -1,10 +1,12 @@
-"""``compile: true`` beside ``compile: false``: seconds of a step, seconds of compiling, and how far the results are apart.
+"""``compile: true`` beside ``compile: false``: seconds of a step, seconds of compiling, and how far
+the results are apart.
 
-The example model (or ``--model``), all parameters in float32, ``mezo``, ``zo2`` with its blocks on disk, and exact gradients
-(``plain``). Cases take one step each in turn; medians over ``--steps``. One graph serves every block of a kind, so compiling
-takes as long for eighty blocks as for two.
+The example model (or ``--model``), all parameters in float32, ``mezo``, ``zo2`` with its blocks on
+disk, and exact gradients (``plain``). Cases take one step each in turn; medians over ``--steps``.
+One graph serves every block of a kind, so compiling takes as long for eighty blocks as for two.
 
-    python benchmarks/compiled.py [--model examples/tiny-llama] [--batch 16] [--seq 64] [--steps 7] [--json FILE] [--check]
+    python benchmarks/compiled.py [--model examples/tiny-llama] [--batch 16] [--seq 64] [--steps 7]
+    [--json FILE] [--check]
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from blockwalk import Walker, method
 ROOT = Path(__file__).resolve().parents[1]
 CASES: dict[str, dict[str, Any]] = {
     "mezo": {"name": "mezo", "optimizer": {"learning_rate": 1e-6}},
-    "zo2": {"name": "zo2", "trainable": "disk", "frozen": "disk", "optimizer": {"learning_rate": 1e-6}},
+    "zo2": {
+        "name": "zo2",
+        "trainable": "disk",
+        "frozen": "disk",
+        "optimizer": {"learning_rate": 1e-6},
+    },
     "plain": {"name": "plain", "optimizer": {"learning_rate": 1e-6}},
 }
 APART = 1e-4
@@ -40,15 +47,21 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=7)
     options.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
     arguments = options.parse_args()
-    figures, bounds = [], []
-    print(f"{'method':<8} {'eager s':>9} {'compiled s':>11} {'speedup':>8} {'compiling s':>12} {'losses apart':>13}")
+    figures = []
+    bounds = []
+    print(
+        f"{'method':<8} {'eager s':>9} {'compiled s':>11} {'speedup':>8} {'compiling s':>12}"
+        f" {'losses apart':>13}"
+    )
     for name in arguments.case:
         losses: dict[str, list[float]] = {"eager": [], "compiled": []}
         with ExitStack() as stack:
 
             def stepper(walker: Walker, into: list[float]) -> Callable[[], float]:
                 def step() -> float:
-                    data = random_batch(walker.spec.vocab_size, arguments.batch, arguments.seq, seed=len(into))
+                    data = random_batch(
+                        walker.spec.vocab_size, arguments.batch, arguments.seq, seed=len(into)
+                    )
                     began = time.perf_counter()
                     into.append(walker.step(data).loss)
                     return time.perf_counter() - began
@@ -58,9 +71,13 @@ def main() -> None:
             runs = {}
             for case in losses:
                 plan = method(**CASES[name], compute_dtype="float32", compile=case == "compiled")
-                runs[case] = stepper(stack.enter_context(Walker(arguments.model, plan, device="cpu")), losses[case])
+                runs[case] = stepper(
+                    stack.enter_context(Walker(arguments.model, plan, device="cpu")), losses[case]
+                )
             first = {case: run() for case, run in runs.items()}
-            seconds = {case: median(values) for case, values in interleaved(runs, arguments.steps).items()}
+            seconds = {
+                case: median(values) for case, values in interleaved(runs, arguments.steps).items()
+            }
         apart = max(abs(a / b - 1) for a, b in zip(*losses.values(), strict=True))
         row = {"method": name, "eager_s": seconds["eager"], "compiled_s": seconds["compiled"],
                "compiling_s": first["compiled"] - seconds["compiled"], "losses_apart": apart}  # fmt: skip

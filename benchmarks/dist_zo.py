@@ -1,10 +1,12 @@
-"""Zeroth order over ranks: equality, bytes between nodes, speed-up of two ranks, slices, host memory, and which axis is inside.
+"""Zeroth order over ranks: equality, bytes between nodes, speed-up of two ranks, slices, host
+memory, and which axis is inside.
 
-    sudo python benchmarks/dist_zo.py [--check] [--json FILE] [--parts equal,bytes,speed,slices,host,inner]
+    sudo python benchmarks/dist_zo.py [--check] [--json FILE] [--parts
+    equal,bytes,speed,slices,host,inner]
 
-Ranks are processes of one thread each, joined by gloo; nodes are network namespaces joined by a bridge (root), and bytes
-are the kernel's on each node's link. Runs take turns, and medians are compared; speed needs cores that nobody else uses.
-"""
+Ranks are processes of one thread each, joined by gloo; nodes are network namespaces joined by a
+bridge (root), and bytes are the kernel's on each node's link. Runs take turns, and medians are
+compared; speed needs cores that nobody else uses."""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Work:
     sequence: int = 32
     steps: int = 4
     model: str = ""
-    """A folder to read the model from, so that no rank ever holds it whole; drawn in memory without."""
+    """A folder to read the model from, so that no rank ever holds it whole; drawn in memory
+    without."""
     counts: bool = False
     """Read the link's counters: inside a node of a cluster."""
     data_inside: bool = False
@@ -112,14 +115,19 @@ def trains(rank: int, work: Work, mesh: Mesh, settings: Settings) -> str:
 
 
 def steps(rank: int, work: Work, mesh: Mesh, settings: Settings) -> dict[str, float]:
-    """Median seconds of a step, the first ones left out, in which heaps settle; bytes that this rank's node sent in each."""
+    """Median seconds of a step, the first ones left out, in which heaps settle; bytes that this
+    rank's node sent in each."""
     with work.walker(mesh, settings) as walker:
-        batches = [random_batch(VOCAB, work.batch, work.sequence, seed=step) for step in range(work.steps + WARM)]
+        batches = [
+            random_batch(VOCAB, work.batch, work.sequence, seed=step)
+            for step in range(work.steps + WARM)
+        ]
         for batch in batches[:WARM]:
             walker.step(batch)
         if dist.is_initialized():
             dist.barrier()
-        seconds, began = [], sent_bytes() if work.counts else 0
+        seconds = []
+        began = sent_bytes() if work.counts else 0
         for batch in batches[WARM:]:
             start = time.perf_counter()
             walker.step(batch)
@@ -129,19 +137,22 @@ def steps(rank: int, work: Work, mesh: Mesh, settings: Settings) -> dict[str, fl
 
 
 def alone(rank: int, work: Work) -> dict[str, float]:
-    """:func:`steps` of a process by itself, beside others that do the same: what the cores give at most."""
+    """:func:`steps` of a process by itself, beside others that do the same: what the cores give at
+    most."""
     dist.barrier()
     dist.destroy_process_group()
     return steps(rank, work, {}, {})
 
 
 def uploads(rank: int, work: Work, mesh: Mesh) -> tuple[float, float]:
-    """Parameters a second that come to the device (gather included), and that go back to the host."""
+    """Parameters a second that come to the device (gather included), and that go back to the
+    host."""
     with work.walker(mesh, {}) as walker:
         buckets = walker.engine.buckets
         units = sorted(buckets.streamed)
         numel = sum(walker.spec.units[unit].numel() for unit in units)
-        up, down = [], []
+        up = []
+        down = []
         for _ in range(work.steps + 1):
             dist.barrier()
             start = time.perf_counter()
@@ -160,7 +171,8 @@ def uploads(rank: int, work: Work, mesh: Mesh) -> tuple[float, float]:
 
 
 def holds(rank: int, work: Work, mesh: Mesh) -> dict[str, int]:
-    """Bytes by which the kernel's proportional set size grows from an untrained model of no layers to this one in training."""
+    """Bytes by which the kernel's proportional set size grows from an untrained model of no layers
+    to this one in training."""
     with replace(work, layers=1, hidden=64, model="").walker(mesh, {}) as small:
         small.step(random_batch(VOCAB, work.batch, work.sequence))
     before = pss()
@@ -177,7 +189,9 @@ def holds(rank: int, work: Work, mesh: Mesh) -> dict[str, int]:
 def pss() -> int:
     """Bytes of memory of this process by the kernel's count, pages of files left out."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+    return 1024 * sum(
+        int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,12 +204,19 @@ def equal(work: Work, rounds: int, figures: Figures) -> list[Bound]:
         ("2 perturb", 2, {"perturb": 2}, {}),
         ("2 data", 2, {"data": 2}, {}),
         ("4: 2 × 2", 4, {"data": 2, "perturb": 2, "over": "nobody"}, {}),
-        ("4: slice 2, 2 × 2", 4, {"data": 2, "perturb": 2, "over": "node", "ranks_per_node": 2}, {}),
+        (
+            "4: slice 2, 2 × 2",
+            4,
+            {"data": 2, "perturb": 2, "over": "node", "ranks_per_node": 2},
+            {},
+        ),
         ("8: perturb 8, q = 4", 8, {"perturb": 8}, {"zo.queries": 4}),
     ]
     bounds = []
     for name, world, mesh, settings in cases:
-        expected = trains(0, work, {}, {**settings, "gradient_accumulation_steps": mesh.get("data", 1)})
+        expected = trains(
+            0, work, {}, {**settings, "gradient_accumulation_steps": mesh.get("data", 1)}
+        )
         found = run_ranks(world, trains, work, {"world": world, **mesh}, settings, timeout=300)
         same = sum(each == expected for each in found)
         figures[f"equal {name}"] = same
@@ -210,7 +231,9 @@ def bytes_between_nodes(work: Work, rounds: int, figures: Figures) -> list[Bound
         mesh = {"world": 2 * ranks_per_node, "ranks_per_node": ranks_per_node}
         with cluster(2, ranks_per_node) as nodes:
             for hidden in (work.hidden, 4 * work.hidden):
-                found = nodes.run(steps, replace(work, hidden=hidden, steps=20), mesh, {}, timeout=300)
+                found = nodes.run(
+                    steps, replace(work, hidden=hidden, steps=20), mesh, {}, timeout=300
+                )
                 sent = max(each["sent"] for each in found) / ranks_per_node
                 name = f"bytes a step and rank, 2 nodes × {ranks_per_node}, hidden {hidden}"
                 figures[name] = sent
@@ -223,7 +246,10 @@ def bytes_between_nodes(work: Work, rounds: int, figures: Figures) -> list[Bound
                 longer = replace(work, sequence=8 * work.sequence)
                 found = nodes.run(steps, longer, {"world": 2, "ranks_per_node": 1}, {}, timeout=300)
                 taken.append(found[0]["seconds"])
-    figures["seconds a step, 1 Mbit/s and unshaped"] = [median(seconds["1mbit"]), median(seconds[None])]
+    figures["seconds a step, 1 Mbit/s and unshaped"] = [
+        median(seconds["1mbit"]),
+        median(seconds[None]),
+    ]
     ratio = median(seconds[None]) / median(seconds["1mbit"])
     return [*bounds, Bound("throughput at 1 Mbit/s / unshaped", ratio, 0.95, at_most=False)]
 
@@ -234,13 +260,21 @@ def speed(work: Work, rounds: int, figures: Figures) -> list[Bound]:
         "data 2": {"world": 2, "data": 2, "over": "nobody"},
         "perturb 2, slices": {"world": 2, "perturb": 2},
     }
-    taken: dict[str, list[float]] = {"1 rank": [], "2 by themselves": [], **{name: [] for name in meshes}}
+    taken: dict[str, list[float]] = {
+        "1 rank": [],
+        "2 by themselves": [],
+        **{name: [] for name in meshes},
+    }
     for _ in range(rounds):
         taken["1 rank"].append(run_ranks(1, steps, work, {}, {}, timeout=300)[0]["seconds"])
-        taken["2 by themselves"].append(median([each["seconds"] for each in run_ranks(2, alone, work, timeout=300)]))
+        taken["2 by themselves"].append(
+            median([each["seconds"] for each in run_ranks(2, alone, work, timeout=300)])
+        )
         for name, mesh in meshes.items():
             taken[name].append(run_ranks(2, steps, work, mesh, {}, timeout=300)[0]["seconds"])
-        print("  " + ", ".join(f"{name} {each[-1]:.2f}" for name, each in taken.items()), flush=True)
+        print(
+            "  " + ", ".join(f"{name} {each[-1]:.2f}" for name, each in taken.items()), flush=True
+        )
     figures["seconds a step"] = {name: median(each) for name, each in taken.items()}
     one = median(taken["1 rank"])
     figures["speed-up that the cores give at most"] = 2 * one / median(taken["2 by themselves"])
@@ -255,7 +289,10 @@ def speed(work: Work, rounds: int, figures: Figures) -> list[Bound]:
 def slices(work: Work, rounds: int, figures: Figures) -> list[Bound]:
     for name, over in (("naive", "nobody"), ("sliced", "node")):
         found = run_ranks(4, uploads, work, {"world": 4, "over": over}, timeout=300)
-        figures[f"{name}, parameters a second of all ranks"] = {"upload": found[0][0], "offload": found[0][1]}
+        figures[f"{name}, parameters a second of all ranks"] = {
+            "upload": found[0][0],
+            "offload": found[0][1],
+        }
     return []
 
 
@@ -282,7 +319,13 @@ def inner(work: Work, rounds: int, figures: Figures) -> list[Bound]:
         for _ in range(rounds):
             for data_inside, found in taken.items():
                 found.append(
-                    nodes.run(steps, replace(work, counts=True, data_inside=data_inside), mesh, {}, timeout=300)[0]
+                    nodes.run(
+                        steps,
+                        replace(work, counts=True, data_inside=data_inside),
+                        mesh,
+                        {},
+                        timeout=300,
+                    )[0]
                 )
     for data_inside, found in taken.items():
         figures["data inside" if data_inside else "perturb inside"] = {

@@ -1,12 +1,12 @@
-"""A zeroth-order run whose ranks come and go: two at a time on other tiers, killed at drawn instants and replaced at once, some
-stopped for up to 3 s.
+"""A zeroth-order run whose ranks come and go: two at a time on other tiers, killed at drawn
+instants and replaced at once, some stopped for up to 3 s.
 
     python benchmarks/elastic.py [--check] [--json FILE] [--kills 50] [--stops 10] [--seed 0]
 
-Oracle: as many steps alone. Bounds: no line of the ledger and no weight may differ, the host and the ranks that are there at
-the end must end with exit code 0, and some of those that were killed must have been at work. The same with whole runs of
-``blockwalk train``, and few kills, is in ``tests/ranks/test_elastic.py``.
-"""
+Oracle: as many steps alone. Bounds: no line of the ledger and no weight may differ, the host and
+the ranks that are there at the end must end with exit code 0, and some of those that were killed
+must have been at work. The same with whole runs of ``blockwalk train``, and few kills, is in
+``tests/ranks/test_elastic.py``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ OWN = [{"trainable": "disk × bf16"}, {"trainable": "host × bf16", "prefetch": 
 
 
 def plan(**own: Any) -> Plan:
-    settings = {"trainable": "host × bf16", "gradient_accumulation_steps": 4, "mesh.check_every": 10, **own}
+    settings = {
+        "trainable": "host × bf16",
+        "gradient_accumulation_steps": 4,
+        "mesh.check_every": 10,
+        **own,
+    }
     return method("zo2", **{"zo.queries": 2, "optimizer.learning_rate": 1e-3, **settings})
 
 
@@ -49,7 +54,9 @@ def host(folder: Path, there: str, counts: Any) -> int:
     """Ten steps more than it takes until the harm is done."""
     ranks = elastic(MeshSettings(), there, 60, joins=False)
     listen(ranks, counts)
-    with Walker(tiny_model("llama"), plan(), device="cpu", ranks=ranks, ledger=folder / "shared.jsonl") as walker:
+    with Walker(
+        tiny_model("llama"), plan(), device="cpu", ranks=ranks, ledger=folder / "shared.jsonl"
+    ) as walker:
         ranks.open({}, [])
         left = 10
         while left:
@@ -81,14 +88,18 @@ def main() -> None:
             seed=given.seed,
         )
         seconds = time.monotonic() - began
-        shared, weights = (folder / "shared.jsonl").read_bytes().split(b"\n")[1:-1], torch.load(folder / "shared.pt")
-        with Walker(tiny_model("llama"), plan(), device="cpu", ledger=folder / "alone.jsonl") as walker:
+        shared = (folder / "shared.jsonl").read_bytes().split(b"\n")[1:-1]
+        weights = torch.load(folder / "shared.pt")
+        with Walker(
+            tiny_model("llama"), plan(), device="cpu", ledger=folder / "alone.jsonl"
+        ) as walker:
             for step in range(len(shared)):
                 walker.step(random_batch(8, seed=step))
             expected = walker.state_dict()
         alone = (folder / "alone.jsonl").read_bytes().split(b"\n")[1:-1]
     print(
-        f"{given.kills} ranks killed and replaced, {given.stops} stopped for a while, in {seconds:.0f} s; {len(shared)} steps,"
+        f"{given.kills} ranks killed and replaced, {given.stops} stopped for a while, in"
+        f" {seconds:.0f} s; {len(shared)} steps,"
         f" {found.shared} of them shared; {found.lost} shares were lost, and computed by the host"
     )
     tensors = [name for name, value in expected.items() if isinstance(value, torch.Tensor)]
@@ -98,11 +109,21 @@ def main() -> None:
             sum(a != b for a, b in zip(shared, alone, strict=True)),
             0,
         ),
-        Bound("tensors that differ", sum(not torch.equal(weights[name], expected[name]) for name in tensors), 0),
+        Bound(
+            "tensors that differ",
+            sum(not torch.equal(weights[name], expected[name]) for name in tensors),
+            0,
+        ),
         Bound("exit codes that are not 0", sum(code != 0 for code in found.codes), 0),
         Bound("lost shares", found.lost, given.kills // 5, at_most=False),
     ]
-    figures = {"kills": given.kills, "stops": given.stops, "steps": len(shared), "tensors": len(tensors), **vars(found)}
+    figures = {
+        "kills": given.kills,
+        "stops": given.stops,
+        "steps": len(shared),
+        "tensors": len(tensors),
+        **vars(found),
+    }
     finish(given, {**figures, "seconds": seconds}, bounds)
 
 

@@ -1,8 +1,9 @@
-"""Runs that are harmed: each is forked from a process that has imported everything, and goes through the command line's own
-``main``. Ranks are started and attended as the launcher does it, but forked as well.
+"""Runs that are harmed: each is forked from a process that has imported everything, and goes
+through the command line's own ``main``. Ranks are started and attended as the launcher does it, but
+forked as well.
 
-A family is a row of the table of methods, with settings that make a run of six steps, two checkpoints and four evaluations.
-"""
+A family is a row of the table of methods, with settings that make a run of six steps, two
+checkpoints and four evaluations."""
 
 from __future__ import annotations
 
@@ -34,8 +35,12 @@ from tests.conftest import TinyRun, make_tiny_run
 LIMIT = 75.0
 """Seconds after which a run counts as hanging."""
 MEASURED = ("seconds", "tokens_per_second", "peak_bytes", "bytes_moved", "digest")
-_SLIDE = "--trainable disk×fp32 --optimizer_state disk×fp32 --update.timing block --recompute all --prefetch 1"
-_EXACT, _ZEROTH = "--optimizer.learning_rate 1e-3", "--optimizer.learning_rate 1e-5"
+_SLIDE = (
+    "--trainable disk×fp32 --optimizer_state disk×fp32 --update.timing block --recompute all"
+    " --prefetch 1"
+)
+_EXACT = "--optimizer.learning_rate 1e-3"
+_ZEROTH = "--optimizer.learning_rate 1e-5"
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,9 @@ FAMILIES = {
     "fcdp": Family(f"--method fcdp {_EXACT}", 2),
     "hzp": Family(f"--method hzp {_EXACT}", 2),
 }
-COMMON = "--max_steps 6 --save_every 3 --eval_every 2 --resume_from_checkpoint latest --start_timeout 20"
+COMMON = (
+    "--max_steps 6 --save_every 3 --eval_every 2 --resume_from_checkpoint latest --start_timeout 20"
+)
 
 
 @dataclass(frozen=True)
@@ -67,16 +74,27 @@ class Place:
     folder: Path
 
     def arguments(self, family: str, output_dir: Path, *more: str) -> list[str]:
-        return ["train", *self.tiny.arguments(output_dir), *COMMON.split(), *FAMILIES[family].settings.split(), *more]
+        return [
+            "train",
+            *self.tiny.arguments(output_dir),
+            *COMMON.split(),
+            *FAMILIES[family].settings.split(),
+            *more,
+        ]
 
 
 @contextlib.contextmanager
 def place() -> Iterator[Place]:
-    """A place for the time of a benchmark, with a cache of its own that a first run of each kind has filled."""
+    """A place for the time of a benchmark, with a cache of its own that a first run of each kind
+    has filled."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: ranks whose launcher was killed are this process's then
-    with tempfile.TemporaryDirectory(prefix="blockwalk-faults-", dir=os.environ.get("FAULTS_DIR")) as name:
+    ctypes.CDLL(None).prctl(
+        36, 1
+    )  # PR_SET_CHILD_SUBREAPER: ranks whose launcher was killed are this process's then
+    with tempfile.TemporaryDirectory(
+        prefix="blockwalk-faults-", dir=os.environ.get("FAULTS_DIR")
+    ) as name:
         os.environ["BLOCKWALK_CACHE"] = str(Path(name, "cache"))
         (made := Path(name, "tiny")).mkdir()
         where = Place(make_tiny_run(made), Path(name))
@@ -89,7 +107,8 @@ def place() -> Iterator[Place]:
 
 def _import_what_it_imports(where: Place, family: str) -> None:
     """Import here what a run of a family imports, so that the forks of this process need not."""
-    names, output = where.folder / "imported", where.folder / "imports.said"
+    names = where.folder / "imported"
+    output = where.folder / "imports.said"
 
     def run() -> int:
         code = main.main(where.arguments(family, where.folder / f"imports-{family}"))
@@ -116,7 +135,9 @@ class Fork:
                 said = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
                 os.dup2(said, 1)
                 os.dup2(said, 2)
-                sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+                sys.stdout, sys.stderr = (
+                    os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2)
+                )
                 code = work()
             except BaseException as error:
                 print(f"ESCAPED {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -155,11 +176,18 @@ class Fork:
         return self.returncode
 
 
-def start(place: Place, family: str, folder: Path, *more: str, harm: Callable[[int], None] = lambda rank: None) -> Fork:
-    """Start a run, or with ranks the process that attends to them; ``harm`` is called with the rank before it begins. All
-    that is said goes to a file beside the folder."""
+def start(
+    place: Place,
+    family: str,
+    folder: Path,
+    *more: str,
+    harm: Callable[[int], None] = lambda rank: None,
+) -> Fork:
+    """Start a run, or with ranks the process that attends to them; ``harm`` is called with the rank
+    before it begins. All that is said goes to a file beside the folder."""
     said = folder.with_name(f"{folder.name}.said")
-    ranks, arguments = FAMILIES[family].ranks, place.arguments(family, folder, *more)
+    ranks = FAMILIES[family].ranks
+    arguments = place.arguments(family, folder, *more)
 
     def rank(number: int, store: str) -> int:
         if ranks > 1:
@@ -175,14 +203,17 @@ def start(place: Place, family: str, folder: Path, *more: str, harm: Callable[[i
 
     def attend() -> int:
         with tempfile.TemporaryDirectory(dir=place.folder) as name:
-            forks: Any = [Fork(lambda n=n: rank(n, str(Path(name, "store"))), said) for n in range(ranks)]  # type: ignore[misc]
+            forks: Any = [
+                Fork(lambda n=n: rank(n, str(Path(name, "store"))), said) for n in range(ranks)
+            ]  # type: ignore[misc]
             return launch._attend(forks)
 
     return Fork((lambda: rank(0, "")) if ranks == 1 else attend, said)
 
 
 def wait_for_orphans() -> None:
-    """Wait for the ranks of a launcher that was killed: each is killed with it, and ends when the kernel comes to it."""
+    """Wait for the ranks of a launcher that was killed: each is killed with it, and ends when the
+    kernel comes to it."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, 0):
             pass
@@ -225,7 +256,8 @@ _CALLS = ("open", "write", "pwrite", "pwritev", "writev", "fsync", "fdatasync", 
 
 
 def _filesystem_calls(when: Callable[[int], None]) -> None:
-    """Call ``when`` with 2n before the n-th call that changes or opens a file, and with 2n + 1 after it, in this process."""
+    """Call ``when`` with 2n before the n-th call that changes or opens a file, and with 2n + 1
+    after it, in this process."""
     count = [0]
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -274,14 +306,18 @@ def count_calls(place: Place, family: str, folder: Path) -> int:
             _write(fd, b"%10d" % (number + 2))
             os.close(fd)
 
-    _open, _write = os.open, os.write
-    code = start(place, family, folder, harm=lambda rank: _filesystem_calls(when) if rank == 0 else None).wait()
+    _open = os.open
+    _write = os.write
+    code = start(
+        place, family, folder, harm=lambda rank: _filesystem_calls(when) if rank == 0 else None
+    ).wait()
     assert code == 0, said(folder)
     return int(path.read_text())
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """Names of a run's files, and of each what must be alike: weights, the ledger's steps, logs but for what clocks decide."""
+    """Names of a run's files, and of each what must be alike: weights, the ledger's steps, logs but
+    for what clocks decide."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -292,18 +328,27 @@ def result(folder: Path) -> dict[str, Any]:
             found[name] = path.read_bytes().split(b"\n")[1:]
         elif path.name in ("metrics.jsonl", "evaluations.jsonl"):
             lines = [json.loads(line) for line in path.read_text().splitlines()]
-            found[name] = [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+            found[name] = [
+                {key: value for key, value in line.items() if key not in MEASURED} for line in lines
+            ]
         elif path.suffix == ".safetensors":
             found[name] = path.read_bytes()
     return found
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, list[str]]:
-    """The files that differ, by kind: ``bits`` (weights, ledger), ``lines`` (logs), ``stray`` and missing names."""
-    kinds: dict[str, list[str]] = {"bits": [], "lines": [], "stray": sorted(found.keys() ^ expected.keys())}
+    """The files that differ, by kind: ``bits`` (weights, ledger), ``lines`` (logs), ``stray`` and
+    missing names."""
+    kinds: dict[str, list[str]] = {
+        "bits": [],
+        "lines": [],
+        "stray": sorted(found.keys() ^ expected.keys()),
+    }
     for name in sorted(found.keys() & expected.keys()):
         if found[name] != expected[name]:
-            kinds["lines" if name.endswith(("metrics.jsonl", "evaluations.jsonl")) else "bits"].append(name)
+            kinds[
+                "lines" if name.endswith(("metrics.jsonl", "evaluations.jsonl")) else "bits"
+            ].append(name)
     return kinds
 
 
@@ -319,7 +364,10 @@ def mounted(folder: Path, nbytes: int) -> contextlib.AbstractContextManager[None
     @contextlib.contextmanager
     def mount() -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "blockwalk-faults", str(folder)], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "blockwalk-faults", str(folder)],
+            check=True,
+        )
         try:
             yield
         finally:

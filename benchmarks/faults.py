@@ -1,22 +1,27 @@
-"""What a run loses when it is killed, runs out of disk, is damaged, is started twice, or is handed crafted files: nothing.
+"""What a run loses when it is killed, runs out of disk, is damaged, is started twice, or is handed
+crafted files: nothing.
 
     sudo python benchmarks/faults.py [--check] [--json FILE] [--ci]
                                      [--only kills,full,flips,two,foreign,links,locks,pipes,crafted]
-                                     [--kills 1000] [--families mebp,plain] [--state FILE] [--seconds 7200]
+                                     [--kills 1000] [--families mebp,plain] [--state FILE]
+                                     [--seconds 7200]
 
-Each row harms small runs of every family (see fault_runs.py), lets them go on with ``resume_from_checkpoint: latest``, and
-compares with the run that nobody disturbed: bits of weights and ledger, lines of logs, names of files. ``kills`` counts
-processes that are killed, half of the times at a uniformly random moment, half before or after the n-th file-system
-call, n spread over all of them; a run is killed one to four times, and one that ends before is not counted. With ``--state``
-what was counted of every row is kept, and the next call goes on from there; a call takes at most ``--seconds``;
-``--families`` is for ``kills``. ``foreign`` kills runs in a folder full of files of others, which a refused run, a killed one
-and the one that goes on must leave alone; ``links`` plants links in a run's folder, whose targets must stay as they are.
-``locks`` takes the kernel's locks away, as some network file systems do; ``pipes`` gives a run output that is full, closed,
-broken, or never read. ``--ci`` is 60 kills over all families, a flipped bit for each, two runs in one folder, and a few of
-foreign files, links, a run without locks, and one with each bad output.
+Each row harms small runs of every family (see fault_runs.py), lets them go on with
+``resume_from_checkpoint: latest``, and compares with the run that nobody disturbed: bits of weights
+and ledger, lines of logs, names of files. ``kills`` counts processes that are killed, half of the
+times at a uniformly random moment, half before or after the n-th file-system call, n spread over
+all of them; a run is killed one to four times, and one that ends before is not counted. With
+``--state`` what was counted of every row is kept, and the next call goes on from there; a call
+takes at most ``--seconds``; ``--families`` is for ``kills``. ``foreign`` kills runs in a folder
+full of files of others, which a refused run, a killed one and the one that goes on must leave
+alone; ``links`` plants links in a run's folder, whose targets must stay as they are. ``locks``
+takes the kernel's locks away, as some network file systems do; ``pipes`` gives a run output that is
+full, closed, broken, or never read. ``--ci`` is 60 kills over all families, a flipped bit for each,
+two runs in one folder, and a few of foreign files, links, a run without locks, and one with each
+bad output.
 
-Losses of power are power_loss.py, fuzzing of the readers is fuzz.py, ranks that die or hang rank_faults.py.
-"""
+Losses of power are power_loss.py, fuzzing of the readers is fuzz.py, ranks that die or hang
+rank_faults.py."""
 
 from __future__ import annotations
 
@@ -63,7 +68,8 @@ WRONG = ("bits", "lines", "stray", "hangs", "failed")
 
 @dataclass
 class Count:
-    """Findings of one row: how often each kind of thing happened, and the first few of those that must not."""
+    """Findings of one row: how often each kind of thing happened, and the first few of those that
+    must not."""
 
     row: str
     done: dict[str, int] = field(default_factory=dict)
@@ -82,7 +88,8 @@ class Count:
 
 
 class Kept:
-    """Counts of rows, kept in a file if one is named, so that another call goes on; ``over`` once a call has had its time."""
+    """Counts of rows, kept in a file if one is named, so that another call goes on; ``over`` once a
+    call has had its time."""
 
     def __init__(self, path: Path | None, seconds: float = math.inf) -> None:
         self._path, self._ends = path, time.monotonic() + seconds
@@ -108,10 +115,12 @@ class Kept:
 
 
 class Undisturbed:
-    """For each family, what a run that nobody disturbed leaves, its seconds, its file-system calls; made when asked for."""
+    """For each family, what a run that nobody disturbed leaves, its seconds, its file-system calls;
+    made when asked for."""
 
     def __init__(self, where: Place) -> None:
-        self.where, self._known = where, {}  # type: ignore[var-annotated]
+        self.where = where  # type: ignore[var-annotated]
+        self._known = {}
 
     def of(self, family: str) -> tuple[dict[str, Any], float, int]:
         if family not in self._known:
@@ -119,15 +128,20 @@ class Undisturbed:
             count_calls(self.where, family, folder)  # caches are filled
             shutil.rmtree(folder)
             calls = count_calls(self.where, family, folder)
-            again, began = folder.with_name(f"timed-{family}"), time.monotonic()
+            again = folder.with_name(f"timed-{family}")
+            began = time.monotonic()
             assert start(self.where, family, again).wait() == 0, said(again)
             self._known[family] = result(folder), time.monotonic() - began, calls
-            assert not any(differences(result(again), result(folder)).values()), f"{family} does not repeat itself"
+            assert not any(differences(result(again), result(folder)).values()), (
+                f"{family} does not repeat itself"
+            )
             shutil.rmtree(again)
         return self._known[family]  # type: ignore[no-any-return]
 
 
-def ends(count: Count, where: Place, family: str, folder: Path, expected: dict[str, Any], about: str) -> None:
+def ends(
+    count: Count, where: Place, family: str, folder: Path, expected: dict[str, Any], about: str
+) -> None:
     """Let a run go on to its end, and compare."""
     code = start(where, family, folder).wait()
     if code is None:
@@ -143,14 +157,17 @@ def ends(count: Count, where: Place, family: str, folder: Path, expected: dict[s
 
 def kill(count: Count, whole: Undisturbed, family: str, number: int) -> None:
     """One run that is killed one to four times, or ends before."""
-    where, draw = whole.where, random.Random(f"{family} {number}")
+    where = whole.where
+    draw = random.Random(f"{family} {number}")
     expected, seconds, calls = whole.of(family)
     folder = where.folder / f"killed-{family}-{number}"
     about = []
     for chance in range(draw.randint(1, 4)):
         done = count.done.setdefault(family, 0)
         if draw.random() < 0.5:
-            first = chance == 0  # the one that makes every call: 7 spreads them from the beginning on
+            first = (
+                chance == 0
+            )  # the one that makes every call: 7 spreads them from the beginning on
             point = 7 * done % calls if first else draw.randrange(calls)
             of_rank = 0 if first else draw.randrange(FAMILIES[family].ranks)
             code = start(where, family, folder, harm=dies_at(point, of_rank)).wait()
@@ -178,7 +195,9 @@ def kill(count: Count, whole: Undisturbed, family: str, number: int) -> None:
 def kills(whole: Undisturbed, kept: Kept, families: list[str], wanted: int) -> Count:
     """Runs that are killed, in each family until so many processes were."""
     count = kept.count("kills")
-    while not kept.over and (left := [family for family in families if count.done.get(family, 0) < wanted]):
+    while not kept.over and (
+        left := [family for family in families if count.done.get(family, 0) < wanted]
+    ):
         family = min(left, key=lambda family: count.done.get(family, 0))
         kill(count, whole, family, count.found["kills"] + count.found["too late"])
         kept.keep(count)
@@ -186,11 +205,17 @@ def kills(whole: Undisturbed, kept: Kept, families: list[str], wanted: int) -> C
 
 
 def full(whole: Undisturbed, kept: Kept, sizes: int) -> Count:
-    """File systems that are too small from the start, and ones that somebody else fills while the run is at work."""
-    count, where = kept.count("full"), whole.where
+    """File systems that are too small from the start, and ones that somebody else fills while the
+    run is at work."""
+    count = kept.count("full")
+    where = whole.where
     for family in FAMILIES:
         expected, _, calls = whole.of(family)
-        used = sum(path.stat().st_size for path in (where.folder / f"whole-{family}").rglob("*") if path.is_file())
+        used = sum(
+            path.stat().st_size
+            for path in (where.folder / f"whole-{family}").rglob("*")
+            if path.is_file()
+        )
         for number in range(count.done.get(family, 0), sizes):
             if kept.over:
                 return count
@@ -198,7 +223,9 @@ def full(whole: Undisturbed, kept: Kept, sizes: int) -> Count:
             disk = where.folder / f"disk-{family}-{number}"
             small = number % 2 == 0
             with mounted(disk, int(used * (number + 1) / (sizes + 1)) if small else 64 << 20):
-                folder, point, room = disk / "run", draw.randrange(calls), draw.randrange(used // 2)
+                folder = disk / "run"
+                point = draw.randrange(calls)
+                room = draw.randrange(used // 2)
                 harm = (lambda rank: None) if small else _filled(disk, point, room)
                 code = start(where, family, folder, harm=harm).wait()
                 text = said(folder)
@@ -207,7 +234,10 @@ def full(whole: Undisturbed, kept: Kept, sizes: int) -> Count:
                 if code is None:
                     count.add("hangs", about=f"{family}, {number}")
                 elif code and not any(str(disk) in line for line in lines):
-                    count.add("failed", about=f"{family}, {number}: no file is named: {lines[-2:] or text[-300:]}")
+                    count.add(
+                        "failed",
+                        about=f"{family}, {number}: no file is named: {lines[-2:] or text[-300:]}",
+                    )
                 elif "Traceback" in text or "ESCAPED" in text:
                     count.add("failed", about=f"{family}, {number}: {text[-300:]}")
                 resize(disk, 64 << 20)
@@ -229,7 +259,8 @@ def _filled(disk: Path, point: int, room: int) -> Callable[[int], None]:
     """Harm: at a file-system call of the first rank all of a disk but ``room`` bytes is taken."""
     from benchmarks.fault_runs import _filesystem_calls
 
-    fallocate, opening = os.posix_fallocate, os.open
+    fallocate = os.posix_fallocate
+    opening = os.open
 
     def when(number: int) -> None:
         if number == point:
@@ -242,8 +273,10 @@ def _filled(disk: Path, point: int, room: int) -> Callable[[int], None]:
 
 
 def flips(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
-    """One bit of any file of a half-done run, its model and data included: resumed to the same bits, or refused by name."""
-    count, where = kept.count("flips"), whole.where
+    """One bit of any file of a half-done run, its model and data included: resumed to the same
+    bits, or refused by name."""
+    count = kept.count("flips")
+    where = whole.where
     half: dict[str, Path] = {}
     for number in range(count.found["flips"], wanted):
         if kept.over:
@@ -260,16 +293,29 @@ def flips(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
             process.wait()
         folder = where.folder / f"flipped-{number}"
         shutil.copytree(half[family], folder)
-        inputs = [where.tiny.model / "model.safetensors", where.tiny.model / "tokenizer.json", where.tiny.train]
+        inputs = [
+            where.tiny.model / "model.safetensors",
+            where.tiny.model / "tokenizer.json",
+            where.tiny.train,
+        ]
         path = draw.choice(
-            [*inputs, *(path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size)]
+            [
+                *inputs,
+                *(
+                    path
+                    for path in sorted(folder.rglob("*"))
+                    if path.is_file() and path.stat().st_size
+                ),
+            ]
         )
         before = path.read_bytes()
-        data, at = bytearray(before), draw.randrange(len(before))
+        data = bytearray(before)
+        at = draw.randrange(len(before))
         data[at] ^= 1 << draw.randrange(8)
         path.write_bytes(data)
         code = start(where, family, folder).wait()
-        text, about = said(folder), f"{family}: byte {at} of {path.name} ({path.parent.name})"
+        text = said(folder)
+        about = f"{family}: byte {at} of {path.name} ({path.parent.name})"
         count.add("flips")
         if code is None:
             count.add("hangs", about=about)
@@ -281,11 +327,22 @@ def flips(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
                     count.add(kind, about=f"{about}: {wrong[kind]}: {text[-300:]}")
             count.add("resumed")
         else:
-            names = (path.name, path.parent.name, str(where.tiny.train), str(where.tiny.model), "data was")
-            named = any(
-                name in line for name in names for line in text.splitlines() if "error" in line or "rank " in line
+            names = (
+                path.name,
+                path.parent.name,
+                str(where.tiny.train),
+                str(where.tiny.model),
+                "data was",
             )
-            count.add("refused" if named else "failed", about="" if named else f"{about}: {text[-300:]}")
+            named = any(
+                name in line
+                for name in names
+                for line in text.splitlines()
+                if "error" in line or "rank " in line
+            )
+            count.add(
+                "refused" if named else "failed", about="" if named else f"{about}: {text[-300:]}"
+            )
         if path in inputs:
             path.write_bytes(before)
         shutil.rmtree(folder)
@@ -295,8 +352,10 @@ def flips(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
 
 
 def two(whole: Undisturbed, kept: Kept, offsets: int) -> Count:
-    """A second run in the folder of one that is at work: it is refused, and the first ends as it does alone."""
-    count, where = kept.count("two"), whole.where
+    """A second run in the folder of one that is at work: it is refused, and the first ends as it
+    does alone."""
+    count = kept.count("two")
+    where = whole.where
     for number in range(count.found["two"], offsets):
         if kept.over:
             break
@@ -344,18 +403,23 @@ def _others(folder: Path) -> dict[str, bytes]:
 def _touched(folder: Path, before: dict[str, bytes]) -> list[str]:
     """The files of others that are gone, or have other bytes."""
     return [
-        name for name, data in before.items() if not (folder / name).is_file() or (folder / name).read_bytes() != data
+        name
+        for name, data in before.items()
+        if not (folder / name).is_file() or (folder / name).read_bytes() != data
     ]
 
 
 def foreign(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
-    """Runs in a folder full of files of others: one is refused, one is killed, and one goes on to the same bits."""
+    """Runs in a folder full of files of others: one is refused, one is killed, and one goes on to
+    the same bits."""
     count = kept.count("foreign")
     where = whole.where
     for number in range(count.found["foreign"], wanted):
         if kept.over:
             break
-        first = sorted(FAMILIES, key=lambda family: family not in ("mebp", "zo2"))  # which write packs and weights
+        first = sorted(
+            FAMILIES, key=lambda family: family not in ("mebp", "zo2")
+        )  # which write packs and weights
         family = first[number % len(first)]
         draw = random.Random(f"foreign {number}")
         expected, seconds, _ = whole.of(family)
@@ -389,7 +453,8 @@ def foreign(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
 
 
 def linked(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
-    """Links in a run's folder: those that a run would write to are refused, and ``scratch`` may be one; their targets stay."""
+    """Links in a run's folder: those that a run would write to are refused, and ``scratch`` may be
+    one; their targets stay."""
     count = kept.count("links")
     where = whole.where
     plants = (".lock", "adapter", "model", "config.yaml", "ledger.jsonl", "scratch")
@@ -416,8 +481,14 @@ def linked(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
         if _touched(target, before) if before else target.read_text() != "mine":
             count.add("stray", about=f"{about}: its target was changed")
         if link == "scratch" and code == 0:
-            found = {name: value for name, value in result(folder).items() if not name.startswith("scratch/")}
-            bits = {name: value for name, value in expected.items() if not name.startswith("scratch/")}
+            found = {
+                name: value
+                for name, value in result(folder).items()
+                if not name.startswith("scratch/")
+            }
+            bits = {
+                name: value for name, value in expected.items() if not name.startswith("scratch/")
+            }
             for kind, names in differences(found, bits).items():
                 if names:
                     count.add(kind, about=f"{about}: {names}")
@@ -449,7 +520,8 @@ def locks(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
 
 
 def pipes(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
-    """Runs whose standard output and error are a full device, closed, a pipe without a reader, or one that nobody reads."""
+    """Runs whose standard output and error are a full device, closed, a pipe without a reader, or
+    one that nobody reads."""
     count = kept.count("pipes")
     where = whole.where
     for number in range(count.found["pipes"], wanted):
@@ -458,7 +530,12 @@ def pipes(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
         kind = OUTPUTS[number % len(OUTPUTS)]
         family = list(FAMILIES)[number % len(FAMILIES)]
         disturbed(
-            count, whole, family, where.folder / f"pipes-{number}", lambda rank, kind=kind: bad_output(kind), kind
+            count,
+            whole,
+            family,
+            where.folder / f"pipes-{number}",
+            lambda rank, kind=kind: bad_output(kind),
+            kind,
         )
         count.add("pipes")
         kept.keep(count)
@@ -466,7 +543,12 @@ def pipes(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
 
 
 def disturbed(
-    count: Count, whole: Undisturbed, family: str, folder: Path, harm: Callable[[int], None], about: str
+    count: Count,
+    whole: Undisturbed,
+    family: str,
+    folder: Path,
+    harm: Callable[[int], None],
+    about: str,
 ) -> None:
     """One run that ends by itself, exit code 0, with the same files as an undisturbed one."""
     expected = whole.of(family)[0]
@@ -483,14 +565,21 @@ def disturbed(
 
 
 def crafted(whole: Undisturbed) -> Count:
-    """The tests that plant pickles, tags, paths and false lengths; see tests/cli/test_crafted.py."""
+    """The tests that plant pickles, tags, paths and false lengths; see
+    tests/cli/test_crafted.py."""
     import pytest
 
     count = Count("crafted")
     process = os.fork()
     if process == 0:
         root = Path(__file__).parents[1]
-        os._exit(int(pytest.main(["-q", "-p", "no:cacheprovider", str(root / "tests/cli/test_crafted.py")])))
+        os._exit(
+            int(
+                pytest.main(
+                    ["-q", "-p", "no:cacheprovider", str(root / "tests/cli/test_crafted.py")]
+                )
+            )
+        )
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     count.add("failed" if code else "refused", about="tests/cli/test_crafted.py" if code else "")
     return count
@@ -498,11 +587,16 @@ def crafted(whole: Undisturbed) -> Count:
 
 def bounds_of(counts: list[Count]) -> list[Bound]:
     """Nothing that must not be."""
-    return [Bound(f"{count.row}: {kind}", count.found[kind], 0) for count in counts for kind in WRONG]
+    return [
+        Bound(f"{count.row}: {kind}", count.found[kind], 0) for count in counts for kind in WRONG
+    ]
 
 
 def figures_of(counts: list[Count]) -> dict[str, Any]:
-    return {count.row: {"done": count.done, "found": dict(count.found), "told": count.told} for count in counts}
+    return {
+        count.row: {"done": count.done, "found": dict(count.found), "told": count.told}
+        for count in counts
+    }
 
 
 def main() -> None:
@@ -516,11 +610,14 @@ def main() -> None:
     arguments = options.parse_args()
     each = -(-60 // len(FAMILIES)) if arguments.ci else arguments.kills
     counts: list[Count] = []
-    began, kept = time.monotonic(), Kept(arguments.state, arguments.seconds)
+    began = time.monotonic()
+    kept = Kept(arguments.state, arguments.seconds)
     with place() as where:
         whole = Undisturbed(where)
         everything = "kills,full,flips,two,foreign,links,locks,pipes,crafted"
-        rows = arguments.only or ("kills,flips,two,foreign,links,locks,pipes" if arguments.ci else everything)
+        rows = arguments.only or (
+            "kills,flips,two,foreign,links,locks,pipes" if arguments.ci else everything
+        )
         for row in rows.split(","):
             if row == "kills":
                 counts.append(kills(whole, kept, arguments.families.split(","), each))

@@ -1,15 +1,17 @@
-"""Predicted against measured on this machine: peak memory, seconds a step, bytes read and written; calibrated by doctor alone.
+"""Predicted against measured on this machine: peak memory, seconds a step, bytes read and written;
+calibrated by doctor alone.
 
-Each case runs in a process of its own: a random model of true dimensions, a first step, then three or as many as take two
-seconds, of which the fastest counts (where the host takes free memory back steps differ severalfold: the JSON has all). Memory
-is that of the whole process, from its start: what the kernel cannot drop. Bytes are those that the kernel counted in
-``/proc/self/io`` in a step that begins with a cold page cache; the program's are what it reads from disk and writes.
+Each case runs in a process of its own: a random model of true dimensions, a first step, then three
+or as many as take two seconds, of which the fastest counts (where the host takes free memory back
+steps differ severalfold: the JSON has all). Memory is that of the whole process, from its start:
+what the kernel cannot drop. Bytes are those that the kernel counted in ``/proc/self/io`` in a step
+that begins with a cold page cache; the program's are what it reads from disk and writes.
 
-    python benchmarks/foresight.py [--sizes tiny,25M] [--ranks] [--json FILE] [--join FILE ...] [--check]
+    python benchmarks/foresight.py [--sizes tiny,25M] [--ranks] [--json FILE] [--join FILE ...]
+    [--check]
 
-``--ranks``: the methods for several ranks, on two ranks of a core each, calibrated by a doctor on both; bytes are the loopback
-device's.
-"""
+``--ranks``: the methods for several ranks, on two ranks of a core each, calibrated by a doctor on
+both; bytes are the loopback device's."""
 
 from __future__ import annotations
 
@@ -27,10 +29,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import CACHE, Bound, finish, machine, median, parser, random_batch
 
 SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 4000, "heads": 4},
-    "25M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "vocab_size": 8000, "heads": 8},
-    "125M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32000, "heads": 12},
-    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936, "heads": 14},
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "vocab_size": 4000,
+        "heads": 4,
+    },
+    "25M": {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 6,
+        "vocab_size": 8000,
+        "heads": 8,
+    },
+    "125M": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "vocab_size": 32000,
+        "heads": 12,
+    },
+    "0.5B": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "vocab_size": 151936,
+        "heads": 14,
+    },
     "1.5B": {
         "hidden_size": 1536,
         "intermediate_size": 8960,
@@ -64,25 +90,35 @@ RANKED: dict[str, tuple[str, dict[str, Any], bool]] = {
     "fcdp, LoRA": ("fcdp", {}, True),
     "hzp": ("hzp", {}, False),
 }
-"""The same over two ranks of this machine, a core each, described by a doctor that was run on both."""
+"""The same over two ranks of this machine, a core each, described by a doctor that was run on
+both."""
 
-BATCH, SEQUENCE = 2, 256
-STEPS, SECONDS = 3, 2.0
+BATCH = 2
+SEQUENCE = 256
+STEPS = 3
+SECONDS = 2.0
 
 
 def model_folder(size: str) -> Path:
     """A random model; made once, in a process of its own."""
-    values, dtype = dict(SIZES[size]), DTYPES.get(size, "float32")
+    values = dict(SIZES[size])
+    dtype = DTYPES.get(size, "float32")
     heads = values.pop("heads")
     target = {"model_type": "llama", "num_attention_heads": heads, "num_key_value_heads": heads // 2, "dtype": dtype,
               "tie_word_embeddings": True, **values}  # fmt: skip
     path = CACHE / f"foresight-{size}-{dtype}"
     if not (path / "model.safetensors").exists():
         script = (
-            "import json,sys,torch; from transformers import AutoConfig, AutoModelForCausalLM as M; torch.manual_seed(0);"
-            f" M.from_config(AutoConfig.for_model(**json.loads(sys.argv[1])), dtype=torch.{dtype}).save_pretrained(sys.argv[2])"
+            "import json,sys,torch; from transformers import AutoConfig, AutoModelForCausalLM as"
+            " M; torch.manual_seed(0);"
+            " M.from_config(AutoConfig.for_model(**json.loads(sys.argv[1])),"
+            f" dtype=torch.{dtype}).save_pretrained(sys.argv[2])"
         )
-        subprocess.run([sys.executable, "-c", script, json.dumps(target), str(path)], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-c", script, json.dumps(target), str(path)],
+            check=True,
+            capture_output=True,
+        )
     return path
 
 
@@ -104,7 +140,8 @@ def cold(*folders: Path) -> None:
 
 
 def case(size: str, name: str, hardware: str, steps: int | None = None) -> dict[str, Any]:
-    """Predict, then run: on each of two ranks where the method is for several; the first one's figures count."""
+    """Predict, then run: on each of two ranks where the method is for several; the first one's
+    figures count."""
     from blockwalk.system.process_memory import PeakMemory
 
     with PeakMemory(0.002) as memory:
@@ -123,16 +160,20 @@ def case(size: str, name: str, hardware: str, steps: int | None = None) -> dict[
         if world > 1:
             import torch.distributed as dist
 
-            settings = {"mesh": {"world": world, "ranks_per_node": world, **settings.get("mesh", {})}}
+            settings = {
+                "mesh": {"world": world, "ranks_per_node": world, **settings.get("mesh", {})}
+            }
             dist.init_process_group("gloo")
         barrier = dist.barrier if world > 1 else lambda: None
-        plan, lora, here = (
-            blockwalk.method(row, **settings),
-            LoraSettings(rank=8) if adapters else None,
-            machines.load(hardware),
-        )
-        made, shape = model_folder(size), Shape(BATCH, SEQUENCE)
-        with tempfile.TemporaryDirectory(dir=CACHE) as folder, Walker(made, plan, lora=lora, workdir=folder) as walker:
+        plan = blockwalk.method(row, **settings)
+        lora = LoraSettings(rank=8) if adapters else None
+        here = machines.load(hardware)
+        made = model_folder(size)
+        shape = Shape(BATCH, SEQUENCE)
+        with (
+            tempfile.TemporaryDirectory(dir=CACHE) as folder,
+            Walker(made, plan, lora=lora, workdir=folder) as walker,
+        ):
             shares = world if plan.sharded else plan.mesh.data
             batch = random_batch(walker.spec.vocab_size, BATCH * shares, SEQUENCE)
             program = walker.program(StepKind.TRAIN, shape, foresee=True)
@@ -140,7 +181,9 @@ def case(size: str, name: str, hardware: str, steps: int | None = None) -> dict[
             if predicted > 0.9 * here.host_bytes:
                 return {"size": size, "method": name, "predicted_bytes": predicted, "fits": False}
             walker.step(batch)
-            program = walker.program(StepKind.TRAIN, shape, foresee=True)  # with what the first step leaves pending
+            program = walker.program(
+                StepKind.TRAIN, shape, foresee=True
+            )  # with what the first step leaves pending
             found = simulate((program,), plan, walker.spec, here, walker.costs(shape))
             seconds = []
             steps = steps or (
@@ -156,7 +199,9 @@ def case(size: str, name: str, hardware: str, steps: int | None = None) -> dict[
             wanted = {"read_bytes": 0, "write_bytes": 0}
             if world > 1:
                 lanes = program.bytes_by_lane()
-                wanted = {"wire_bytes": world * (lanes.get(Lane.INTRA, 0) + lanes.get(Lane.INTER, 0))}
+                wanted = {
+                    "wire_bytes": world * (lanes.get(Lane.INTRA, 0) + lanes.get(Lane.INTER, 0))
+                }
                 barrier()
                 sent = sent_payload("lo")
                 barrier()
@@ -164,8 +209,14 @@ def case(size: str, name: str, hardware: str, steps: int | None = None) -> dict[
                 barrier()
                 stored = {"wire_bytes": sent_payload("lo") - sent}
             elif Tier.DISK in (plan.frozen.tier, plan.trainable.tier):
-                moved = [op for op in program.ops if op.part in (StateKind.FROZEN, StateKind.TRAINABLE)]
-                fetched = {(op.unit, op.part): op.nbytes for op in moved if op.kind is OpKind.FETCH and op.unit}
+                moved = [
+                    op for op in program.ops if op.part in (StateKind.FROZEN, StateKind.TRAINABLE)
+                ]
+                fetched = {
+                    (op.unit, op.part): op.nbytes
+                    for op in moved
+                    if op.kind is OpKind.FETCH and op.unit
+                }
                 wanted = {
                     "read_bytes": sum(fetched.values()),
                     "write_bytes": sum(op.nbytes for op in moved if op.kind is OpKind.STORE),
@@ -189,9 +240,14 @@ def show(row: dict[str, Any]) -> str:
     head = f"{row['size']:<6} {row['method']:<18}"
     if not row["fits"]:
         return f"{head} is foreseen not to fit: {row['predicted_bytes'] / 1e9:.1f} GB"
-    memory, real = row["predicted_bytes"], row["measured_bytes"]
-    seconds, took = row["predicted_seconds"], row["measured_seconds"]
-    text = f"{head} process {memory / 1e6:8.0f} MB predicted, {real / 1e6:8.0f} measured ({memory / real:.2f});"
+    memory = row["predicted_bytes"]
+    real = row["measured_bytes"]
+    seconds = row["predicted_seconds"]
+    took = row["measured_seconds"]
+    text = (
+        f"{head} process {memory / 1e6:8.0f} MB predicted, {real / 1e6:8.0f} measured"
+        f" ({memory / real:.2f});"
+    )
     text += f" step {seconds:7.3f} s, {took:7.3f} ({seconds / took:.2f})"
     for key, wanted in row["predicted_moved"].items():
         if wanted:
@@ -202,15 +258,27 @@ def show(row: dict[str, Any]) -> str:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SIZES)}")
-    arguments.add_argument("--methods", default="", help=f"of {'; '.join(METHODS)}; with --ranks {'; '.join(RANKED)}")
-    arguments.add_argument("--ranks", action="store_true", help="the methods for several ranks, on two")
-    arguments.add_argument("--hardware", default="", help="what doctor wrote; measured first unless given")
-    arguments.add_argument("--case", nargs=2, help="run one case and print it")
     arguments.add_argument(
-        "--steps", type=int, help="of that case, after the first one; as many as take two seconds unless given"
+        "--methods", default="", help=f"of {'; '.join(METHODS)}; with --ranks {'; '.join(RANKED)}"
     )
     arguments.add_argument(
-        "--join", nargs="*", default=[], metavar="FILE", help="cases that earlier runs wrote with --json"
+        "--ranks", action="store_true", help="the methods for several ranks, on two"
+    )
+    arguments.add_argument(
+        "--hardware", default="", help="what doctor wrote; measured first unless given"
+    )
+    arguments.add_argument("--case", nargs=2, help="run one case and print it")
+    arguments.add_argument(
+        "--steps",
+        type=int,
+        help="of that case, after the first one; as many as take two seconds unless given",
+    )
+    arguments.add_argument(
+        "--join",
+        nargs="*",
+        default=[],
+        metavar="FILE",
+        help="cases that earlier runs wrote with --json",
     )
     given = arguments.parse_args()
     if given.case:
@@ -242,11 +310,16 @@ def main() -> None:
             subprocess.run([*python, "-m", "blockwalk", "doctor", "--out", hardware], check=True)
         for size in filter(None, given.sizes.split(",")):
             model_folder(size)
-            for name in given.methods.split(";") if given.methods else (RANKED if given.ranks else METHODS):
+            for name in (
+                given.methods.split(";") if given.methods else (RANKED if given.ranks else METHODS)
+            ):
                 command = [*python, __file__, "--case", size, name, "--hardware", hardware]
                 done = subprocess.run(command, check=False, capture_output=True, text=True)
                 if done.returncode:
-                    print(f"{size:<6} {name:<18} failed: {done.stderr.strip().splitlines()[-1]}", flush=True)
+                    print(
+                        f"{size:<6} {name:<18} failed: {done.stderr.strip().splitlines()[-1]}",
+                        flush=True,
+                    )
                     continue
                 figures.append(json.loads(done.stdout.strip().splitlines()[-1]))
                 print(show(figures[-1]), flush=True)
@@ -254,7 +327,8 @@ def main() -> None:
                     Path(given.json).write_text(json.dumps({"figures": {"cases": figures}}))
     ran = [row for row in figures if row["fits"]]
     errors = {
-        key: [abs(row[f"predicted_{key}"] / row[f"measured_{key}"] - 1) for row in ran] for key in ("bytes", "seconds")
+        key: [abs(row[f"predicted_{key}"] / row[f"measured_{key}"] - 1) for row in ran]
+        for key in ("bytes", "seconds")
     }
     moved = [
         abs(row["measured_moved"][key] / wanted - 1)

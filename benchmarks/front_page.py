@@ -1,10 +1,11 @@
-"""README's measured figures and its picture, made from what the other benchmarks kept in ``results/``.
+"""README's measured figures and its picture, made from what the other benchmarks kept in
+``results/``.
 
     python benchmarks/front_page.py            # writes docs/front.svg and prints each figure with its source
     python benchmarks/front_page.py --check    # exit 1 where README says another number than the results
 
-Every measured figure of README is a row of :data:`FIGURES`: its words, and the result that they are read from.
-"""
+Every measured figure of README is a row of :data:`FIGURES`: its words, and the result that they are
+read from."""
 
 from __future__ import annotations
 
@@ -104,11 +105,23 @@ def side(name: str, kind: str) -> float:
 
 
 FIGURES = (
-    Figure("0.46 GB", "memory of LoRA on 3B", lambda: model_row("Qwen2.5-3B")["peak_MB"], gigabytes),
+    Figure(
+        "0.46 GB", "memory of LoRA on 3B", lambda: model_row("Qwen2.5-3B")["peak_MB"], gigabytes
+    ),
     Figure("13 tokens/s", "speed of LoRA on 3B", rate_3b, rate),
     Figure("5.7 hours", "1,000 examples by 3B", lambda: EXAMPLES * seconds_3b(), hours),
-    Figure("2.5 GB", "limit of LoRA on 70B", lambda: result("memory_limit_70b")[0]["limit"] / 1e6, gigabytes),
-    Figure("349 s", "a step of LoRA on 70B", lambda: result("memory_limit_70b")[0]["seconds"][0], seconds),
+    Figure(
+        "2.5 GB",
+        "limit of LoRA on 70B",
+        lambda: result("memory_limit_70b")[0]["limit"] / 1e6,
+        gigabytes,
+    ),
+    Figure(
+        "349 s",
+        "a step of LoRA on 70B",
+        lambda: result("memory_limit_70b")[0]["seconds"][0],
+        seconds,
+    ),
     Figure("0.56 GB", "memory of our side", lambda: side("ours", "peak_MB"), gigabytes),
     Figure("5.1 s", "a step of our side", lambda: side("ours", "seconds"), seconds),
     Figure("3.4 GB", "memory of PEFT's fastest", lambda: side("fastest", "peak_MB"), gigabytes),
@@ -121,7 +134,8 @@ FIGURES = (
 """Every measured figure of README, in its order."""
 
 
-# --- the picture -------------------------------------------------------------------------------------------------------
+# --- the picture
+# -------------------------------------------------------------------------------------------------------
 
 WIDTH = 760
 BAR_HEIGHT = 22
@@ -139,7 +153,9 @@ def text(x: float, y: float, words: str, extra: str = "") -> str:
 def bars(top: float) -> list[str]:
     """A bar of memory for each way to take the same LoRA step, its seconds beside it."""
     figures = result(SMOLLM2)
-    labels = {"ours": "Blockwalk"} | {peer: f"PEFT, {peer}" for peer in figures["peak_MB"] if peer != "ours"}
+    labels = {"ours": "Blockwalk"} | {
+        peer: f"PEFT, {peer}" for peer in figures["peak_MB"] if peer != "ours"
+    }
     widest = max(figures["peak_MB"].values())
     drawn = []
     for number, (name, label) in enumerate(labels.items()):
@@ -147,7 +163,9 @@ def bars(top: float) -> list[str]:
         width = (WIDTH - BARS_LEFT - 140) * figures["peak_MB"][name] / widest
         colour = OURS_COLOUR if name == "ours" else PEER_COLOUR
         drawn.append(text(BARS_LEFT - 8, y + 14, label, 'text-anchor="end"'))
-        drawn.append(f'<rect x="{BARS_LEFT}" y="{y + 2:.1f}" width="{width:.1f}" height="16" fill="{colour}"/>')
+        drawn.append(
+            f'<rect x="{BARS_LEFT}" y="{y + 2:.1f}" width="{width:.1f}" height="16" fill="{colour}"/>'
+        )
         words = f"{gigabytes(figures['peak_MB'][name])}, {seconds(figures['seconds'][name])} a step"
         drawn.append(text(BARS_LEFT + width + 6, y + 14, words))
     return drawn
@@ -163,7 +181,8 @@ def curves(top: float) -> list[str]:
         across = (WIDTH - 60) / (len(curve) - 1)
         down = CURVE_HEIGHT / (highest - lowest)
         points = " ".join(
-            f"{40 + step * across:.1f},{top + (highest - loss) * down:.1f}" for step, loss in enumerate(curve)
+            f"{40 + step * across:.1f},{top + (highest - loss) * down:.1f}"
+            for step, loss in enumerate(curve)
         )
         stroke = (
             f'stroke="{OURS_COLOUR}" stroke-width="1.3"'
@@ -171,7 +190,14 @@ def curves(top: float) -> list[str]:
             else f'stroke="{PEER_COLOUR}" stroke-width="5" stroke-opacity=".5"'
         )
         drawn.append(f'<polyline points="{points}" fill="none" {stroke}/>')
-        drawn.append(text(250 + 250 * number, top - 8, name, f'style="fill:{OURS_COLOUR if number else PEER_COLOUR}"'))
+        drawn.append(
+            text(
+                250 + 250 * number,
+                top - 8,
+                name,
+                f'style="fill:{OURS_COLOUR if number else PEER_COLOUR}"',
+            )
+        )
     drawn.append(text(34, top + 8, f"{highest:.1f}", 'text-anchor="end"'))
     drawn.append(text(34, top + CURVE_HEIGHT, f"{lowest:.1f}", 'text-anchor="end"'))
     drawn.append(text(40, top + CURVE_HEIGHT + 16, "step 1"))
@@ -188,7 +214,8 @@ def picture() -> str:
         text(
             12,
             24,
-            "Memory and time of a LoRA step: SmolLM2-135M on GSM8K, 4 × up to 512 tokens, two cores",
+            "Memory and time of a LoRA step: SmolLM2-135M on GSM8K, 4 × up to 512 tokens, two"
+            " cores",
             'class="title"',
         ),
         *bars(34),
@@ -196,7 +223,10 @@ def picture() -> str:
         *curves(curve_top),
     ]
     style = "<style>text{font:12px sans-serif;fill:#24292f}.title{font-weight:bold}</style>"
-    label = "Memory of a LoRA step beside transformers + PEFT, and two training curves, one on the other"
+    label = (
+        "Memory of a LoRA step beside transformers + PEFT, and two training curves, one on the"
+        " other"
+    )
     frame = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">'
     return f'{frame}{style}<rect width="{WIDTH}" height="{height}" fill="#fff"/>{"".join(shapes)}</svg>\n'
 

@@ -1,11 +1,13 @@
-"""Every reader of files that somebody may have been handed, on files that hypothesis changes: no crash, no hang, little memory.
+"""Every reader of files that somebody may have been handed, on files that hypothesis changes: no
+crash, no hang, little memory.
 
-    python benchmarks/fuzz.py [--check] [--json FILE] [--seconds 600] [--readers safetensors,store,...]
+    python benchmarks/fuzz.py [--check] [--json FILE] [--seconds 600] [--readers
+    safetensors,store,...]
 
-A reader may refuse a file with ValueError (one line, exit code 2) or OSError; anything else is a crash. Bytes are flipped, cut,
-inserted and repeated; in JSON values are replaced by odd ones, and sealed again, so that checksums do not hide what lies behind
-them. Memory is Python's own, by tracemalloc: at most 4 times the file and a megabyte.
-"""
+A reader may refuse a file with ValueError (one line, exit code 2) or OSError; anything else is a
+crash. Bytes are flipped, cut, inserted and repeated; in JSON values are replaced by odd ones, and
+sealed again, so that checksums do not hide what lies behind them. Memory is Python's own, by
+tracemalloc: at most 4 times the file and a megabyte."""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ ODD: list[Any] = [
 
 @dataclass(frozen=True)
 class Reader:
-    """A file of a run or a model, how it is read, and whether it is lines or objects of JSON that are sealed."""
+    """A file of a run or a model, how it is read, and whether it is lines or objects of JSON that
+    are sealed."""
 
     file: Path
     read: Callable[[], Any]
@@ -82,7 +85,9 @@ def readers(where: Place) -> dict[str, Reader]:
     from blockwalk.tiers.model_folder import safetensors, torch_file
     from blockwalk.train import config
 
-    run, store, model = where.folder / "run", where.folder / "store", where.folder / "model"
+    run = where.folder / "run"
+    store = where.folder / "store"
+    model = where.folder / "model"
     assert start(where, "mezo", run).wait() == 0, said(run)
     shutil.copytree(where.tiny.model, model)
     pack(model, store, Codec.INT4)
@@ -94,7 +99,9 @@ def readers(where: Place) -> dict[str, Reader]:
     (model / "model.safetensors").unlink()
     import torch
 
-    torch.save({"weight": torch.zeros(4, 4), "bias": torch.zeros(4)}, where.folder / "pytorch_model.bin")
+    torch.save(
+        {"weight": torch.zeros(4, 4), "bias": torch.zeros(4)}, where.folder / "pytorch_model.bin"
+    )
     shutil.copy(next(hardware.SHIPPED.glob("*.yaml")), where.folder / "machine.yaml")
     checkpoint = run / "checkpoint-000006"
 
@@ -111,22 +118,28 @@ def readers(where: Place) -> dict[str, Reader]:
         run_checkpoint.load(checkpoint)
 
     assert pieces.FORMAT == run_checkpoint.FORMAT
-    tensors, header = checkpoint / "rank-00000.safetensors", where.folder / "header.safetensors"
+    tensors = checkpoint / "rank-00000.safetensors"
+    header = where.folder / "header.safetensors"
     return {
         **models_as_they_lie(where.folder / "quantised"),
         "safetensors": Reader(header, lambda: safetensors.read_header(header)),
         "store": Reader(store / "store.json", read_store, sealed=True),
         "unit": Reader(store / "unit-00001.bin", read_store),
-        "ledger": Reader(run / "ledger.jsonl", lambda: read_ledger(run / "ledger.jsonl"), sealed=True),
+        "ledger": Reader(
+            run / "ledger.jsonl", lambda: read_ledger(run / "ledger.jsonl"), sealed=True
+        ),
         "state": Reader(checkpoint / "state.json", read_checkpoint, sealed=True),
         "pieces": Reader(checkpoint / "rank-00000.json", read_checkpoint, sealed=True),
         "tensors": Reader(tensors, read_checkpoint),
         "bin": Reader(
-            where.folder / "pytorch_model.bin", lambda: torch_file.read_header(where.folder / "pytorch_model.bin")
+            where.folder / "pytorch_model.bin",
+            lambda: torch_file.read_header(where.folder / "pytorch_model.bin"),
         ),
         "index": Reader(model / "model.safetensors.index.json", lambda: checkpoint_files(model)),
         "yaml": Reader(run / "config.yaml", lambda: config.load(run / "config.yaml")),
-        "hardware": Reader(where.folder / "machine.yaml", lambda: hardware.load(where.folder / "machine.yaml")),
+        "hardware": Reader(
+            where.folder / "machine.yaml", lambda: hardware.load(where.folder / "machine.yaml")
+        ),
         "metrics": Reader(run / "metrics.jsonl", lambda: html.report(run)),
         "forecast": Reader(run / "forecast.json", lambda: html.report(run)),
         "trace": Reader(run / "trace.json", lambda: html.report(run)),
@@ -191,10 +204,17 @@ def changed(draw: Any, data: bytes, sealed: bool) -> bytes:
         except ValueError:
             pass
     for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, max(0, min(len(data) - 1, draw(st.sampled_from([64, 4096, len(data)]))))))
-        kind, many = draw(st.sampled_from(["flip", "cut", "insert", "repeat", "remove"])), draw(st.integers(1, 64))
+        at = draw(
+            st.integers(0, max(0, min(len(data) - 1, draw(st.sampled_from([64, 4096, len(data)])))))
+        )
+        kind = draw(st.sampled_from(["flip", "cut", "insert", "repeat", "remove"]))
+        many = draw(st.integers(1, 64))
         if kind == "flip":
-            data = data[:at] + bytes([data[at] ^ (1 << draw(st.integers(0, 7)))]) + data[at + 1 :] if data else data
+            data = (
+                data[:at] + bytes([data[at] ^ (1 << draw(st.integers(0, 7)))]) + data[at + 1 :]
+                if data
+                else data
+            )
         elif kind == "cut":
             data = data[:at]
         elif kind == "insert":
@@ -210,7 +230,11 @@ def changed(draw: Any, data: bytes, sealed: bool) -> bytes:
 
 def _json(data: bytes, draw: Any, sealed: bool) -> bytes:
     """Values of JSON, or of lines of it, replaced; with a header of safetensors, of the header."""
-    if len(data) > 8 and data[8:9] == b"{" and (length := int.from_bytes(data[:8], "little")) < len(data):
+    if (
+        len(data) > 8
+        and data[8:9] == b"{"
+        and (length := int.from_bytes(data[:8], "little")) < len(data)
+    ):
         text = json.dumps(_replaced(json.loads(data[8 : 8 + length]), draw)).encode()
         return len(text).to_bytes(8, "little") + text + data[8 + length :]
     lines = data.decode().splitlines() if data.count(b"\n{") else [data.decode()]
@@ -220,7 +244,8 @@ def _json(data: bytes, draw: Any, sealed: bool) -> bytes:
         if sealed and isinstance(value, dict):
             value.pop("digest", None)
     values[at] = _replaced(values[at], draw)
-    texts, digest = [], ""
+    texts = []
+    digest = ""
     for number, value in enumerate(values):
         text = json.dumps(value)
         if sealed and text.endswith("}"):
@@ -230,9 +255,18 @@ def _json(data: bytes, draw: Any, sealed: bool) -> bytes:
 
 
 def fuzz(reader: Reader, seconds: float) -> dict[str, Any]:
-    """Read changed files for some seconds: how many were read and refused, and the first that did anything else."""
-    before, deadline = reader.file.read_bytes(), time.monotonic() + seconds
-    found: dict[str, Any] = {"files": 0, "refused": 0, "crashes": 0, "hangs": 0, "heavy": 0, "told": []}
+    """Read changed files for some seconds: how many were read and refused, and the first that did
+    anything else."""
+    before = reader.file.read_bytes()
+    deadline = time.monotonic() + seconds
+    found: dict[str, Any] = {
+        "files": 0,
+        "refused": 0,
+        "crashes": 0,
+        "hangs": 0,
+        "heavy": 0,
+        "told": [],
+    }
 
     def late(*_: object) -> None:
         raise _TooSlow
@@ -242,7 +276,9 @@ def fuzz(reader: Reader, seconds: float) -> dict[str, Any]:
     def tell(kind: str, data: bytes, error: object) -> None:
         found[kind] += 1
         if len(found["told"]) < 5:
-            found["told"].append(f"{kind}: {type(error).__name__}: {error} ({len(data)} bytes: {data[:200]!r})")
+            found["told"].append(
+                f"{kind}: {type(error).__name__}: {error} ({len(data)} bytes: {data[:200]!r})"
+            )
 
     @settings(
         max_examples=10**9,
@@ -302,7 +338,11 @@ def main() -> None:
                 finally:
                     os._exit(code)
             code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-            figures[name] = json.loads(answer.read_text()) if code == 0 else {"crashes": 1, "told": [f"exit {code}"]}
+            figures[name] = (
+                json.loads(answer.read_text())
+                if code == 0
+                else {"crashes": 1, "told": [f"exit {code}"]}
+            )
             reader.file.write_bytes(before)
             print(f"{name:12} {json.dumps(figures[name])}", flush=True)
     bounds = [

@@ -1,12 +1,13 @@
-"""GGUF files with every metadata key that changes a model's numbers: what llama.cpp computes, and what Blockwalk does.
+"""GGUF files with every metadata key that changes a model's numbers: what llama.cpp computes, and
+what Blockwalk does.
 
     python benchmarks/gguf_metadata.py [PART OF A NAME ...]
 
-A row is a random model of an architecture, written with some keys or tensors more. Where Blockwalk reads the file, the
-distribution of the next token after 20 and 40 tokens is compared with llama.cpp's (package xllamacpp): the largest difference
-of a log-probability. Where it refuses the file, the row says with which words; llama.cpp is not asked then. The exit code is 1
-where a difference is above 0.01, or a row is read that should be refused, or the other way round.
-"""
+A row is a random model of an architecture, written with some keys or tensors more. Where Blockwalk
+reads the file, the distribution of the next token after 20 and 40 tokens is compared with
+llama.cpp's (package xllamacpp): the largest difference of a log-probability. Where it refuses the
+file, the row says with which words; llama.cpp is not asked then. The exit code is 1 where a
+difference is above 0.01, or a row is read that should be refused, or the other way round."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ LENGTHS = (20, 40)
 
 @dataclass(frozen=True)
 class Case:
-    """A file: its architecture, further metadata and tensors, and the words of its refusal, or "" where it is read."""
+    """A file: its architecture, further metadata and tensors, and the words of its refusal, or ""
+    where it is read."""
 
     name: str
     family: str
@@ -42,7 +44,10 @@ class Case:
 
 
 def scaling(kind: str, **values: Any) -> dict[str, Any]:
-    return {"rope.scaling.type": kind, **{f"rope.scaling.{key}": value for key, value in values.items()}}
+    return {
+        "rope.scaling.type": kind,
+        **{f"rope.scaling.{key}": value for key, value in values.items()},
+    }
 
 
 def ramp(last: float, count: int) -> list[float]:
@@ -76,9 +81,24 @@ def cases() -> list[Case]:
         gemma = {"tied": True, "spread": 0.2} if window else {}
         rows += [
             Case(f"{family}", family, window, changes=gemma),
-            Case(f"{family}, linear × 4", family, window | scaling("linear", factor=4.0), changes=gemma),
-            Case(f"{family}, factor alone", family, window | {"rope.scaling.factor": 4.0}, changes=gemma),
-            Case(f"{family}, the older name", family, window | {"rope.scale_linear": 4.0}, changes=gemma),
+            Case(
+                f"{family}, linear × 4",
+                family,
+                window | scaling("linear", factor=4.0),
+                changes=gemma,
+            ),
+            Case(
+                f"{family}, factor alone",
+                family,
+                window | {"rope.scaling.factor": 4.0},
+                changes=gemma,
+            ),
+            Case(
+                f"{family}, the older name",
+                family,
+                window | {"rope.scale_linear": 4.0},
+                changes=gemma,
+            ),
             Case(
                 f"{family}, type none",
                 family,
@@ -86,7 +106,12 @@ def cases() -> list[Case]:
                 "rope.scaling.type" if family == "gemma2" else "",
                 changes=gemma,
             ),
-            Case(f"{family}, attn_factor", family, window | {"rope.scaling.attn_factor": 1.3}, changes=gemma),
+            Case(
+                f"{family}, attn_factor",
+                family,
+                window | {"rope.scaling.attn_factor": 1.3},
+                changes=gemma,
+            ),
             Case(
                 f"{family}, linear and attn_factor",
                 family,
@@ -130,9 +155,19 @@ def cases() -> list[Case]:
             ),
             Case(f"{family}, base", family, window | {"rope.freq_base": 500.0}, changes=gemma),
             Case(f"{family}, no base", family, window | {"rope.freq_base": None}, changes=gemma),
-            Case(f"{family}, logit_scale", family, window | {"logit_scale": 0.5}, "logit_scale", changes=gemma),
             Case(
-                f"{family}, residual_scale", family, window | {"residual_scale": 0.5}, "residual_scale", changes=gemma
+                f"{family}, logit_scale",
+                family,
+                window | {"logit_scale": 0.5},
+                "logit_scale",
+                changes=gemma,
+            ),
+            Case(
+                f"{family}, residual_scale",
+                family,
+                window | {"residual_scale": 0.5},
+                "residual_scale",
+                changes=gemma,
             ),
             Case(
                 f"{family}, embedding_scale",
@@ -156,7 +191,11 @@ def cases() -> list[Case]:
                 changes=gemma,
             ),
             Case(
-                f"{family}, alibi", family, window | {"attention.max_alibi_bias": 8.0}, "max_alibi_bias", changes=gemma
+                f"{family}, alibi",
+                family,
+                window | {"attention.max_alibi_bias": 8.0},
+                "max_alibi_bias",
+                changes=gemma,
             ),
             Case(
                 f"{family}, sees later tokens",
@@ -204,7 +243,9 @@ def cases() -> list[Case]:
         ]
         if family not in ("llama", "mixtral"):
             vectors = {"rope_freqs.weight": ramp(4.0, 8)}
-            rows.append(Case(f"{family}, rope_freqs", family, window, "rope_freqs.weight", gemma, vectors))
+            rows.append(
+                Case(f"{family}, rope_freqs", family, window, "rope_freqs.weight", gemma, vectors)
+            )
         if family not in ("phi3",):
             rows.append(
                 Case(
@@ -223,8 +264,14 @@ def cases() -> list[Case]:
     for family in ("llama", "mixtral"):
         wide = {"head_dim": 32}
         rows += [
-            Case(f"{family}, rope_freqs of one's own", family, vectors={"rope_freqs.weight": ramp(4.0, 8)}),
-            Case(f"{family}, rope_freqs as Llama 3", family, vectors={"rope_freqs.weight": _LLAMA3}),
+            Case(
+                f"{family}, rope_freqs of one's own",
+                family,
+                vectors={"rope_freqs.weight": ramp(4.0, 8)},
+            ),
+            Case(
+                f"{family}, rope_freqs as Llama 3", family, vectors={"rope_freqs.weight": _LLAMA3}
+            ),
             Case(
                 f"{family}, rope_freqs and linear",
                 family,
@@ -250,7 +297,13 @@ def cases() -> list[Case]:
                 scaling("longrope", original_context_length=256, factor=2.0),
                 vectors=_LONG,
             ),
-            Case(f"{family}, long factors without longrope", family, {}, "rope_factors", vectors=_LONG),
+            Case(
+                f"{family}, long factors without longrope",
+                family,
+                {},
+                "rope_factors",
+                vectors=_LONG,
+            ),
             Case(f"{family}, heads wider than even", family, changes=wide),
             Case(
                 f"{family}, factors of another width",
@@ -281,7 +334,12 @@ def cases() -> list[Case]:
             {"rope.scaling.original_context_length": 256, "rope.scaling.attn_factor": 1.2},
             vectors=_LONG,
         ),
-        Case("phi3, long factors", "phi3", {"rope.scaling.original_context_length": 16}, vectors=_LONG),
+        Case(
+            "phi3, long factors",
+            "phi3",
+            {"rope.scaling.original_context_length": 16},
+            vectors=_LONG,
+        ),
         Case(
             "phi3, factors of half a head",
             "phi3",
@@ -346,8 +404,18 @@ def cases() -> list[Case]:
             scaling("linear", factor=8.0),
             changes={"tied": True, "num_hidden_layers": 6},
         ),
-        Case("gemma3, softcap", "gemma3_text", _WINDOW | {"final_logit_softcapping": 0.3}, changes={"tied": True}),
-        Case("gemma3, softcap without window", "gemma3_text", {"final_logit_softcapping": 0.3}, changes={"tied": True}),
+        Case(
+            "gemma3, softcap",
+            "gemma3_text",
+            _WINDOW | {"final_logit_softcapping": 0.3},
+            changes={"tied": True},
+        ),
+        Case(
+            "gemma3, softcap without window",
+            "gemma3_text",
+            {"final_logit_softcapping": 0.3},
+            changes={"tied": True},
+        ),
         Case(
             "gemma3, softcap of attention",
             "gemma3_text",
@@ -380,14 +448,34 @@ def cases() -> list[Case]:
             _WINDOW | {"attention.sliding_window_pattern": [True, False, False, True]},
             changes={"tied": True, "num_hidden_layers": 4},
         ),
-        Case("qwen3_moe, weights not normed", "qwen3_moe", {"expert_weights_norm": False}, "expert_weights_norm"),
-        Case("qwen3_moe, scale of weights", "qwen3_moe", {"expert_weights_scale": 2.0}, "expert_weights_scale"),
-        Case("qwen3_moe, sigmoid gates", "qwen3_moe", {"expert_gating_func": 2}, "expert_gating_func"),
+        Case(
+            "qwen3_moe, weights not normed",
+            "qwen3_moe",
+            {"expert_weights_norm": False},
+            "expert_weights_norm",
+        ),
+        Case(
+            "qwen3_moe, scale of weights",
+            "qwen3_moe",
+            {"expert_weights_scale": 2.0},
+            "expert_weights_scale",
+        ),
+        Case(
+            "qwen3_moe, sigmoid gates", "qwen3_moe", {"expert_gating_func": 2}, "expert_gating_func"
+        ),
         Case("qwen2_moe, one expert used", "qwen2_moe", {"expert_used_count": 1}),
-        Case("qwen2_moe, weights normed", "qwen2_moe", {"expert_weights_norm": True}, "expert_weights_norm"),
+        Case(
+            "qwen2_moe, weights normed",
+            "qwen2_moe",
+            {"expert_weights_norm": True},
+            "expert_weights_norm",
+        ),
         Case("mixtral, one expert used", "mixtral", {"expert_used_count": 1}),
         Case(
-            "qwen3_moe, dense first block", "qwen3_moe", {"leading_dense_block_count": 1}, "leading_dense_block_count"
+            "qwen3_moe, dense first block",
+            "qwen3_moe",
+            {"leading_dense_block_count": 1},
+            "leading_dense_block_count",
         ),
     ]
     return rows

@@ -1,12 +1,13 @@
-"""An hour on one accelerator: parts in the order of their value, each in a process of its own, within eight minutes, 100 GiB of
-host memory and 50 GiB of disk. A row is written when it is there, a JSON file of rows a part: a part that was killed, or one of
-whose rows failed, goes on from the rows that it has. What is done is not done again.
+"""An hour on one accelerator: parts in the order of their value, each in a process of its own,
+within eight minutes, 100 GiB of host memory and 50 GiB of disk. A row is written when it is there,
+a JSON file of rows a part: a part that was killed, or one of whose rows failed, goes on from the
+rows that it has. What is done is not done again.
 
     benchmarks/gpu.sh [--part NAME ...] [--again] [--check]
     benchmarks/gpu.sh --device cpu --tiny          # the script itself, end to end, without a GPU: proves no number
 
-Each bound says what it rests on. Peaks are the allocator's: without the driver's context and the libraries' workspaces.
-"""
+Each bound says what it rests on. Peaks are the allocator's: without the driver's context and the
+libraries' workspaces."""
 
 from __future__ import annotations
 
@@ -28,7 +29,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from benchmarks import gpu_facts, zo_runs
-from benchmarks.common import CACHE, Bound, finish, interleaved, machine, median, parser, random_batch, random_store
+from benchmarks.common import (
+    CACHE,
+    Bound,
+    finish,
+    interleaved,
+    machine,
+    median,
+    parser,
+    random_batch,
+    random_store,
+)
 from benchmarks.vs_peft import theirs
 
 from blockwalk import Walker, method
@@ -41,11 +52,15 @@ from blockwalk.simulate.simulator import simulate
 from blockwalk.system import card as cards
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SECONDS, HOST, DISK = 480, 100 << 30, 50 << 30
-"""A part's limits: seconds, bytes of host memory that may be in use, bytes of disk that benchmarks may keep."""
+SECONDS = 480
+HOST = 100 << 30
+DISK = 50 << 30
+"""A part's limits: seconds, bytes of host memory that may be in use, bytes of disk that benchmarks
+may keep."""
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED_MB = {"OPT-1.3B": 3750, "OPT-6.7B": 4992}
-"""ZO2's peak in fp16 at batch 1 × 2048 on an A100 (Wang et al. 2025, table 1). Ours is to be half of it."""
+"""ZO2's peak in fp16 at batch 1 × 2048 on an A100 (Wang et al. 2025, table 1). Ours is to be half
+of it."""
 TINY = {
     "OPT-1.3B": "OPT-tiny",
     "OPT-6.7B": "OPT-tiny",
@@ -57,7 +72,11 @@ TINY = {
 ROWS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "plain": ("plain", {"recompute": "all"}, False),
     "plain, activations on the host": ("plain", {"recompute": "all", "activation": "host"}, True),
-    "plain, all from the host": ("plain", {"trainable": "host × fp32", "optimizer_state": "host × fp32"}, False),
+    "plain, all from the host": (
+        "plain",
+        {"trainable": "host × fp32", "optimizer_state": "host × fp32"},
+        False,
+    ),
     "mebp": ("mebp", {}, True),
     "mebp int4": ("mebp", {"frozen": "host × int4", "activation": "host"}, True),
     "mebp nf4": ("mebp", {"frozen": "host × nf4", "activation": "host"}, True),
@@ -70,28 +89,33 @@ ROWS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "fcdp": ("fcdp", {"gradient_accumulation_steps": 2}, False),
     "hzp, states on the host": ("hzp", {"optimizer_state": "host × fp32"}, False),
 }
-"""Method, settings, and whether adapters are trained; float32, so that devices differ by the order of sums alone."""
+"""Method, settings, and whether adapters are trained; float32, so that devices differ by the order
+of sums alone."""
 
 
 SHOWN = ("tokens_per_s", "foreseen_tokens_per_s", "peak_MB", "foreseen_MB", "out_of_memory")
 
 
 class Bench:
-    """The device, the sizes and the measure of a part, and its rows, those of an earlier try included.
+    """The device, the sizes and the measure of a part, and its rows, those of an earlier try
+    included.
 
     Args:
         path: of the file of rows.
         facts_path: of the card's figures for a planner.
     """
 
-    def __init__(self, arguments: argparse.Namespace, path: Path, facts_path: Path | None = None) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, path: Path, facts_path: Path | None = None
+    ) -> None:
         self.began = time.perf_counter()
         self.path = path
         self.facts_path = facts_path or path.with_name("gpu-facts.json")
         self.rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
         self.failed: dict[str, str] = {}
         """The rows that raised, with their errors: they are tried again when the part is."""
-        self.tiny, self.device = arguments.tiny, chosen(arguments.device)
+        self.tiny = arguments.tiny
+        self.device = chosen(arguments.device)
         self.rounds, self.sequence = (2, 32) if self.tiny else (5, 2048)
 
     def model(self, name: str) -> str:
@@ -112,8 +136,9 @@ class Bench:
             row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
 
     def row(self, name: str, measure: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """A row by its name: that of an earlier try, or else what ``measure`` puts into it, and where the device's memory did
-        not suffice that. Another failure is noted, and the rest of the part goes on."""
+        """A row by its name: that of an earlier try, or else what ``measure`` puts into it, and
+        where the device's memory did not suffice that. Another failure is noted, and the rest of
+        the part goes on."""
         if name not in self.rows:
             row: dict[str, Any] = {}
             try:
@@ -130,7 +155,8 @@ class Bench:
         return self.rows[name]
 
     def run(self, name: str, open_: Callable[[], Any], batch: int) -> dict[str, Any]:
-        """Tokens a second and peak of what ``open_`` answers, a function of a step's seconds, with all that it holds."""
+        """Tokens a second and peak of what ``open_`` answers, a function of a step's seconds, with
+        all that it holds."""
 
         def measure(row: dict[str, Any]) -> None:
             step, close = open_()
@@ -145,9 +171,18 @@ class Bench:
         return self.row(name, measure)
 
     def compared(
-        self, title: str, key: str, one: str, other: str, limit: float, *, at_most: bool = True, rests: str
+        self,
+        title: str,
+        key: str,
+        one: str,
+        other: str,
+        limit: float,
+        *,
+        at_most: bool = True,
+        rests: str,
     ) -> list[Bound]:
-        """The bound of a figure of one row by that of another; none where one of them has no such figure."""
+        """The bound of a figure of one row by that of another; none where one of them has no such
+        figure."""
         figures = [self.rows.get(name, {}).get(key) for name in (one, other)]
         if None in figures:
             return []
@@ -159,8 +194,8 @@ class Bench:
         return step, walker.close
 
     def foreseen(self, walker: Walker, batch: int) -> dict[str, Any]:
-        """Foresee tokens a second and peak as the planner does, with the card's facts where they are there. A forecast that
-        fails is told and costs no row."""
+        """Foresee tokens a second and peak as the planner does, with the card's facts where they
+        are there. A forecast that fails is told and costs no row."""
         try:
             here = of_this_machine(self.device.type, card_of(self.device))
             if self.facts_path.exists() and not is_cpu(self.device):
@@ -171,14 +206,19 @@ class Bench:
         except Exception as error:
             return {"not_foreseen": f"{type(error).__name__}: {error}"}
         tokens_per_s = batch * self.sequence / outcome.seconds
-        return {"foreseen_tokens_per_s": tokens_per_s, "foreseen_MB": outcome.peaks.get(Pool.DEVICE, 0) / 1e6}
+        return {
+            "foreseen_tokens_per_s": tokens_per_s,
+            "foreseen_MB": outcome.peaks.get(Pool.DEVICE, 0) / 1e6,
+        }
 
     def lora(self, name: str, **settings: Any) -> Walker:
         store = random_store(name, Codec(settings.pop("stored", "raw")))
-        return Walker(store, method("mebp", **settings), lora=LoraSettings(rank=16), device=self.device)
+        return Walker(
+            store, method("mebp", **settings), lora=LoraSettings(rank=16), device=self.device
+        )
 
 
-# ---- the parts --------------------------------------------------------------------------------------------------------
+# ---- the parts -----------------------------------------------------------------------------------
 
 
 def write(path: Path, value: Any) -> None:
@@ -193,7 +233,10 @@ def correct(bench: Bench) -> list[Bound]:
     for name, (row, settings, adapters) in ROWS.items():
 
         def measure(
-            losses: dict[str, Any], row: str = row, settings: dict[str, Any] = settings, adapters: bool = adapters
+            losses: dict[str, Any],
+            row: str = row,
+            settings: dict[str, Any] = settings,
+            adapters: bool = adapters,
         ) -> None:
             for device in dict.fromkeys((str(bench.device), "cpu")):
                 lora = LoraSettings(rank=2, alpha=4) if adapters else None
@@ -201,29 +244,52 @@ def correct(bench: Bench) -> list[Bound]:
                 store = random_store("Qwen2-tiny" if adapters else "OPT-tiny", stored, "float32")
                 with Walker(store, method(row, **settings), lora=lora, device=device) as walker:
                     vocab = walker.spec.vocab_size
-                    found = [walker.step(random_batch(vocab, 4, 32, seed=step)).loss for step in range(3)]
-                    losses[device] = [*found, walker.evaluate(random_batch(vocab, 2, 32, seed=9)).loss]
+                    found = [
+                        walker.step(random_batch(vocab, 4, 32, seed=step)).loss for step in range(3)
+                    ]
+                    losses[device] = [
+                        *found,
+                        walker.evaluate(random_batch(vocab, 2, 32, seed=9)).loss,
+                    ]
 
         losses = bench.row(name, measure)
         if not {str(bench.device), "cpu"} <= losses.keys():
             continue
-        one, other = losses[str(bench.device)], losses["cpu"]
+        one = losses[str(bench.device)]
+        other = losses["cpu"]
         worst = max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
-        bounds.append(Bound(f"{name}: losses by the CPU's", worst, 1e-4, rests="float32, sums in another order"))
+        bounds.append(
+            Bound(
+                f"{name}: losses by the CPU's", worst, 1e-4, rests="float32, sums in another order"
+            )
+        )
     differing = bench.row("operators", lambda row: row.update(operators(bench.device)))
     for name, differ in differing.items():
         if name in ("peak_MB", "out_of_memory"):
             continue
         bounds.append(
-            Bound(f"operator {name}: elements that differ", differ, 0, rests="each operation rounds by itself")
+            Bound(
+                f"operator {name}: elements that differ",
+                differ,
+                0,
+                rests="each operation rounds by itself",
+            )
         )
     code = bench.row("blockwalk train", lambda row: row.update(trained(bench))).get("code", 1)
-    return [*bounds, Bound("blockwalk train examples/quickstart.yaml: exit code", code, 0, rests="it learns its task")]
+    return [
+        *bounds,
+        Bound(
+            "blockwalk train examples/quickstart.yaml: exit code",
+            code,
+            0,
+            rests="it learns its task",
+        ),
+    ]
 
 
 def trained(bench: Bench) -> dict[str, Any]:
-    """Run the example from the command line: its exit code, seconds and last words. It ends before its part does, for nobody
-    would end it afterwards."""
+    """Run the example from the command line: its exit code, seconds and last words. It ends before
+    its part does, for nobody would end it afterwards."""
     left = max(SECONDS - 20 - (time.perf_counter() - bench.began), 1)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "blockwalk", "train", "examples/quickstart.yaml"]
@@ -232,7 +298,9 @@ def trained(bench: Bench) -> dict[str, Any]:
             command += ["--max_steps", "4"]
         command += ["--output_dir", folder + "/run"]
         began = time.perf_counter()
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=left)
+        ended = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=left
+        )
     words = (ended.stdout + ended.stderr)[-2000:]
     return {"code": ended.returncode, "seconds": time.perf_counter() - began, "words": words}
 
@@ -246,23 +314,33 @@ def operators(device: torch.device) -> dict[str, int]:
     from blockwalk.numerics.operators import sent
 
     def differ(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> int:
-        theirs, ours = (function(*(each.to(where, copy=True) for each in tensors)).cpu() for where in ("cpu", device))
+        theirs, ours = (
+            function(*(each.to(where, copy=True) for each in tensors)).cpu()
+            for where in ("cpu", device)
+        )
         return int((theirs.view(torch.uint8) != ours.view(torch.uint8)).sum())
 
-    key, generator = NoiseKey(1, 2, 0, "w"), torch.Generator().manual_seed(1)
-    weights, found = torch.randn(300, 1000, generator=generator), {}
-    words, factors = [w for k in (0, 1) for w in sent(NoiseKey(1, 3, k, "w"))], [0.99, 1e-3]
+    key = NoiseKey(1, 2, 0, "w")
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(300, 1000, generator=generator)
+    found = {}
+    words = [w for k in (0, 1) for w in sent(NoiseKey(1, 3, k, "w"))]
+    factors = [0.99, 1e-3]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
 
         def advance(x: torch.Tensor) -> torch.Tensor:
             torch.ops.blockwalk.advance_([x], [], [0], words, factors, 1, 1, True, "gaussian")
             return x
 
-        found[f"perturbed {dtype}"] = differ(lambda x: perturbed(x, x, key, 77, 1e-3), weights.to(dtype))
+        found[f"perturbed {dtype}"] = differ(
+            lambda x: perturbed(x, x, key, 77, 1e-3), weights.to(dtype)
+        )
         found[f"advance {dtype}"] = differ(advance, weights.to(dtype))
     for codec in (Codec.FP8, Codec.INT8, Codec.INT4, Codec.INT4A, Codec.NF4):
         layout = Layout((300, 1000), codec)
-        bytes_P = codecs.encode_rows(weights, torch.empty(layout.nbytes, dtype=torch.uint8), layout, 0)
+        bytes_P = codecs.encode_rows(
+            weights, torch.empty(layout.nbytes, dtype=torch.uint8), layout, 0
+        )
 
         def decode(bytes_P: torch.Tensor, layout: Layout = layout) -> torch.Tensor:
             out = torch.empty(300, 1000, dtype=torch.bfloat16, device=bytes_P.device)
@@ -280,7 +358,8 @@ def operators(device: torch.device) -> dict[str, int]:
 
 
 def zeroth(bench: Bench, named: str) -> list[Bound]:
-    """The naive loop, ``mezo``, ``zo2`` and its ablations, fp16, 1 × 2048; then naive and ``zo2`` in turn, 4 × 2048."""
+    """The naive loop, ``mezo``, ``zo2`` and its ablations, fp16, 1 × 2048; then naive and ``zo2``
+    in turn, 4 × 2048."""
     name = bench.model(named)
     device = str(bench.device)
 
@@ -308,10 +387,13 @@ def zeroth(bench: Bench, named: str) -> list[Bound]:
     if "zo2" in found:
         ratio = median([a / b for a, b in zip(found["naive"], found["zo2"], strict=True)])
         rests = (
-            "two forwards take 4·T FLOPs a parameter, the link 2 bytes each way: 7,000 tokens hide it at 700 TFLOP/s"
+            "two forwards take 4·T FLOPs a parameter, the link 2 bytes each way: 7,000 tokens"
+            " hide it at 700 TFLOP/s"
         )
         rests = f"4 × 2048: {rests} and 50 GB/s"
-        bounds.append(Bound(f"{named}: zo2 by naive MeZO, 4 × 2048", ratio, 0.97, at_most=False, rests=rests))
+        bounds.append(
+            Bound(f"{named}: zo2 by naive MeZO, 4 × 2048", ratio, 0.97, at_most=False, rests=rests)
+        )
     else:  # the baseline has no room
         bench.run("zo2, 4 alone", lambda: opened("zo2", 4), 4)
     if "peak_MB" in bench.rows.get("zo2", {}):
@@ -332,16 +414,26 @@ TIERS = {
 
 
 def lora(bench: Bench, named: str, *, raw: bool) -> list[Bound]:
-    """LoRA, rank 16, bf16: PEFT with gradient checkpointing in device memory, in bfloat16 and in bitsandbytes' nf4; ``mebp``
-    in int4a from the device, the host and the disk, and ``raw`` from the host."""
+    """LoRA, rank 16, bf16: PEFT with gradient checkpointing in device memory, in bfloat16 and in
+    bitsandbytes' nf4; ``mebp`` in int4a from the device, the host and the disk, and ``raw`` from
+    the host."""
     name = bench.model(named)
-    peers = [peer for peer in PEFT if not PEFT[peer] or gpu_facts.installed("bitsandbytes") != "not installed"]
+    peers = [
+        peer
+        for peer in PEFT
+        if not PEFT[peer] or gpu_facts.installed("bitsandbytes") != "not installed"
+    ]
     rows = [row for row in TIERS if raw or "raw" not in row]
     for batch in (1, 4):
 
         def peft(peer: str, batch: int = batch) -> Any:
             take = theirs(
-                name, bench.sequence, device=str(bench.device), batch=batch, holds_tokenizer=False, four_bits=PEFT[peer]
+                name,
+                bench.sequence,
+                device=str(bench.device),
+                batch=batch,
+                holds_tokenizer=False,
+                four_bits=PEFT[peer],
             )
             count = iter(range(1 << 30))
 
@@ -360,14 +452,22 @@ def lora(bench: Bench, named: str, *, raw: bool) -> list[Bound]:
             settings = {**TIERS[row], "stored": "raw" if "raw" in row else "int4a"}
             bench.run(
                 f"{row}, {batch}",
-                lambda settings=settings, batch=batch: bench.walk(bench.lora(name, **settings), batch),
+                lambda settings=settings, batch=batch: bench.walk(
+                    bench.lora(name, **settings), batch
+                ),
                 batch,
             )
     bounds = []
-    host = [each for each in ("mebp int4a, host, 4", "PEFT, 4") if "tokens_per_s" in bench.rows.get(each, {})]
+    host = [
+        each
+        for each in ("mebp int4a, host, 4", "PEFT, 4")
+        if "tokens_per_s" in bench.rows.get(each, {})
+    ]
     if len(host) == 2:  # the peak of a row that ran out of memory is the card's
         title = f"{named}: peak of mebp int4a from the host by PEFT's, 4 × 2048"
-        bounds += bench.compared(title, "peak_MB", *host, 0.5, rests="weights are 2 slots of 0.6 bytes")
+        bounds += bench.compared(
+            title, "peak_MB", *host, 0.5, rests="weights are 2 slots of 0.6 bytes"
+        )
     for tier, limit in (("device", 0.9), ("host", 0.85)):
         title = f"{named}: tokens/s of mebp int4a from the {tier} by bitsandbytes', 4 × 2048"
         rests = "both decode apart, and 0.6 bytes a parameter and pass hide behind 8,192 tokens"
@@ -375,7 +475,8 @@ def lora(bench: Bench, named: str, *, raw: bool) -> list[Bound]:
         bounds += bench.compared(title, "tokens_per_s", *sides, limit, at_most=False, rests=rests)
     title = f"{named}: tokens/s of mebp raw by PEFT's, 4 × 2048"
     rests = (
-        "8,192 tokens: 6·T FLOPs a parameter, recomputation included, beside 4 bytes fetched, hide them at 600 TFLOP/s"
+        "8,192 tokens: 6·T FLOPs a parameter, recomputation included, beside 4 bytes fetched,"
+        " hide them at 600 TFLOP/s"
     )
     sides = "mebp raw, host, 4", "PEFT, 4"
     rests = f"{rests} and 50 GB/s; that is the edge"
@@ -404,7 +505,8 @@ def beside(bench: Bench, named: str) -> list[Bound]:
 
 
 def streamed(bench: Bench) -> list[Bound]:
-    """All parameters of Qwen2.5-1.5B, float32 masters and Adam's moments in device or in host memory."""
+    """All parameters of Qwen2.5-1.5B, float32 masters and Adam's moments in device or in host
+    memory."""
     name = bench.model("Qwen2.5-1.5B")
     store = random_store(name, Codec.RAW, "float32")
     cases = {
@@ -415,7 +517,9 @@ def streamed(bench: Bench) -> list[Bound]:
     }
     for case, (row, settings) in cases.items():
         plan = method(row, compute_dtype="bfloat16", recompute="all", prefetch=1, **settings)
-        bench.run(case, lambda plan=plan: bench.walk(Walker(store, plan, device=bench.device), 4), 4)
+        bench.run(
+            case, lambda plan=plan: bench.walk(Walker(store, plan, device=bench.device), 4), 4
+        )
     if any("tokens_per_s" not in bench.rows.get(case, {}) for case in ("host", "device")):
         return []
     title = "peak with states on the host by that on the device"
@@ -423,12 +527,17 @@ def streamed(bench: Bench) -> list[Bound]:
 
 
 def overlap(bench: Bench) -> list[Bound]:
-    """The share of the copies of ``zo2`` and ``mebp`` that compute hides, from the ops' own events."""
+    """The share of the copies of ``zo2`` and ``mebp`` that compute hides, from the ops' own
+    events."""
     bounds = []
     name = bench.model("OPT-1.3B")
     cases = {
-        "zo2": lambda: zo_runs.open_walker("zo2", random_store(name, Codec.RAW, "float16"), "host", str(bench.device)),
-        "mebp": lambda: bench.lora(bench.model("Qwen2.5-1.5B"), frozen="host × raw", activation="host"),
+        "zo2": lambda: zo_runs.open_walker(
+            "zo2", random_store(name, Codec.RAW, "float16"), "host", str(bench.device)
+        ),
+        "mebp": lambda: bench.lora(
+            bench.model("Qwen2.5-1.5B"), frozen="host × raw", activation="host"
+        ),
     }
     for case, open_ in cases.items():
 
@@ -438,7 +547,9 @@ def overlap(bench: Bench) -> list[Bound]:
                 step(), step()
                 walker.timeline = []
                 step()
-                row["spans"] = [(str(op.lane), began, ended) for op, began, ended in walker.timeline[-1][1]]
+                row["spans"] = [
+                    (str(op.lane), began, ended) for op, began, ended in walker.timeline[-1][1]
+                ]
 
         spans = bench.row(case, measure).get("spans")
         if spans is None:
@@ -449,7 +560,13 @@ def overlap(bench: Bench) -> list[Bound]:
         total = sum(b - a for a, b in copying)
         rests = "8,192 tokens; the first fetch and the last store stand alone"
         bounds.append(
-            Bound(f"{case}: hidden share of copies", hidden / max(total, 1e-9), 0.8, at_most=False, rests=rests)
+            Bound(
+                f"{case}: hidden share of copies",
+                hidden / max(total, 1e-9),
+                0.8,
+                at_most=False,
+                rests=rests,
+            )
         )
     return bounds
 
@@ -474,11 +591,14 @@ def encoded(bench: Bench) -> list[Bound]:
         plan = method("zo2", frozen="host", trainable=f"host × {codec}")
         bench.run(codec, lambda plan=plan: bench.walk(Walker(store, plan, device=device), 1), 1)
     rests = "1 × 2048, where fp16 waits for the link: fp8 moves half"
-    return bench.compared("zo2 fp8 by fp16, tokens/s", "tokens_per_s", "fp8", "raw", 1.2, at_most=False, rests=rests)
+    return bench.compared(
+        "zo2 fp8 by fp16, tokens/s", "tokens_per_s", "fp8", "raw", 1.2, at_most=False, rests=rests
+    )
 
 
 def forecast(bench: Bench) -> list[Bound]:
-    """Seconds and peaks of three rows, foreseen from this machine's doctor alone, against what is measured."""
+    """Seconds and peaks of three rows, foreseen from this machine's doctor alone, against what is
+    measured."""
     from blockwalk.doctor.machine import measure
 
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -489,7 +609,9 @@ def forecast(bench: Bench) -> list[Bound]:
     cases: dict[str, Callable[[], Walker]] = {
         "mezo": lambda: zo_runs.open_walker("mezo", opt, "device", str(bench.device)),
         "zo2": lambda: zo_runs.open_walker("zo2", opt, "host", str(bench.device)),
-        "mebp": lambda: bench.lora(bench.model("Qwen2.5-1.5B"), frozen="host × int4", activation="host", stored="int4"),
+        "mebp": lambda: bench.lora(
+            bench.model("Qwen2.5-1.5B"), frozen="host × int4", activation="host", stored="int4"
+        ),
     }
     for case, open_ in cases.items():
 
@@ -511,7 +633,11 @@ def forecast(bench: Bench) -> list[Bound]:
             bounds.append(Bound(f"{case}: seconds foreseen, error", off, 0.35, rests=rests))
         if "peak_MB" in row and "foreseen_MB" in row:
             off = abs(row["foreseen_MB"] / row["peak_MB"] - 1)
-            bounds.append(Bound(f"{case}: device peak foreseen, error", off, 0.15, rests="the program's sizes"))
+            bounds.append(
+                Bound(
+                    f"{case}: device peak foreseen, error", off, 0.15, rests="the program's sizes"
+                )
+            )
     return bounds
 
 
@@ -542,16 +668,23 @@ def unfit(part: str) -> str:
     free = min(shutil.disk_usage(CACHE).free, DISK - held)
     if host * 1e9 > memory:
         return f"it takes {host:.0f} GB of host memory, and {memory / 1e9:.0f} are free"
-    return f"it takes {disk:.0f} GB of disk in {CACHE}, and {free / 1e9:.0f} are left" if disk * 1e9 > free else ""
+    return (
+        f"it takes {disk:.0f} GB of disk in {CACHE}, and {free / 1e9:.0f} are left"
+        if disk * 1e9 > free
+        else ""
+    )
 
 
 def worker(arguments: argparse.Namespace, path: Path) -> None:
     """One part, in this process; its figures go to its file."""
-    bench = Bench(arguments, rows_of(path), arguments.results / f"gpu-facts-{path.parent.name}.json")
+    bench = Bench(
+        arguments, rows_of(path), arguments.results / f"gpu-facts-{path.parent.name}.json"
+    )
     began = time.perf_counter()
     bounds = PARTS[arguments.worker][0](bench)
     bounds += [
-        Bound(f"{arguments.worker}: {name} ran ({error})", 0, 1, at_most=False) for name, error in bench.failed.items()
+        Bound(f"{arguments.worker}: {name} ran ({error})", 0, 1, at_most=False)
+        for name, error in bench.failed.items()
     ]
     shown = [{**vars(bound), "holds": bound.holds} for bound in bounds]
     value = {"machine": machine(), "device": str(bench.device), "tiny": bench.tiny, "part": arguments.worker,
@@ -573,7 +706,9 @@ def done(path: Path) -> bool:
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
-    made.add_argument("--device", help="unless given, torch's accelerator; cpu tries the script itself")
+    made.add_argument(
+        "--device", help="unless given, torch's accelerator; cpu tries the script itself"
+    )
     made.add_argument("--tiny", action="store_true", help="tiny models: proves that it runs")
     made.add_argument("--again", action="store_true", help="measure also what has been measured")
     made.add_argument("--results", type=Path, default=RESULTS, help=argparse.SUPPRESS)
@@ -582,10 +717,14 @@ def main() -> None:
     device = chosen(arguments.device)
     if is_cpu(device) and not arguments.tiny:
         raise SystemExit(
-            f"torch {torch.__version__} sees no accelerator here; --device cpu --tiny tries the script itself"
+            f"torch {torch.__version__} sees no accelerator here; --device cpu --tiny tries the"
+            " script itself"
         )
     hardware = machine()["accelerators"][device.index or 0] if not is_cpu(device) else "cpu"
-    folder = arguments.results / f"{hardware.replace(' ', '-').replace('/', '-')}{'-tiny' if arguments.tiny else ''}"
+    folder = (
+        arguments.results
+        / f"{hardware.replace(' ', '-').replace('/', '-')}{'-tiny' if arguments.tiny else ''}"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.worker:
         worker(arguments, folder / f"{arguments.worker}.json")
@@ -610,7 +749,9 @@ def main() -> None:
                 str(arguments.results),
             ]
             try:
-                ended = subprocess.run([*command, *["--tiny"] * arguments.tiny], timeout=SECONDS, check=False)
+                ended = subprocess.run(
+                    [*command, *["--tiny"] * arguments.tiny], timeout=SECONDS, check=False
+                )
                 reason = f"it ended with code {ended.returncode}" if ended.returncode else ""
             except subprocess.TimeoutExpired:
                 reason = f"it took more than {SECONDS} seconds"
@@ -618,9 +759,13 @@ def main() -> None:
             bounds.append(Bound(f"{part}: ran ({reason})", 0, 1, at_most=False))
             continue
         found = json.loads(path.read_text())["bounds"]
-        if arguments.tiny and part != "correct":  # nothing there is of a size that a bound is about, but it has to run
+        if (
+            arguments.tiny and part != "correct"
+        ):  # nothing there is of a size that a bound is about, but it has to run
             found = [each for each in found if " ran (" in each["name"]]
-        bounds += [Bound(**{key: value for key, value in each.items() if key != "holds"}) for each in found]
+        bounds += [
+            Bound(**{key: value for key, value in each.items() if key != "holds"}) for each in found
+        ]
     finish(arguments, {"folder": str(folder)}, bounds)
 
 

@@ -1,8 +1,10 @@
-"""Several GPUs, a rank each: DistZO2 (OPT dimensions, fp16, 4 × 2048), or first order sharded: memory, speed, the same numbers.
+"""Several GPUs, a rank each: DistZO2 (OPT dimensions, fp16, 4 × 2048), or first order sharded:
+memory, speed, the same numbers.
 
-Every case is a program of its own under torchrun; rank 0 prints what it found. The scalars of every step, of which all updates
-are made, are compared with those of one process that cuts the batch the same way, and the ranks' weights with each other by
-checksum. Where ranks outnumber the GPUs they share them over gloo, and no speed is claimed.
+Every case is a program of its own under torchrun; rank 0 prints what it found. The scalars of every
+step, of which all updates are made, are compared with those of one process that cuts the batch the
+same way, and the ranks' weights with each other by checksum. Where ranks outnumber the GPUs they
+share them over gloo, and no speed is claimed.
 
     benchmarks/gpu_dist.sh [--model OPT-1.3B ...] [--steps 5] [--dtype float16] [--slice 0] [--check] [--json FILE]
     benchmarks/gpu_sharded.sh [--model Qwen2.5-1.5B ...]
@@ -51,10 +53,12 @@ SHARDED: dict[str, tuple[str, dict[str, int]]] = {
         for world in (2, 4, 8)
     },
 }
-"""The same of first order: every rank has the same number of sequences, and losses are those of one process to rounding."""
+"""The same of first order: every rank has the same number of sequences, and losses are those of one
+process to rounding."""
 LOSSES = 1e-3
 """The relative difference of losses in bfloat16 whose sums are in another order."""
-PUBLISHED = {  # tokens a second on H20: mezo, zo2, perturb 2, data 2, 2 × 2 (Wang et al. 2025, DistZO2, table 1)
+# tokens a second on H20: mezo, zo2, perturb 2, data 2, 2 × 2 (Wang et al. 2025, DistZO2, table 1)
+PUBLISHED = {
     "OPT-1.3B": (18720, 18625, 34225, 31585, 60091),
     "OPT-6.7B": (4133, 4133, 7653, 7062, 14417),
     "OPT-30B": (976, 976, 1820, 1661, 3221),
@@ -80,7 +84,9 @@ def worker(arguments: argparse.Namespace) -> None:
                 settings["trainable"] = f"host × raw × {'node' if arguments.slice else 'nobody'}"
         if "batch in 2" in arguments.worker:
             settings["gradient_accumulation_steps"] = 2
-        store = random_store(arguments.model[0], Codec.RAW, "float32" if sharded else arguments.dtype)
+        store = random_store(
+            arguments.model[0], Codec.RAW, "float32" if sharded else arguments.dtype
+        )
         batch = arguments.batch * (max(here.world, 2) if sharded else 1)  # of all ranks together
         with Walker(store, method(name, seed=1, **settings), device=arguments.device) as walker:
             losses: list[float] = []
@@ -116,9 +122,30 @@ def worker(arguments: argparse.Namespace) -> None:
 def run(case: str, name: str, arguments: argparse.Namespace, logs: Path) -> dict[str, Any]:
     """A case in processes of its own: rank 0's figures."""
     ranks = ranks_of(case)
-    before = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *before, __file__, "--worker", case, "--model", name, "--dtype", arguments.dtype]
-    command += ["--batch", str(arguments.batch), "--seq", str(arguments.seq), "--steps", str(arguments.steps)]
+    before = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if ranks > 1
+        else []
+    )
+    command = [
+        sys.executable,
+        *before,
+        __file__,
+        "--worker",
+        case,
+        "--model",
+        name,
+        "--dtype",
+        arguments.dtype,
+    ]
+    command += [
+        "--batch",
+        str(arguments.batch),
+        "--seq",
+        str(arguments.seq),
+        "--steps",
+        str(arguments.steps),
+    ]
     command += ["--slice", str(arguments.slice), "--output", str(logs)]
     command += ["--device", arguments.device] if arguments.device else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -128,38 +155,67 @@ def run(case: str, name: str, arguments: argparse.Namespace, logs: Path) -> dict
     return found
 
 
-def measure(name: str, arguments: argparse.Namespace, logs: Path) -> tuple[dict[str, Any], list[Bound]]:
+def measure(
+    name: str, arguments: argparse.Namespace, logs: Path
+) -> tuple[dict[str, Any], list[Bound]]:
     """All cases of one model that this machine has devices for; two ranks in any case."""
     devices = 0 if is_cpu(chosen(arguments.device)) else torch.accelerator.device_count()
     cases = SHARDED if arguments.family == "sharded" else CASES
-    rows = {case: run(case, name, arguments, logs) for case in cases if ranks_of(case) <= max(devices, 2)}
+    rows = {
+        case: run(case, name, arguments, logs)
+        for case in cases
+        if ranks_of(case) <= max(devices, 2)
+    }
     bounds = []
     for case, row in rows.items():
-        ranks, alone = ranks_of(case), "zo2, batch in 2" if "data" in cases[case][1] else "zo2"
+        ranks = ranks_of(case)
+        alone = "zo2, batch in 2" if "data" in cases[case][1] else "zo2"
         alone = "plain, batch in 2" if cases is SHARDED else alone
         shared = ranks > devices
         speed = "" if ranks > 1 and shared else f"{row.get('tokens_per_s', float('nan')):>10.1f}"
         print(
-            f"{name:<9} {case:<16} {row.get('peak_MB', float('nan')):>9.0f} {speed:>10} {row.get('error', '')}",
+            f"{name:<9} {case:<16} {row.get('peak_MB', float('nan')):>9.0f} {speed:>10}"
+            f" {row.get('error', '')}",
             flush=True,
         )
         if ranks == 1 or "error" in row or "error" in rows[alone]:
             bounds += [Bound(f"{name}, {case}: ran", 0, 1, at_most=False)] if "error" in row else []
             continue
         if cases is SHARDED and ranks == 2:  # the global batch that the one process had
-            off = max(abs(a / b - 1) for a, b in zip(row["losses"], rows[alone]["losses"], strict=True))
+            off = max(
+                abs(a / b - 1) for a, b in zip(row["losses"], rows[alone]["losses"], strict=True)
+            )
             bounds.append(
-                Bound(f"{name}, {case}: losses by one process's", off, LOSSES, rests="bfloat16, another order")
+                Bound(
+                    f"{name}, {case}: losses by one process's",
+                    off,
+                    LOSSES,
+                    rests="bfloat16, another order",
+                )
             )
         if cases is SHARDED:
-            bounds.append(Bound(f"{name}, {case}: ranks that agree", row["ranks that agree"], ranks, at_most=False))
+            bounds.append(
+                Bound(
+                    f"{name}, {case}: ranks that agree",
+                    row["ranks that agree"],
+                    ranks,
+                    at_most=False,
+                )
+            )
             continue
         same = row["ranks that agree"] * (row["scalars"] == rows[alone]["scalars"])
-        bounds.append(Bound(f"{name}, {case}: ranks with one process's ledger", same, ranks, at_most=False))
+        bounds.append(
+            Bound(f"{name}, {case}: ranks with one process's ledger", same, ranks, at_most=False)
+        )
         if not shared and name in PUBLISHED and case in ("perturb 2", "data 2"):
             ratio = row["tokens_per_s"] / rows["zo2"]["tokens_per_s"]
-            one, two = PUBLISHED[name][1], PUBLISHED[name][2 if case == "perturb 2" else 3]
-            bounds.append(Bound(f"{name}, {case}: speed-up, the published one", ratio, two / one, at_most=False))
+            one = PUBLISHED[name][1]
+            two = PUBLISHED[name][2 if case == "perturb 2" else 3]
+            bounds.append(
+                Bound(
+                    f"{name}, {case}: speed-up, the published one", ratio, two / one, at_most=False
+                )
+            )
     return rows, bounds
 
 
@@ -171,12 +227,20 @@ def main() -> None:
     device = chosen(arguments.device)
     if is_cpu(device) and not arguments.tiny:
         raise SystemExit(
-            f"torch {torch.__version__} sees no accelerator here; --device cpu --tiny tries the script itself"
+            f"torch {torch.__version__} sees no accelerator here; --device cpu --tiny tries the"
+            " script itself"
         )
     if arguments.tiny:
-        arguments.model, arguments.seq, arguments.steps, arguments.dtype = ["OPT-tiny"], 32, 2, "float32"
+        arguments.model = ["OPT-tiny"]
+        arguments.seq = 32
+        arguments.steps = 2
+        arguments.dtype = "float32"
     arguments.results.mkdir(parents=True, exist_ok=True)
-    gpu = "cpu" if is_cpu(device) else machine()["accelerators"][0].replace(" ", "-").replace("/", "-")
+    gpu = (
+        "cpu"
+        if is_cpu(device)
+        else machine()["accelerators"][0].replace(" ", "-").replace("/", "-")
+    )
     gpu += "-sharded" if arguments.family == "sharded" else "-dist"
     print(f"{'model':<9} {'case':<16} {'peak MB':>9} {'tokens/s':>10}")
     figures: dict[str, Any] = {}
@@ -196,7 +260,9 @@ def options() -> argparse.Namespace:
     made.add_argument("--family", choices=["zeroth", "sharded"], default="zeroth")
     made.add_argument("--model", nargs="+")
     made.add_argument("--dtype", default="float16")
-    made.add_argument("--device", help="unless given, torch's accelerator; cpu tries the script itself")
+    made.add_argument(
+        "--device", help="unless given, torch's accelerator; cpu tries the script itself"
+    )
     made.add_argument("--tiny", action="store_true", help="a tiny model: proves that it runs")
     made.add_argument("--results", type=Path, default=RESULTS, help=argparse.SUPPRESS)
     for name, default, what in (
@@ -207,7 +273,9 @@ def options() -> argparse.Namespace:
     made.add_argument("--worker", help=argparse.SUPPRESS)
     made.add_argument("--output", help=argparse.SUPPRESS)
     arguments = made.parse_args()
-    arguments.model = arguments.model or (["Qwen2.5-1.5B"] if arguments.family == "sharded" else list(PUBLISHED))
+    arguments.model = arguments.model or (
+        ["Qwen2.5-1.5B"] if arguments.family == "sharded" else list(PUBLISHED)
+    )
     return arguments
 
 

@@ -1,9 +1,9 @@
-"""Facts of one accelerator, each measured by itself in a few seconds: copies, launches, noise, decoding, products with encoded
-matrices, the norm, the loss, and the shared memory of our kernels. The part ``facts`` of ``gpu.py``.
+"""Facts of one accelerator, each measured by itself in a few seconds: copies, launches, noise,
+decoding, products with encoded matrices, the norm, the loss, and the shared memory of our kernels.
+The part ``facts`` of ``gpu.py``.
 
-The planner reads them from ``gpu-facts-CARD.json``, in whose folder ``hardware.yaml`` lies: a file with the figures that are
-there, written anew after each row.
-"""
+The planner reads them from ``gpu-facts-CARD.json``, in whose folder ``hardware.yaml`` lies: a file
+with the figures that are there, written anew after each row."""
 
 from __future__ import annotations
 
@@ -46,23 +46,38 @@ def facts(bench: Bench) -> list[Bound]:
     """Measure all of them, in the order of what a planner needs most."""
     card = Card(bench)
     card.row("environment", lambda row: row.update(environment(bench.device)))
-    card.row("copies", lambda row: row.update(copies(bench.device, 1 << 20 if bench.tiny else 1 << 28)))
+    card.row(
+        "copies", lambda row: row.update(copies(bench.device, 1 << 20 if bench.tiny else 1 << 28))
+    )
     card.row("launches", lambda row: row.update(launches(bench.device)))
-    card.row("noise", lambda row: row.update(noise(bench.device, 1 << 16 if bench.tiny else 1 << 26)))
+    card.row(
+        "noise", lambda row: row.update(noise(bench.device, 1 << 16 if bench.tiny else 1 << 26))
+    )
     side = 64 if bench.tiny else 4096
     for codec in (*CODECS, Codec.INT8, Codec.FP8):
-        card.row(f"decode {codec}", lambda row, codec=codec: row.update(decoding(bench.device, codec, side)))
+        card.row(
+            f"decode {codec}",
+            lambda row, codec=codec: row.update(decoding(bench.device, codec, side)),
+        )
     for codec in CODECS:
         for rows in ROWS[:2] if bench.tiny else ROWS:
-            work = lambda row, codec=codec, rows=rows: row.update(product(bench.device, codec, side, rows))  # noqa: E731
-            card.row(f"product of {rows} rows, {codec}", work)
+
+            def measure(row, codec=codec, rows=rows):
+                row.update(product(bench.device, codec, side, rows))
+
+            card.row(f"product of {rows} rows, {codec}", measure)
     card.row("norm", lambda row: row.update(norm(bench.device, 1 << 18 if bench.tiny else 1 << 28)))
     sizes = (64, 32, 512) if bench.tiny else (8192, 3584, 152064)
     card.row("loss", lambda row: row.update(loss(bench.device, *sizes)))
     card.row("shared memory", lambda row: row.update(shared_memory(bench.device)))
     shared = bench.rows.get("shared memory", {})
     return [
-        Bound(f"{name}: bytes of shared memory", size, shared["limit"], rests="the device's, for one program")
+        Bound(
+            f"{name}: bytes of shared memory",
+            size,
+            shared["limit"],
+            rests="the device's, for one program",
+        )
         for name, size in shared.get("of", {}).items()
     ]
 
@@ -82,15 +97,18 @@ class Card:
 
 
 def planned(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Collect the figures for a planner, of the rows that are there: bytes a second (copies in both directions at once:
-    together), microseconds, elements a second, and the most rows of a product in which decoding inside is no slower."""
+    """Collect the figures for a planner, of the rows that are there: bytes a second (copies in both
+    directions at once: together), microseconds, elements a second, and the most rows of a product
+    in which decoding inside is no slower."""
     out: dict[str, Any] = {}
     for name in ("environment", "copies", "launches", "noise", "norm", "loss"):
         out |= {key: rows[name][key] for key in FIGURES if key in rows.get(name, {})}
     codecs = [codec for codec in Codec if "per_s" in rows.get(f"decode {codec}", {})]
     out["decode_rate"] = {str(codec): rows[f"decode {codec}"]["per_s"] for codec in codecs}
     crossings = {str(codec): crossing(rows, codec) for codec in CODECS}
-    out["fused_crossing_rows"] = {codec: most for codec, most in crossings.items() if most is not None}
+    out["fused_crossing_rows"] = {
+        codec: most for codec, most in crossings.items() if most is not None
+    }
     return out
 
 
@@ -99,8 +117,8 @@ FIGURES = ("name", "memory_bytes", "capability", "copy_up", "copy_down", "copy_b
 
 
 def crossing(rows: dict[str, dict[str, Any]], codec: Codec) -> int | None:
-    """Find the most rows up to which decoding inside the product was never slower than before it; 0 where it was at the
-    fewest, None before anything was measured."""
+    """Find the most rows up to which decoding inside the product was never slower than before it; 0
+    where it was at the fewest, None before anything was measured."""
     most = None
     for number in ROWS:
         row = rows.get(f"product of {number} rows, {codec}", {})
@@ -112,8 +130,11 @@ def crossing(rows: dict[str, dict[str, Any]], codec: Codec) -> int | None:
     return most
 
 
-def timed(work: Callable[[], Any], device: torch.device, *, calls: int = 5, rounds: int = 4) -> float:
-    """Time one call: the median of some rounds of some calls, after one round that does not count."""
+def timed(
+    work: Callable[[], Any], device: torch.device, *, calls: int = 5, rounds: int = 4
+) -> float:
+    """Time one call: the median of some rounds of some calls, after one round that does not
+    count."""
     seconds = []
     for _ in range(rounds + 1):
         zo_runs.wait(device)
@@ -143,7 +164,9 @@ def environment(device: torch.device) -> dict[str, Any]:
         "driver and link": driver(),
         "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "shared_memory_of_processes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else 0,
+        "shared_memory_of_processes": shutil.disk_usage("/dev/shm").total
+        if Path("/dev/shm").exists()
+        else 0,
     }
 
 
@@ -155,17 +178,21 @@ def installed(package: str) -> str:
 
 
 def driver() -> str:
-    """Ask nvidia-smi for the driver's version, and the generation and width of the card's PCIe link now and at most."""
+    """Ask nvidia-smi for the driver's version, and the generation and width of the card's PCIe link
+    now and at most."""
     fields = "driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi does not tell: {error}"
 
 
 def copies(device: torch.device, nbytes: int) -> dict[str, float]:
-    """Time copies, in bytes a second, of memory that is registered with the driver: up, down, and both at once."""
+    """Time copies, in bytes a second, of memory that is registered with the driver: up, down, and
+    both at once."""
     up_P, down_P = host_buffers([nbytes, nbytes], device)
     received_P, sent_P = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     streams = [] if is_cpu(device) else [torch.Stream(device=device) for _ in range(2)]
@@ -189,7 +216,8 @@ def copies(device: torch.device, nbytes: int) -> dict[str, float]:
 
 
 def launches(device: torch.device) -> dict[str, float]:
-    """Time launches, in microseconds, of one of our kernels, and one of torch's, on data that take no time."""
+    """Time launches, in microseconds, of one of our kernels, and one of torch's, on data that take
+    no time."""
     x = torch.zeros(64, device=device)
     operator = timed(lambda: x.add_(1.0), device, calls=500)
     ours = timed(lambda: perturbed(x, x, KEY, 0, 1e-3), device, calls=200)
@@ -205,13 +233,19 @@ def noise(device: torch.device, elements: int) -> dict[str, float]:
 def encoded(device: torch.device, codec: Codec, side: int) -> tuple[Layout, torch.Tensor]:
     layout = Layout((side, side), codec)
     values = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
-    return layout, encode_rows(values, torch.empty(layout.nbytes, dtype=torch.uint8), layout, 0).to(device)
+    return layout, encode_rows(values, torch.empty(layout.nbytes, dtype=torch.uint8), layout, 0).to(
+        device
+    )
 
 
 def decoding(device: torch.device, codec: Codec, side: int) -> dict[str, float]:
     layout, bytes_P = encoded(device, codec, side)
     out = torch.empty(side, side, dtype=torch.bfloat16, device=device)
-    return {"per_s": side * side / timed(lambda: decode_rows(bytes_P, layout, 0, side, out), device, calls=20)}
+    return {
+        "per_s": side
+        * side
+        / timed(lambda: decode_rows(bytes_P, layout, 0, side, out), device, calls=20)
+    }
 
 
 def product(device: torch.device, codec: Codec, side: int, rows: int) -> dict[str, float]:
@@ -244,7 +278,8 @@ def loss(device: torch.device, tokens: int, hidden: int, vocab: int) -> dict[str
 
 
 def shared_memory(device: torch.device) -> dict[str, Any]:
-    """Find the bytes of shared memory of each kernel that ran here, of its largest variant, and the device's limit."""
+    """Find the bytes of shared memory of each kernel that ran here, of its largest variant, and the
+    device's limit."""
     if is_cpu(device) or installed("triton") == "not installed":
         return {}
     from triton.runtime.jit import JITFunction
@@ -255,10 +290,18 @@ def shared_memory(device: torch.device) -> dict[str, Any]:
     sizes: dict[str, int] = {}
     for room in (rooms.codecs, rooms.noise, rooms.products, rooms.updates):
         for name, function in vars(room).items():
-            caches = getattr(function, "device_caches", {}) if isinstance(function, JITFunction) else {}
+            caches = (
+                getattr(function, "device_caches", {}) if isinstance(function, JITFunction) else {}
+            )
             for cache in caches.values():
                 compiled = [kernel for kernel in cache[0].values() if hasattr(kernel, "metadata")]
-                sizes[name] = max([kernel.metadata.shared for kernel in compiled], default=sizes.get(name, 0))
+                sizes[name] = max(
+                    [kernel.metadata.shared for kernel in compiled], default=sizes.get(name, 0)
+                )
     properties = torch.get_device_module(device).get_device_properties(device)
     limit = getattr(properties, "shared_memory_per_block_optin", 0)
-    return {"of": {name: size for name, size in sizes.items() if size}, "limit": limit} if limit else {}
+    return (
+        {"of": {name: size for name, size in sizes.items() if size}, "limit": limit}
+        if limit
+        else {}
+    )

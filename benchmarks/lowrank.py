@@ -1,9 +1,11 @@
-"""Low-rank noise beside Gaussian noise, and an int4 base on disk beside a resident one; four queries a step.
+"""Low-rank noise beside Gaussian noise, and an int4 base on disk beside a resident one; four
+queries a step.
 
-All parameters of a bfloat16 model of random weights are trained in memory, by Gaussian and by low-rank noise: the same matrices
-and vectors. Then a LoRA of every linear layer, by low-rank noise, on the same model in memory, and on one in int4 on disk.
-The cases of a table take one step each in turn, every other round in the opposite order; a ratio is the median of those within
-a round. A table stands by itself: no more than two models lie in memory.
+All parameters of a bfloat16 model of random weights are trained in memory, by Gaussian and by
+low-rank noise: the same matrices and vectors. Then a LoRA of every linear layer, by low-rank noise,
+on the same model in memory, and on one in int4 on disk. The cases of a table take one step each in
+turn, every other round in the opposite order; a ratio is the median of those within a round. A
+table stands by itself: no more than two models lie in memory.
 
     python benchmarks/lowrank.py [--model Qwen2.5-0.5B] [--shape 1x64 2x256] [--rounds 5]
 """
@@ -23,8 +25,12 @@ WARM = 2
 BOUNDS = {"1x64": 2.0, "2x256": 1.2}
 """Tokens a second with low-rank noise by those with Gaussian noise, at least."""
 ON_DISK = 0.95
-"""Tokens a second of low-rank noise with the base in int4 on disk by those with it in bfloat16 in memory, at least."""
-GAUSSIAN, LOW, LORA, DISK = "Gaussian", "low rank", "low rank, LoRA", "low rank, LoRA, base int4 on disk"
+"""Tokens a second of low-rank noise with the base in int4 on disk by those with it in bfloat16 in
+memory, at least."""
+GAUSSIAN = "Gaussian"
+LOW = "low rank"
+LORA = "low rank, LoRA"
+DISK = "low rank, LoRA, base int4 on disk"
 TABLES = ((GAUSSIAN, LOW), (LORA, DISK), (LOW, DISK))
 
 
@@ -37,7 +43,8 @@ def measure(name: str, cases: tuple[str, ...], shape: str, rounds: int) -> dict[
     from blockwalk.plan.placement import Codec
 
     batch, _, sequence = shape.partition("x")
-    runs, seconds = {}, {case: [] for case in cases}  # type: ignore[var-annotated]
+    runs = {}  # type: ignore[var-annotated]
+    seconds = {case: [] for case in cases}
     with ExitStack() as stack:
         for case in cases:
             zo = {"noise": "gaussian" if case == GAUSSIAN else "lowrank", "queries": 4}
@@ -49,7 +56,9 @@ def measure(name: str, cases: tuple[str, ...], shape: str, rounds: int) -> dict[
             runs[case] = stepper(walker, int(batch), int(sequence))
         interleaved(runs, WARM)
         for number in range(rounds):
-            for case, values in interleaved(dict(reversed(runs.items())) if number % 2 else runs, 1).items():
+            for case, values in interleaved(
+                dict(reversed(runs.items())) if number % 2 else runs, 1
+            ).items():
                 seconds[case] += values
     return seconds
 
@@ -73,8 +82,13 @@ def main() -> None:
             print(f"{shape}, load {load:.1f}: {second} by {first}: {ratio:.3f}", flush=True)
             for case, each in seconds.items():
                 rate = int(batch) * int(sequence) / median(each)
-                print(f"  {case:<34} {rate:8.1f} tokens/s  " + " ".join(f"{s:.2f}" for s in each), flush=True)
-                figures.append({"shape": shape, "case": case, "beside": [first, second], "tokens_per_s": rate})
+                print(
+                    f"  {case:<34} {rate:8.1f} tokens/s  " + " ".join(f"{s:.2f}" for s in each),
+                    flush=True,
+                )
+                figures.append(
+                    {"shape": shape, "case": case, "beside": [first, second], "tokens_per_s": rate}
+                )
             limit = BOUNDS.get(shape, 1.0) if first == GAUSSIAN else ON_DISK
             bounds.append(Bound(f"{shape}: {second} by {first}", ratio, limit, at_most=False))
     finish(arguments, figures, bounds)

@@ -1,13 +1,16 @@
-"""MeBP's table 1 on this machine: peak memory and seconds a step of exact LoRA gradients with 4-bit weights on disk.
+"""MeBP's table 1 on this machine: peak memory and seconds a step of exact LoRA gradients with 4-bit
+weights on disk.
 
-Random weights at true dimensions, batch 1, LoRA rank 8 on all linear layers, AdamW. Each model runs in a process of its
-own; memory is the peak of RssAnon + RssShmem + VmSwap + VmPTE of that whole process, which reads a tokenizer of as many entries
-as the model has, and lets go of it before it opens the model, as a run does. The time stands beside two LoRA
-forwards of the same lazily decoded weights, MeZO's step, taken in turn in the same process; MeZO's memory (``zo2`` from the
-same files) is that of another process. ``--blocks`` adds table 2, the share of decoding in forwards and in backwards, and
-figure 2, seconds and memory of each block (``--plot``: drawn for the last model).
+Random weights at true dimensions, batch 1, LoRA rank 8 on all linear layers, AdamW. Each model runs
+in a process of its own; memory is the peak of RssAnon + RssShmem + VmSwap + VmPTE of that whole
+process, which reads a tokenizer of as many entries as the model has, and lets go of it before it
+opens the model, as a run does. The time stands beside two LoRA forwards of the same lazily decoded
+weights, MeZO's step, taken in turn in the same process; MeZO's memory (``zo2`` from the same files)
+is that of another process. ``--blocks`` adds table 2, the share of decoding in forwards and in
+backwards, and figure 2, seconds and memory of each block (``--plot``: drawn for the last model).
 
-    python benchmarks/mebp_table1.py [--model Qwen2.5-0.5B ...] [--seq 256] [--steps 5] [--blocks] [--plot NAME] [--dora]
+    python benchmarks/mebp_table1.py [--model Qwen2.5-0.5B ...] [--seq 256] [--steps 5] [--blocks]
+    [--plot NAME] [--dora]
 """
 
 from __future__ import annotations
@@ -25,16 +28,22 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-NONE, INF = float("nan"), float("inf")
+NONE = float("nan")
+INF = float("inf")
 PUBLISHED = {
     ("Qwen2.5-0.5B", 256): (320, 1.44, 370, 1.44), ("Qwen2.5-1.5B", 256): (460, 1.66, 410, 1.5),
     ("Qwen2.5-3B", 256): (662, 1.75, 445, 1.5), ("Gemma3-1B", 256): (569, 1.94, 450, 1.5),
     ("Gemma3-4B", 256): (1029, 1.70, 540, 1.5), ("Qwen2.5-1.5B", 128): (405, 1.44, 405, 1.5),
     ("Qwen2.5-1.5B", 512): (625, 1.78, 625, 1.6), ("Qwen2.5-1.5B", 1024): (994, 1.89, 610, 1.6),
 }  # fmt: skip
-"""Published MB and MeBP/MeZO seconds (Song and Tang 2025, tables 1 and 3; iPhone 15 Pro Max), and our bounds for both."""
-MIXTURES = {("Mixtral-8x7B", 256): (NONE, NONE, 900, INF), ("Qwen3-30B-A3B", 256): (NONE, NONE, 900, INF)}
-"""Mixtures of experts, which the paper has none of; run where ``--model`` names them, since they take 26 and 17 GB of disk."""
+"""Published MB and MeBP/MeZO seconds (Song and Tang 2025, tables 1 and 3; iPhone 15 Pro Max), and
+our bounds for both."""
+MIXTURES = {
+    ("Mixtral-8x7B", 256): (NONE, NONE, 900, INF),
+    ("Qwen3-30B-A3B", 256): (NONE, NONE, 900, INF),
+}
+"""Mixtures of experts, which the paper has none of; run where ``--model`` names them, since they
+take 26 and 17 GB of disk."""
 
 
 AGAINST_MEZO = 1.2
@@ -50,7 +59,8 @@ def mezo_peak(name: str, sequence: int) -> float:
     from blockwalk.plan.placement import Codec
     from blockwalk.system.process_memory import PeakMemory
 
-    store, plan = random_store(name, Codec.INT4), method("zo2", frozen="disk × int4", trainable="disk × fp32")
+    store = random_store(name, Codec.INT4)
+    plan = method("zo2", frozen="disk × int4", trainable="disk × fp32")
     with PeakMemory(0.003) as memory:
         read_tokenizer(store)
         with Walker(store, plan, lora=LoraSettings(rank=8), device="cpu") as walker:
@@ -73,10 +83,13 @@ def measure(name: str, sequence: int, steps: int, *, blocks: bool, dora: bool) -
     from blockwalk.plan.choices import LoraSettings
     from blockwalk.plan.placement import Codec
 
-    store, lora = random_store(name, Codec.INT4), LoraSettings(rank=8, options={"use_dora": True} if dora else {})
+    store = random_store(name, Codec.INT4)
+    lora = LoraSettings(rank=8, options={"use_dora": True} if dora else {})
     with PeakMemory(0.003) as memory, ExitStack() as opened:
         read_tokenizer(store)
-        walker = opened.enter_context(Walker(store, method("mebp", frozen="disk × int4"), lora=lora, device="cpu"))
+        walker = opened.enter_context(
+            Walker(store, method("mebp", frozen="disk × int4"), lora=lora, device="cpu")
+        )
         vocab = walker.spec.vocab_size
         trained: list[float] = []
         forwards: list[float] = []
@@ -101,7 +114,17 @@ def measure(name: str, sequence: int, steps: int, *, blocks: bool, dora: bool) -
 
 
 def in_own_process(name: str, sequence: int, steps: int, *flags: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--worker", "--model", name, "--seq", str(sequence), "--steps", str(steps)]
+    command = [
+        sys.executable,
+        __file__,
+        "--worker",
+        "--model",
+        name,
+        "--seq",
+        str(sequence),
+        "--steps",
+        str(steps),
+    ]
     done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{name}: {done.stderr[-2000:]}")
@@ -123,7 +146,9 @@ def main() -> None:
 
     from blockwalk.plan.placement import Codec
 
-    cases = [(name, arguments.seq) for name in arguments.model] if arguments.model else list(PUBLISHED)
+    cases = (
+        [(name, arguments.seq) for name in arguments.model] if arguments.model else list(PUBLISHED)
+    )
     flags = [flag for flag in ("--blocks", "--dora") if getattr(arguments, flag[2:])]
     figures: list[dict[str, Any]] = []
     bounds: list[Bound] = []
@@ -136,19 +161,31 @@ def main() -> None:
         figures.append(row)
         published = (PUBLISHED | MIXTURES).get((name, sequence), (NONE, NONE, INF, INF))
         print(f"{name:<14} {sequence:>5} {row['trainable'] / 1e6:>7.2f}M {row['peak_MB']:>8.0f}"
-              f" {row['peak_MB'] - row['import_torch_MB']:>13.0f} {row['mezo_MB']:>8.0f} {published[0]:>9} {published[2]:>6}"
-              f" {row['seconds']:>7.2f} {row['mezo_seconds']:>7.2f} {row['ratio']:>6.2f} {published[1]:>9} {published[3]:>6}",
+              f" {row['peak_MB'] - row['import_torch_MB']:>13.0f} {row['mezo_MB']:>8.0f}"
+              f" {published[0]:>9} {published[2]:>6}"
+              f" {row['seconds']:>7.2f} {row['mezo_seconds']:>7.2f} {row['ratio']:>6.2f}"
+              f" {published[1]:>9} {published[3]:>6}",
               flush=True)  # fmt: skip
         if arguments.blocks:
             for line in in_words([Part(**part) for part in row["parts"]]):
                 print(f"{'':>14} {line}", flush=True)
         bounds.append(Bound(f"{name} at {sequence}: peak MB", row["peak_MB"], published[2]))
-        bounds.append(Bound(f"{name} at {sequence}: peak over MeZO's", row["peak_MB"] / row["mezo_MB"], AGAINST_MEZO))
-        bounds.append(Bound(f"{name} at {sequence}: seconds over two forwards", row["ratio"], published[3]))
+        bounds.append(
+            Bound(
+                f"{name} at {sequence}: peak over MeZO's",
+                row["peak_MB"] / row["mezo_MB"],
+                AGAINST_MEZO,
+            )
+        )
+        bounds.append(
+            Bound(f"{name} at {sequence}: seconds over two forwards", row["ratio"], published[3])
+        )
     if arguments.plot:
         parts = [Part(**part) for part in figures[-1]["parts"]]
         for value, title in (("seconds", "Seconds"), ("peak_MB", "Peak MB of the process")):
-            (ROOT / "benchmarks" / "results" / f"{arguments.plot}_{value}.svg").write_text(picture(title, value, parts))
+            (ROOT / "benchmarks" / "results" / f"{arguments.plot}_{value}.svg").write_text(
+                picture(title, value, parts)
+            )
     finish(arguments, figures, bounds)
 
 
@@ -156,14 +193,22 @@ def options() -> argparse.Namespace:
     from benchmarks.common import parser
 
     made = parser(__doc__)
-    made.add_argument("--model", nargs="*", help="names in benchmarks/common.py; all published ones unless given")
+    made.add_argument(
+        "--model", nargs="*", help="names in benchmarks/common.py; all published ones unless given"
+    )
     made.add_argument("--seq", type=int, default=256)
     made.add_argument("--steps", type=int, default=5)
-    made.add_argument("--blocks", action="store_true", help="seconds, decoding and memory of each block")
     made.add_argument(
-        "--plot", metavar="NAME", help="with --blocks: draws results/NAME_seconds.svg and NAME_peak_MB.svg"
+        "--blocks", action="store_true", help="seconds, decoding and memory of each block"
     )
-    made.add_argument("--dora", action="store_true", help="DoRA in place of LoRA, beside the same bounds")
+    made.add_argument(
+        "--plot",
+        metavar="NAME",
+        help="with --blocks: draws results/NAME_seconds.svg and NAME_peak_MB.svg",
+    )
+    made.add_argument(
+        "--dora", action="store_true", help="DoRA in place of LoRA, beside the same bounds"
+    )
     made.add_argument("--mezo", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return made.parse_args()

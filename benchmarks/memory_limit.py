@@ -1,10 +1,11 @@
-"""A training step inside a hard memory limit, page cache included: a process in a memory cgroup (v1), from a cold cache.
+"""A training step inside a hard memory limit, page cache included: a process in a memory cgroup
+(v1), from a cold cache.
 
     python benchmarks/memory_limit.py [--model Qwen2.5-0.5B --limit-mb 440] [--steps 2] [--full]
 
-LoRA of rank 8 on int4 weights on disk; with ``--full`` all parameters by AdamW, float32 masters, moments and gradients on
-disk. Needs root and a cgroup v1 memory controller; says so and skips elsewhere.
-"""
+LoRA of rank 8 on int4 weights on disk; with ``--full`` all parameters by AdamW, float32 masters,
+moments and gradients on disk. Needs root and a cgroup v1 memory controller; says so and skips
+elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ LIMITS = {"Qwen2.5-0.5B": 440, "Qwen2.5-3B": 560, "Qwen2.5-32B": 1600, "Llama-3-
 """Megabytes (10⁶) that each model must complete in. The last two need 18 and 40 GB of disk."""
 FULL = {"Qwen2.5-0.5B": 2500, "Qwen2.5-3B": 5000}
 """The same with all parameters trained; 18 bytes of disk a parameter."""
-SLIDE = {"trainable": "disk × fp32", "optimizer_state": "disk × fp32", "gradient": "disk × fp32", "recompute": "all"}
+SLIDE = {
+    "trainable": "disk × fp32",
+    "optimizer_state": "disk × fp32",
+    "gradient": "disk × fp32",
+    "recompute": "all",
+}
 """What makes ``plain`` a walk from disk."""
 
 
@@ -39,7 +45,8 @@ def why_not() -> str | None:
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Sync a folder's files and ask the kernel to forget their pages: what stays cached is charged to nobody."""
+    """Sync a folder's files and ask the kernel to forget their pages: what stays cached is charged
+    to nobody."""
     for path in folder.iterdir():
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -50,10 +57,15 @@ def drop_from_cache(folder: Path) -> None:
 
 
 def run_limited(
-    command: Sequence[str], limit: int, timeout: float = 3600, *, stderr: int | None = subprocess.PIPE
+    command: Sequence[str],
+    limit: int,
+    timeout: float = 3600,
+    *,
+    stderr: int | None = subprocess.PIPE,
 ) -> tuple[subprocess.CompletedProcess[str], int]:
-    """Run a command in a cgroup of its own, limited to ``limit`` bytes; answers it and the cgroup's peak bytes. What it says on
-    standard error is kept, or goes where ``stderr`` says (None: to this process's)."""
+    """Run a command in a cgroup of its own, limited to ``limit`` bytes; answers it and the cgroup's
+    peak bytes. What it says on standard error is kept, or goes where ``stderr`` says (None: to this
+    process's)."""
     group = CONTROLLER / f"blockwalk-{uuid.uuid4().hex[:8]}"
     group.mkdir()
     try:
@@ -81,10 +93,16 @@ def worker(store: str, steps: int, full: bool) -> None:
     from blockwalk.plan.choices import LoraSettings
     from blockwalk.system.process_memory import PeakMemory
 
-    plan, lora = method("mebp", frozen="disk × raw"), LoraSettings(rank=8)
+    plan = method("mebp", frozen="disk × raw")
+    lora = LoraSettings(rank=8)
     with (
         PeakMemory(0.05) as memory,
-        Walker(store, method("plain", **SLIDE) if full else plan, lora=None if full else lora, device="cpu") as walker,
+        Walker(
+            store,
+            method("plain", **SLIDE) if full else plan,
+            lora=None if full else lora,
+            device="cpu",
+        ) as walker,
     ):
         results = []
         for step in range(steps):
@@ -94,14 +112,25 @@ def worker(store: str, steps: int, full: bool) -> None:
                           "private": memory.highest}))  # fmt: skip
 
 
-def limited_run(store: Path, limit: int, steps: int, full: bool = False) -> tuple[dict[str, Any], int]:
-    """Steps on a store from a cold cache under a limit of bytes; answers their figures and the peak.
+def limited_run(
+    store: Path, limit: int, steps: int, full: bool = False
+) -> tuple[dict[str, Any], int]:
+    """Steps on a store from a cold cache under a limit of bytes; answers their figures and the
+    peak.
 
     Raises:
         RuntimeError: the process was killed, or failed.
     """
     drop_from_cache(store)
-    command = [sys.executable, __file__, "--worker", str(store), "--steps", str(steps), *(["--full"] if full else [])]
+    command = [
+        sys.executable,
+        __file__,
+        "--worker",
+        str(store),
+        "--steps",
+        str(steps),
+        *(["--full"] if full else []),
+    ]
     done, peak = run_limited(command, limit, stderr=None)
     if done.returncode:
         raise RuntimeError(f"exit {done.returncode} under {limit / 1e6:.0f} MB")
@@ -115,7 +144,9 @@ def main() -> None:
 
     made = parser(__doc__)
     made.add_argument("--model", choices=sorted(LIMITS))
-    made.add_argument("--limit-mb", type=int, help="the limit of --model, instead of the one promised")
+    made.add_argument(
+        "--limit-mb", type=int, help="the limit of --model, instead of the one promised"
+    )
     made.add_argument("--steps", type=int, default=2)
     made.add_argument("--full", action="store_true", help="train all parameters")
     made.add_argument("--worker", help=argparse.SUPPRESS)
@@ -129,7 +160,8 @@ def main() -> None:
     if reason := why_not():
         print(f"skipped: {reason}")
         return
-    figures, bounds = [], []
+    figures = []
+    bounds = []
     for name in [arguments.model] if arguments.model else limits:
         store = random_store(name, Codec.RAW if arguments.full else Codec.INT4)
         limit = (arguments.limit_mb or limits[name]) * 10**6
@@ -137,11 +169,19 @@ def main() -> None:
         try:
             result, peak = limited_run(store, limit, arguments.steps, arguments.full)
             print(
-                f"{name}: {size / 1e6:.0f} MB of weights, {limit / 1e6:.0f} MB of memory ({result['private'] / 1e6:.0f} of it"
+                f"{name}: {size / 1e6:.0f} MB of weights, {limit / 1e6:.0f} MB of memory"
+                f" ({result['private'] / 1e6:.0f} of it"
                 f" private): {result['seconds'][-1]:.2f} s a step"
             )
             figures.append(
-                {"model": name, "full": arguments.full, "limit": limit, "store": size, "peak": peak, **result}
+                {
+                    "model": name,
+                    "full": arguments.full,
+                    "limit": limit,
+                    "store": size,
+                    "peak": peak,
+                    **result,
+                }
             )
         except RuntimeError as error:
             print(f"{name}: {error}")

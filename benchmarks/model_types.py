@@ -1,10 +1,11 @@
-"""Which causal model types of transformers are walked, and why the others are refused: the table docs/model-types.md.
+"""Which causal model types of transformers are walked, and why the others are refused: the table
+docs/model-types.md.
 
     python benchmarks/model_types.py [TYPE ...] [--out docs/model-types.md]
 
-Each type's default configuration is shrunken and certified, as a run does once for its model. A type that cannot even be
-built from its defaults is listed with transformers' own reason. With types named, their rows are printed alone.
-"""
+Each type's default configuration is shrunken and certified, as a run does once for its model. A
+type that cannot even be built from its defaults is listed with transformers' own reason. With types
+named, their rows are printed alone."""
 
 from __future__ import annotations
 
@@ -54,10 +55,17 @@ def page(rows: dict[str, str]) -> str:
     walks = sum(row == "walks" for row in rows.values())
     text = "# Model types\n\n"
     text += (
-        f"Of {len(rows)} causal model types of transformers {transformers.__version__}, {walks} are walked with their\n"
+        f"Of {len(rows)} causal model types of transformers {transformers.__version__}, {walks}"
+        " are walked with their\n"
     )
-    text += "default configuration: loss, logits and every gradient of a small instance are the model's own. The others are\n"
-    text += f"listed with the reason. Made by `benchmarks/model_types.py` with torch {torch.__version__}, {date.today()}.\n\n"
+    text += (
+        "default configuration: loss, logits and every gradient of a small instance are the"
+        " model's own. The others are\n"
+    )
+    text += (
+        "listed with the reason. Made by `benchmarks/model_types.py` with torch"
+        f" {torch.__version__}, {date.today()}.\n\n"
+    )
     text += "| type | verdict |\n|---|---|\n"
     return text + "".join(f"| `{name}` | {row} |\n" for name, row in rows.items())
 
@@ -66,7 +74,9 @@ def main() -> None:
     """Print a row a type, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "docs" / "model-types.md")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent.parent / "docs" / "model-types.md"
+    )
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     import transformers

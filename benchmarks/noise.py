@@ -1,11 +1,12 @@
 """How fast noise is made: draws a second of each generator, beside torch's normal_ and numpy's.
 
-    python benchmarks/noise.py [--elements 4194304] [--threads 1] [--device cpu] [--json FILE] [--check]
+    python benchmarks/noise.py [--elements 4194304] [--threads 1] [--device cpu] [--json FILE]
+    [--check]
 
-All cases run in turn, five rounds, and the median is printed: a neighbour's load then falls on all of them alike. Times
-include reading and writing the result's memory. ``--check`` exits with 1 where a bound is missed: Gaussian draws at least
-as fast as ``torch.normal_``, Rademacher draws 1.3 times that (what the zeroth-order methods count on).
-"""
+All cases run in turn, five rounds, and the median is printed: a neighbour's load then falls on all
+of them alike. Times include reading and writing the result's memory. ``--check`` exits with 1 where
+a bound is missed: Gaussian draws at least as fast as ``torch.normal_``, Rademacher draws 1.3 times
+that (what the zeroth-order methods count on)."""
 
 from __future__ import annotations
 
@@ -41,13 +42,18 @@ def cases(elements: int, device: torch.device) -> dict[str, Callable[[], object]
         "w += s z, float32, gaussian": lambda: perturbed(z, z, KEY, 0, 1e-9),
         "w += s z, float32, rademacher": lambda: perturbed(z, z, KEY, 0, 1e-9, "rademacher"),
         "w + s z, bfloat16, gaussian": lambda: perturbed(half, half_out, KEY, 0, 1e-3),
-        "w + s z, bfloat16, rademacher": lambda: perturbed(half, half_out, KEY, 0, 1e-3, "rademacher"),
-        "w += s z, bfloat16, gaussian, stochastic": lambda: perturbed(half, half, KEY, 0, 1e-3, rounding=ROUNDING),
+        "w + s z, bfloat16, rademacher": lambda: perturbed(
+            half, half_out, KEY, 0, 1e-3, "rademacher"
+        ),
+        "w += s z, bfloat16, gaussian, stochastic": lambda: perturbed(
+            half, half, KEY, 0, 1e-3, rounding=ROUNDING
+        ),
         "float32 to bfloat16, stochastic": lambda: stochastic_round(z, half, ROUNDING),
         "16-bit words": lambda: random_uint16(KEY, 0, words),
     }
     if device.type == "cpu":
-        normal, array = np.random.Generator(np.random.SFC64(0)), z.numpy()
+        normal = np.random.Generator(np.random.SFC64(0))
+        array = z.numpy()
         table["numpy standard_normal"] = lambda: normal.standard_normal(out=array, dtype=np.float32)
         table["gaussian, without a compiler"] = lambda: by(False, fill_, z, KEY)
         table["rademacher, without a compiler"] = lambda: by(False, fill_, z, KEY, 0, "rademacher")

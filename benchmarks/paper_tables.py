@@ -1,9 +1,10 @@
-"""Predicted against published: the rows of benchmarks/data, and rows that are not in it, by the simulator alone.
+"""Predicted against published: the rows of benchmarks/data, and rows that are not in it, by the
+simulator alone.
 
-One efficiency constant a table is fitted, on one row, and printed. Where our program holds or does less than the published
-one, what would have to be true of that is printed, term by term (``published.py``), and the sum is held against the published
-figure; ours stands beside it. No weight is made: costs are measured on tensors without data.
-"""
+One efficiency constant a table is fitted, on one row, and printed. Where our program holds or does
+less than the published one, what would have to be true of that is printed, term by term
+(``published.py``), and the sum is held against the published figure; ours stands beside it. No
+weight is made: costs are measured on tensors without data."""
 
 from __future__ import annotations
 
@@ -38,11 +39,12 @@ from blockwalk.walk.unit_costs import UnitCosts
 
 DATA = Path(__file__).parent / "data"
 NOISE_RATE = 2.5e11
-"""Elements a second of the published programs' ``torch.normal`` and in-place addition: the memory's bandwidth, 6 bytes each."""
+"""Elements a second of the published programs' ``torch.normal`` and in-place addition: the memory's
+bandwidth, 6 bytes each."""
 
 NOISE_PASSES = 8
-"""Times that the published MeZO and ZO2 read or write a tensor of a parameter's size to perturb it or to update it: the draw,
-two products with scalars, a sum, each out of place."""
+"""Times that the published MeZO and ZO2 read or write a tensor of a parameter's size to perturb it
+or to update it: the draw, two products with scalars, a sum, each out of place."""
 
 OPT = {"1.3B": (24, 32, 2048), "2.7B": (32, 32, 2560), "6.7B": (32, 32, 4096), "13B": (40, 40, 5120),
        "30B": (48, 56, 7168), "66B": (64, 72, 9216), "175B": (96, 96, 12288)}  # fmt: skip
@@ -93,12 +95,16 @@ def run(
 def _compiled(
     config: str, plan: Plan, shape: Shape, lora_rank: int | None, fused: bool, device: str
 ) -> tuple[Program, ModelSpec, Costs]:
-    """The steady step's program, which is the same on any machine, and what it is simulated with."""
+    """The steady step's program, which is the same on any machine, and what it is simulated
+    with."""
     units = _measured(config, lora_rank, device)
-    model, costs = units.spec(), units(plan, shape)
+    model = units.spec()
+    costs = units(plan, shape)
     if not fused:
         costs = with_eager_attention(costs, json.loads(config), shape)
-    program = compile(plan, model, StepKind.TRAIN, shape, costs=costs, pending=steady(plan, model), device=device)
+    program = compile(
+        plan, model, StepKind.TRAIN, shape, costs=costs, pending=steady(plan, model), device=device
+    )
     return program, model, costs
 
 
@@ -111,27 +117,45 @@ def line(what: str, predicted: float, published: float | None, unit: str) -> dic
     error = None if not published else predicted / published - 1
     shown = "" if error is None else f"{published:>12,.4g} published  {100 * error:+6.1f}%"
     print(f"  {what:<44} {predicted:>12,.4g} {unit:<6}{shown}")
-    return {"what": what, "predicted": predicted, "published": published, "unit": unit, "error": error}
+    return {
+        "what": what,
+        "predicted": predicted,
+        "published": published,
+        "unit": unit,
+        "error": error,
+    }
 
 
 def zo2_plans(dtype: str) -> dict[str, Plan]:
     """The published programs: the original's in-place noise, and the models' own loss."""
-    return {"mezo": method("mezo", loss="model", zo={"noise": "mezo"}), "zo2": method("zo2", loss="model")}
+    return {
+        "mezo": method("mezo", loss="model", zo={"noise": "mezo"}),
+        "zo2": method("zo2", loss="model"),
+    }
 
 
 def multiplied(machine: Hardware, factor: float) -> Hardware:
     """The machine with every matrix product ``factor`` times as fast."""
 
     def quicker(curves: Mapping[str, Curve]) -> dict[str, Curve]:
-        return {d: Curve(tuple((size, s / factor) for size, s in curve.points)) for d, curve in curves.items()}
+        return {
+            d: Curve(tuple((size, s / factor) for size, s in curve.points))
+            for d, curve in curves.items()
+        }
 
     flops = {dtype: value * factor for dtype, value in machine.flops.items()}
-    return dataclasses.replace(machine, flops=flops, products=quicker(machine.products), thin=quicker(machine.thin))
+    return dataclasses.replace(
+        machine, flops=flops, products=quicker(machine.products), thin=quicker(machine.thin)
+    )
 
 
-def fitted(machine: Hardware, config: dict[str, Any], shape: Shape, published: float, *, fused: bool) -> Hardware:
+def fitted(
+    machine: Hardware, config: dict[str, Any], shape: Shape, published: float, *, fused: bool
+) -> Hardware:
     """The machine with the matrix throughput at which resident MeZO runs as published."""
-    low, high, dtype = 0.05, 3.0, str(config["dtype"])
+    low = 0.05
+    high = 3.0
+    dtype = str(config["dtype"])
     for _ in range(30):
         middle = (low + high) / 2
         faster = multiplied(machine, middle)
@@ -139,59 +163,85 @@ def fitted(machine: Hardware, config: dict[str, Any], shape: Shape, published: f
         low, high = (middle, high) if speed < published else (low, middle)
     reached = multiplied(machine, low).flops_of(dtype)
     share = 100 * reached / machine.peak_of(dtype)
-    print(f"  fitted on MeZO OPT-6.7B: products at {reached / 1e12:.1f} TFLOP/s in {dtype}, {share:.0f}% of the peak")
+    print(
+        f"  fitted on MeZO OPT-6.7B: products at {reached / 1e12:.1f} TFLOP/s in {dtype},"
+        f" {share:.0f}% of the peak"
+    )
     return multiplied(machine, low)
 
 
-def explain(config: dict[str, Any], shape: Shape, *, streams: bool, fused: bool, both: bool = True) -> None:
+def explain(
+    config: dict[str, Any], shape: Shape, *, streams: bool, fused: bool, both: bool = True
+) -> None:
     """Print what would have to be true, on one row."""
     held = terms(config, shape, streams=streams, fused=fused, both=both)
-    print("  their memory would be: " + ", ".join(f"{name} {value:,.0f}" for name, value in held.items()) + " MB")
+    print(
+        "  their memory would be: "
+        + ", ".join(f"{name} {value:,.0f}" for name, value in held.items())
+        + " MB"
+    )
 
 
 def unfitted(name: str, config: dict[str, Any]) -> Hardware:
-    """The machine that ships, with the noise of the published programs as fast as its memory: no published speed in it."""
-    machine, size = hardware.load(name), DTYPE_BYTES[config["dtype"]]
+    """The machine that ships, with the noise of the published programs as fast as its memory: no
+    published speed in it."""
+    machine = hardware.load(name)
+    size = DTYPE_BYTES[config["dtype"]]
     print(f"  {name} as it ships: products at {machine.flops_of(config['dtype']) / 1e12:.0f} TFLOP/s, of its peak"
           f" {100 * machine.flops_of(config['dtype']) / machine.peak_of(config['dtype']):.0f}%")  # fmt: skip
     return dataclasses.replace(machine, noise_rate=machine.memory_bandwidth / (NOISE_PASSES * size))
 
 
 def zo2_table(*, fit: bool = True) -> Iterator[dict[str, Any]]:
-    shape, base = Shape(1, 2048), dataclasses.replace(hardware.load("a100-80gb"), noise_rate=NOISE_RATE)
-    published = {row["model"].removeprefix("OPT-"): row for row in rows("zo2_table1_a100_bs1_seq2048")}
+    shape = Shape(1, 2048)
+    base = dataclasses.replace(hardware.load("a100-80gb"), noise_rate=NOISE_RATE)
+    published = {
+        row["model"].removeprefix("OPT-"): row for row in rows("zo2_table1_a100_bs1_seq2048")
+    }
     for dtype, short in (("float32", "fp32"), ("float16", "fp16")):
-        print(f"ZO2 table 1, {dtype}, one A100, 1 × 2048 tokens; attention taken as not fused (scores in memory)")
+        print(
+            f"ZO2 table 1, {dtype}, one A100, 1 × 2048 tokens; attention taken as not fused"
+            " (scores in memory)"
+        )
         target = float(published["6.7B"][f"mezo_{short}_tok_s"])
         given = opt("6.7B", dtype)
-        machine = fitted(base, given, shape, target, fused=False) if fit else unfitted("a100-80gb", given)
+        machine = (
+            fitted(base, given, shape, target, fused=False) if fit else unfitted("a100-80gb", given)
+        )
         explain(opt("6.7B", dtype), shape, streams=True, fused=False)
         for size in OPT:
             for name, plan in zo2_plans(dtype).items():
-                row, config = published.get(size, {}), opt(size, dtype)
-                found, held = (
-                    run(config, plan, shape, machine, fused=False),
-                    megabytes(config, shape, streams=name == "zo2", fused=False),
-                )
+                row = published.get(size, {})
+                config = opt(size, dtype)
+                found = run(config, plan, shape, machine, fused=False)
+                held = megabytes(config, shape, streams=name == "zo2", fused=False)
                 if found.peaks.get(Pool.DEVICE, 0) > machine.device_bytes:
-                    print(f"  OPT-{size} {name:<27} does not fit: {held:,.0f} MB, ours {ours(found):,.0f}")
+                    print(
+                        f"  OPT-{size} {name:<27} does not fit: {held:,.0f} MB, ours"
+                        f" {ours(found):,.0f}"
+                    )
                     continue
                 memory, speed = (
-                    float(row[key]) if row else None for key in (f"{name}_{short}_MB", f"{name}_{short}_tok_s")
+                    float(row[key]) if row else None
+                    for key in (f"{name}_{short}_MB", f"{name}_{short}_tok_s")
                 )
-                yield line(f"OPT-{size} {name} memory (ours {ours(found):,.0f})", held, memory, "MB")
+                yield line(
+                    f"OPT-{size} {name} memory (ours {ours(found):,.0f})", held, memory, "MB"
+                )
                 yield line(f"OPT-{size} {name} speed", found.tokens_per_second, speed, "tok/s")
 
 
 def ablation_table() -> Iterator[dict[str, Any]]:
     print("ZO2 table 3, float32: what each part is worth")
-    shape, dtype = Shape(1, 2048), "float32"
+    shape = Shape(1, 2048)
+    dtype = "float32"
     base = dataclasses.replace(hardware.load("a100-80gb"), noise_rate=NOISE_RATE)
     published = {row["model"].removeprefix("OPT-"): row for row in rows("zo2_table3_ablation_fp32")}
     machine = fitted(base, opt("6.7B", dtype), shape, float(published["6.7B"]["mezo"]), fused=False)
     plan = zo2_plans(dtype)["zo2"]
     moved = {size: run(opt(size, dtype), plan, shape, machine, fused=False) for size in published}
-    # without overlap a step is the sum of its lanes; at which rate the copies ran is taken from OPT-1.3B
+    # without overlap a step is the sum of its lanes; at which rate the copies ran is taken from
+    # OPT-1.3B
     rates = {}
     for key, words in (
         ("zo2_no_overlap", "copies without overlap"),
@@ -200,12 +250,22 @@ def ablation_table() -> Iterator[dict[str, Any]]:
         first = moved["1.3B"]
         extra = 2048 / float(published["1.3B"][key]) - first.seconds
         rates[key] = sum(first.bytes_by_lane.values()) / extra
-        print(f"  {words} would cost what moving every block at {rates[key] / 1e9:.1f} GB/s does (from OPT-1.3B)")
+        print(
+            f"  {words} would cost what moving every block at {rates[key] / 1e9:.1f} GB/s does"
+            " (from OPT-1.3B)"
+        )
     for size, found in moved.items():
         for key, rate in rates.items():
             seconds = found.seconds + sum(found.bytes_by_lane.values()) / rate
-            yield line(f"OPT-{size} {key} speed", found.tokens / seconds, float(published[size][key]), "tok/s")
-        late = sum(found.bytes_by_lane.values()) / 2 / machine.host_to_device.bandwidth  # up and down at once
+            yield line(
+                f"OPT-{size} {key} speed",
+                found.tokens / seconds,
+                float(published[size][key]),
+                "tok/s",
+            )
+        late = (
+            sum(found.bytes_by_lane.values()) / 2 / machine.host_to_device.bandwidth
+        )  # up and down at once
         speed = found.tokens / (found.seconds + late)
         yield line(
             f"OPT-{size} zo2_no_efficient_update speed",
@@ -213,7 +273,9 @@ def ablation_table() -> Iterator[dict[str, Any]]:
             float(published[size]["zo2_no_efficient_update"]),
             "tok/s",
         )
-        yield line(f"OPT-{size} zo2 speed", found.tokens_per_second, float(published[size]["zo2"]), "tok/s")
+        yield line(
+            f"OPT-{size} zo2 speed", found.tokens_per_second, float(published[size]["zo2"]), "tok/s"
+        )
 
 
 RANKS: tuple[tuple[str, int, dict[str, int], bool], ...] = (
@@ -225,24 +287,37 @@ RANKS: tuple[tuple[str, int, dict[str, int], bool], ...] = (
 """Strategy, sequences of a rank, mesh, and whether a rank runs both forwards."""
 
 COMMUNICATORS = {"zo2": 0, "zo2_pertp2": 2, "zo2_ddp2": 2, "zo2_2d4": 4}
-"""Groups of ranks that each strategy talks in: perturbation and/or data, and those that gather uploaded slices; in two
-dimensions the world as well."""
+"""Groups of ranks that each strategy talks in: perturbation and/or data, and those that gather
+uploaded slices; in two dimensions the world as well."""
 
 
 def distzo2_table(*, fit: bool = True) -> Iterator[dict[str, Any]]:
     print("DistZO2 table 1, float16, H20, 4 × 2048 tokens in all; attention taken as fused")
-    base = dataclasses.replace(hardware.load("h20-96gb-x4"), devices_per_node=1, noise_rate=2 * NOISE_RATE)
+    base = dataclasses.replace(
+        hardware.load("h20-96gb-x4"), devices_per_node=1, noise_rate=2 * NOISE_RATE
+    )
     dtype = "float16"
-    published = {row["model"].removeprefix("OPT-"): row for row in rows("distzo2_table1_h20_fp16_bs4_seq2048")}
-    given, target = opt("6.7B", dtype), float(published["6.7B"]["mezo_tok_s"])
-    machine = fitted(base, given, Shape(4, 2048), target, fused=True) if fit else unfitted("h20-96gb-x4", given)
+    published = {
+        row["model"].removeprefix("OPT-"): row
+        for row in rows("distzo2_table1_h20_fp16_bs4_seq2048")
+    }
+    given = opt("6.7B", dtype)
+    target = float(published["6.7B"]["mezo_tok_s"])
+    machine = (
+        fitted(base, given, Shape(4, 2048), target, fused=True)
+        if fit
+        else unfitted("h20-96gb-x4", given)
+    )
     machine = dataclasses.replace(machine, devices_per_node=1)
     explain(opt("6.7B", dtype), Shape(4, 2048), streams=True, fused=True)
     alone = megabytes(opt("6.7B", dtype), Shape(4, 2048), streams=True, fused=True, both=False)
     each = (float(published["6.7B"]["zo2_pertp_MB"]) - alone) / COMMUNICATORS["zo2_pertp2"]
-    print(f"  and {each:,.0f} MB for each group of ranks that it talks in (from OPT-6.7B, zo2_pertp2)")
+    print(
+        f"  and {each:,.0f} MB for each group of ranks that it talks in (from OPT-6.7B, zo2_pertp2)"
+    )
     for size in OPT:
-        row, config = published.get(size, {}), opt(size, dtype)
+        row = published.get(size, {})
+        config = opt(size, dtype)
         resident = megabytes(config, Shape(4, 2048), streams=False, fused=True)
         found = run(config, zo2_plans(dtype)["mezo"], Shape(4, 2048), machine)
         if found.peaks.get(Pool.DEVICE, 0) < machine.device_bytes:
@@ -253,21 +328,37 @@ def distzo2_table(*, fit: bool = True) -> Iterator[dict[str, Any]]:
                 "MB",
             )
             yield line(
-                f"OPT-{size} mezo speed", found.tokens_per_second, float(row["mezo_tok_s"]) if row else None, "tok/s"
+                f"OPT-{size} mezo speed",
+                found.tokens_per_second,
+                float(row["mezo_tok_s"]) if row else None,
+                "tok/s",
             )
         for name, batch, mesh, both in RANKS:
             ranks = int(mesh.get("world", 1))
-            several = dataclasses.replace(machine, devices_per_node=ranks, intra=hardware.load("h20-96gb-x4").intra)
-            chosen = zo2_plans(dtype)["zo2"] if ranks == 1 else method("distzo2", loss="model", mesh=mesh)
+            several = dataclasses.replace(
+                machine, devices_per_node=ranks, intra=hardware.load("h20-96gb-x4").intra
+            )
+            chosen = (
+                zo2_plans(dtype)["zo2"]
+                if ranks == 1
+                else method("distzo2", loss="model", mesh=mesh)
+            )
             found = run(config, chosen, Shape(batch, 2048), several)
             held = (
-                megabytes(config, Shape(batch, 2048), streams=True, fused=True, both=both) + each * COMMUNICATORS[name]
+                megabytes(config, Shape(batch, 2048), streams=True, fused=True, both=both)
+                + each * COMMUNICATORS[name]
             )
-            key = {"zo2": "zo2_MB", "zo2_pertp2": "zo2_pertp_MB", "zo2_ddp2": "zo2_ddp_MB", "zo2_2d4": "zo2_2d_MB"}[
-                name
-            ]
+            key = {
+                "zo2": "zo2_MB",
+                "zo2_pertp2": "zo2_pertp_MB",
+                "zo2_ddp2": "zo2_ddp_MB",
+                "zo2_2d4": "zo2_2d_MB",
+            }[name]
             yield line(
-                f"OPT-{size} {name} memory (ours {ours(found):,.0f})", held, float(row[key]) if row else None, "MB"
+                f"OPT-{size} {name} memory (ours {ours(found):,.0f})",
+                held,
+                float(row[key]) if row else None,
+                "MB",
             )
             yield line(
                 f"OPT-{size} {name} speed",
@@ -278,22 +369,34 @@ def distzo2_table(*, fit: bool = True) -> Iterator[dict[str, Any]]:
 
 
 def communication_table() -> Iterator[dict[str, Any]]:
-    print("DistZO2 table 3, 4 GPUs: billions of float16 parameters a second; sliced copies use the links of all four")
+    print(
+        "DistZO2 table 3, 4 GPUs: billions of float16 parameters a second; sliced copies use the"
+        " links of all four"
+    )
     for row in rows("distzo2_table3_comm_4gpu"):
         for way in ("upload", "offload"):
-            whole, sliced = float(row[f"{way}_Bparam_s"]), float(row[f"{way}_opt_Bparam_s"])
-            yield line(f"{row['model']} {way} in slices, four times one's", 4 * whole, sliced, "G/s")
-    print("  where it is missed the four links would have to share something: 67 to 80% of four times one link's rate")
+            whole = float(row[f"{way}_Bparam_s"])
+            sliced = float(row[f"{way}_opt_Bparam_s"])
+            yield line(
+                f"{row['model']} {way} in slices, four times one's", 4 * whole, sliced, "G/s"
+            )
+    print(
+        "  where it is missed the four links would have to share something: 67 to 80% of four"
+        " times one link's rate"
+    )
 
 
 def transfer_table() -> Iterator[dict[str, Any]]:
     print(
-        "FCDP table 3: 16 GB between two nodes; half of it would have to be there already (100 Gbit/s carry 12.5 GB/s at most)"
+        "FCDP table 3: 16 GB between two nodes; half of it would have to be there already (100"
+        " Gbit/s carry 12.5 GB/s at most)"
     )
     seconds = {row["path"]: float(row["seconds"]) for row in rows("fcdp_table3_16GB_transfer")}
     for path, machine in (("ib100_rdma", "ib100"), ("eth10g", "eth10"), ("eth1g", "eth1")):
         link = hardware.load(f"a40-48gb-x8-{machine}").inter
-        yield line(f"{path}, 8 GB over our description's link", link.seconds(8e9), seconds[path], "s")
+        yield line(
+            f"{path}, 8 GB over our description's link", link.seconds(8e9), seconds[path], "s"
+        )
     link = hardware.load("a40-48gb-x8-ib100").host_to_device
     yield line("pcie4_cpu_to_gpu, 16 GB", link.seconds(16e9), seconds["pcie4_cpu_to_gpu"], "s")
 
@@ -308,7 +411,11 @@ def fewer_adapters(model: ModelSpec) -> ModelSpec:
     def of(unit: UnitSpec) -> UnitSpec:
         return dataclasses.replace(
             unit,
-            params=tuple(p for p in unit.params if not p.trainable or any(f".{part}_proj" in p.name for part in "qkv")),
+            params=tuple(
+                p
+                for p in unit.params
+                if not p.trainable or any(f".{part}_proj" in p.name for part in "qkv")
+            ),
         )
 
     return dataclasses.replace(model, blocks=tuple(of(unit) for unit in model.blocks))
@@ -316,31 +423,61 @@ def fewer_adapters(model: ModelSpec) -> ModelSpec:
 
 def fcdp_table() -> Iterator[dict[str, Any]]:
     print(
-        "FCDP table 7: bytes between nodes, LoRA, two nodes of 8 (the published model has 54 GB of 16-bit parameters)"
+        "FCDP table 7: bytes between nodes, LoRA, two nodes of 8 (the published model has 54 GB"
+        " of 16-bit parameters)"
     )
     published = {row["system"]: row for row in rows("fcdp_table7_lora_2x8_gb")}
-    mesh, forwards = {"world": 16, "ranks_per_node": 8}, 0.0
-    for name, system in (("zero3", "zero3"), ("zeropp", "zeropp_as_published"), ("fcdp", "fcdp_comm")):
+    mesh = {"world": 16, "ranks_per_node": 8}
+    forwards = 0.0
+    for name, system in (
+        ("zero3", "zero3"),
+        ("zeropp", "zeropp_as_published"),
+        ("fcdp", "fcdp_comm"),
+    ):
         model = measured(FCDP_CONFIG, 8, "cuda").spec()
         plan = method(name, mesh=mesh)
-        program = compile(plan, model, StepKind.TRAIN, Shape(1, 512), pending=steady(plan, model), device="cuda")
+        program = compile(
+            plan, model, StepKind.TRAIN, Shape(1, 512), pending=steady(plan, model), device="cuda"
+        )
         crossing = 8 * program.bytes_by_lane().get(Lane.INTER, 0) / 1e9
-        weights = 8 * sum(op.nbytes for op in program.ops if op.lane is Lane.INTER and op.kind is OpKind.GATHER) / 1e9
-        print(f"    {name}: {model.numel() * 2 / 1e9:.1f} GB of parameters; one node sends {weights:.2f} GB of them")
+        weights = (
+            8
+            * sum(
+                op.nbytes
+                for op in program.ops
+                if op.lane is Lane.INTER and op.kind is OpKind.GATHER
+            )
+            / 1e9
+        )
+        print(
+            f"    {name}: {model.numel() * 2 / 1e9:.1f} GB of parameters; one node sends"
+            f" {weights:.2f} GB of them"
+        )
         if (
             name == "zeropp"
         ):  # ours knows that frozen parameters stay clean; the published one gathers them every forward
             crossing = forwards
         forwards = crossing / 2
         if name == "fcdp":
-            print(f"    fcdp with adapters on every linear layer: {4 * crossing:.3g} GB; theirs must be fewer:")
+            print(
+                f"    fcdp with adapters on every linear layer: {4 * crossing:.3g} GB; theirs"
+                " must be fewer:"
+            )
             fewer = fewer_adapters(model)
-            few = compile(plan, fewer, StepKind.TRAIN, Shape(1, 512), pending=steady(plan, fewer), device="cuda")
+            few = compile(
+                plan,
+                fewer,
+                StepKind.TRAIN,
+                Shape(1, 512),
+                pending=steady(plan, fewer),
+                device="cuda",
+            )
             crossing = 8 * few.bytes_by_lane().get(Lane.INTER, 0) / 1e9
             system_words = "fcdp bytes a step, rank 8 on q, k and v"
         else:
             system_words = f"{name} bytes a step"
-        # the published figures are reached where what two nodes send and what they receive is all added up
+        # the published figures are reached where what two nodes send and what they receive is all
+        # added up
         yield line(system_words, 4 * crossing, float(published[system]["total_GB"]), "GB")
     for net in ("ib100", "eth10", "eth1"):
         machine = hardware.load(f"a40-48gb-x8-{net}")
@@ -358,43 +495,86 @@ MICRO_BATCHES = 32
 
 
 def asynchzp_table() -> Iterator[dict[str, Any]]:
-    print("AsyncHZP table 2 and its scaling: analytic, since no program has context or pipeline parallelism yet")
-    machine, context, z1, z3 = hardware.load("asynchzp-64gb"), 32768, 64, 8
+    print(
+        "AsyncHZP table 2 and its scaling: analytic, since no program has context or pipeline"
+        " parallelism yet"
+    )
+    machine = hardware.load("asynchzp-64gb")
+    context = 32768
+    z1 = 64
+    z3 = 8
     published = {(row["model"], row["strategy"]): row for row in rows("asynchzp_table2")}
-    peak, link = machine.peak_of("bfloat16"), machine.inter.bandwidth / machine.devices_per_node
-    efficiency, kept = 0.0, 0.0
+    peak = machine.peak_of("bfloat16")
+    link = machine.inter.bandwidth / machine.devices_per_node
+    efficiency = 0.0
+    kept = 0.0
     scales = [("Seed-OSS-9B", 256, 1, MICRO_BATCHES), ("Seed-OSS-36B", 256, 4, MICRO_BATCHES)]
     for cards in (512, 1024):  # the same work for each card, and the same batch over all of them
-        scales += [("Seed-OSS-36B", cards, 4, MICRO_BATCHES), ("Seed-OSS-36B", cards, 4, MICRO_BATCHES * 256 // cards)]
+        scales += [
+            ("Seed-OSS-36B", cards, 4, MICRO_BATCHES),
+            ("Seed-OSS-36B", cards, 4, MICRO_BATCHES * 256 // cards),
+        ]
     for model, cards, pipeline, micro in scales:
         layers, dim, forward = SEED_OSS[model]
-        queries, keys = 80 * 128 if dim == 5120 else dim, 8 * 128
+        queries = 80 * 128 if dim == 5120 else dim
+        keys = 8 * 128
         params = layers * (dim * (2 * queries + 2 * keys) + 3 * dim * forward) + 2 * 155136 * dim
         flops = 6 * params * context + 6 * layers * 2 * queries * context**2 // 2
-        stage, replicas = params / pipeline, cards // pipeline // z1
+        stage = params / pipeline
+        replicas = cards // pipeline // z1
         useful = flops * micro / (8 * pipeline)
-        recompute, bubble = useful * 8 / 6 / peak, (pipeline - 1) / micro
+        recompute = useful * 8 / 6 / peak
+        bubble = (pipeline - 1) / micro
         sent = stage * 6 * (1 / z3 - 1 / z1) + 2 * (replicas - 1) / replicas * 4 * stage / z1
         if not efficiency:
             row = published[model, "Z1=64 Z2=Z3=8 CP=8"]
             efficiency = recompute / (useful / peak / float(row["mfu"]) - sent / link)
-            print(f"  fitted on Seed-OSS-9B: products at {100 * efficiency:.0f}% of the peak (recomputation counted)")
+            print(
+                f"  fitted on Seed-OSS-9B: products at {100 * efficiency:.0f}% of the peak"
+                " (recomputation counted)"
+            )
         seconds = recompute / efficiency * (1 + bubble) + sent / link
-        row = published.get((model, f"Z1=64 Z2=Z3=8 {'PP=4 ' if pipeline > 1 else ''}CP=8"), {}) if cards == 256 else {}
+        row = (
+            published.get((model, f"Z1=64 Z2=Z3=8 {'PP=4 ' if pipeline > 1 else ''}CP=8"), {})
+            if cards == 256
+            else {}
+        )
         states = stage * (12 / z1 + 4 / 8 + 2 / z3) / 1e9
         tokens = context // 8 * layers // pipeline * dim * min(pipeline, micro)
         if not kept:
             kept = (float(row["memory_GB"]) - states) * 1e9 / tokens
-            print(f"  and {kept:.0f} bytes kept of each token, layer and hidden element: not all is recomputed")
+            print(
+                f"  and {kept:.0f} bytes kept of each token, layer and hidden element: not all is"
+                " recomputed"
+            )
         what = f"{model} on {cards}, {micro} micro-batches"
-        print(f"    {what}: {states:.1f} GB of states, {sent / 1e9:.2f} GB sent a step, bubbles {100 * bubble:.0f}%")
-        yield line(f"{what}, MFU", useful / (seconds * peak), float(row["mfu"]) if row else None, "")
+        print(
+            f"    {what}: {states:.1f} GB of states, {sent / 1e9:.2f} GB sent a step, bubbles"
+            f" {100 * bubble:.0f}%"
+        )
+        yield line(
+            f"{what}, MFU", useful / (seconds * peak), float(row["mfu"]) if row else None, ""
+        )
         if row:
-            yield line(f"{what}, memory", states * 1e3 + kept * tokens / 1e6, float(row["memory_GB"]) * 1e3, "MB")
-    print("  the 36B's memory would hold if its fullest stage kept 1.7 micro-batches at a time instead of four")
+            yield line(
+                f"{what}, memory",
+                states * 1e3 + kept * tokens / 1e6,
+                float(row["memory_GB"]) * 1e3,
+                "MB",
+            )
+    print(
+        "  the 36B's memory would hold if its fullest stage kept 1.7 micro-batches at a time"
+        " instead of four"
+    )
 
 
-PHONE = Hardware(name="phone", device="cpu", device_bytes=8 * 10**9, flops={"bfloat16": 1e12}, memory_bandwidth=50e9)
+PHONE = Hardware(
+    name="phone",
+    device="cpu",
+    device_bytes=8 * 10**9,
+    flops={"bfloat16": 1e12},
+    memory_bandwidth=50e9,
+)
 """An iPhone 15 Pro Max, about; its rate is fitted."""
 
 
@@ -411,64 +591,90 @@ def mebp_table() -> Iterator[dict[str, Any]]:
         return run(config, plans[name], Shape(1, sequence), machine, lora_rank=8, device="cpu")
 
     target = float(published["Qwen2.5-1.5B"]["mebp_s"])
-    low, high = 0.01, 10.0
+    low = 0.01
+    high = 10.0
     for _ in range(30):
         middle = (low * high) ** 0.5
         seconds = found("mebp", "Qwen2.5-1.5B", 256, multiplied(PHONE, middle)).seconds
         low, high = (middle, high) if seconds > target else (low, middle)
     machine = multiplied(PHONE, low)
     small = published["Qwen2.5-0.5B"]
-    base = float(small["mebp_MB"]) - sum(phone_terms(MODELS["Qwen2.5-0.5B"], 256, checkpoints=True).values())
+    base = float(small["mebp_MB"]) - sum(
+        phone_terms(MODELS["Qwen2.5-0.5B"], 256, checkpoints=True).values()
+    )
     print(f"  fitted on MeBP Qwen2.5-1.5B: {machine.flops_of('bfloat16') / 1e9:.0f} GFLOP/s")
     held = phone_terms(MODELS["Qwen2.5-1.5B"], 256, checkpoints=True)
     print(f"  their memory would be {base:.0f} MB (from MeBP Qwen2.5-0.5B) and what ours never holds, of Qwen2.5-1.5B: "
           + ", ".join(f"{name} {value:.0f}" for name, value in held.items()))  # fmt: skip
     table = [(model, 256, row) for model, row in published.items()]
     table += [
-        ("Qwen2.5-1.5B", int(row["seq"]), row) for row in rows("mebp_table3_seqlen_qwen2.5-1.5b") if row["seq"] != "256"
+        ("Qwen2.5-1.5B", int(row["seq"]), row)
+        for row in rows("mebp_table3_seqlen_qwen2.5-1.5b")
+        if row["seq"] != "256"
     ]
     for model, sequence, row in table:
         for name in plans:
             one = found(name, model, sequence, machine)
             what = f"{model} {name}" + ("" if sequence == 256 else f", {sequence} tokens")
-            memory = base + sum(phone_terms(MODELS[model], sequence, checkpoints=name == "mebp").values())
+            memory = base + sum(
+                phone_terms(MODELS[model], sequence, checkpoints=name == "mebp").values()
+            )
             mine = one.peaks[Pool.DEVICE] / 1e6
             yield line(f"{what} memory (ours {mine:,.0f})", memory, float(row[f"{name}_MB"]), "MB")
             yield line(f"{what} seconds", one.seconds, float(row[f"{name}_s"]), "s")
-    print("  the seconds that are missed would have to hold a part that does not grow with tokens (2.2 of 6.9 at 128),")
-    print("  and Gemma's head, 262,144 rows, would have to run at a third of the rate of the other products")
+    print(
+        "  the seconds that are missed would have to hold a part that does not grow with tokens"
+        " (2.2 of 6.9 at 128),"
+    )
+    print(
+        "  and Gemma's head, 262,144 rows, would have to run at a third of the rate of the other"
+        " products"
+    )
 
 
 def forecast_table(
     tables: Sequence[Callable[..., Iterator[dict[str, Any]]]] = (zo2_table, distzo2_table),
 ) -> Iterator[dict[str, Any]]:
-    """Both tables again, with nothing fitted on the row that it predicts: speeds from the machines as they ship, memory without
-    the row that a group of ranks' bytes are taken from."""
+    """Both tables again, with nothing fitted on the row that it predicts: speeds from the machines
+    as they ship, memory without the row that a group of ranks' bytes are taken from."""
     for table in tables:
         found = [row for row in table(fit=False) if row["error"] is not None]
-        yield from (row for row in found if not row["what"].startswith("OPT-6.7B zo2_pertp2 memory"))
+        yield from (
+            row for row in found if not row["what"].startswith("OPT-6.7B zo2_pertp2 memory")
+        )
 
 
 def residency_table() -> Iterator[dict[str, Any]]:
     print(
-        "OPT-175B in float16 on one H200: zo2 with every block streamed, and with as many that stay as there is room for"
+        "OPT-175B in float16 on one H200: zo2 with every block streamed, and with as many that"
+        " stay as there is room for"
     )
-    units, machine = measured(opt("175B", "float16"), None, "cuda"), hardware.load("h200")
+    units = measured(opt("175B", "float16"), None, "cuda")
+    machine = hardware.load("h200")
     for batch in (1, 4, 16):
         task = Task(units.spec(), units, machine, Shape(batch, 2048))
-        streamed, kept = (look_at(task, "zo2", method("zo2", resident=resident)) for resident in (0, AUTO))
+        streamed, kept = (
+            look_at(task, "zo2", method("zo2", resident=resident)) for resident in (0, AUTO)
+        )
         assert streamed.simulation is not None
         assert kept.simulation is not None
         computes, link = (
             sum(span.seconds for span in kept.simulation.spans if span.op.lane is lane)
             for lane in (Lane.COMPUTE, Lane.FETCH)
         )
-        what, seconds = f"{batch} × 2048, {kept.plan.resident} blocks stay", kept.simulation.seconds
-        print(f"  {batch} × 2048: {streamed.simulation.seconds:.2f} s, {kept.plan.resident} blocks stay: {seconds:.2f}")
+        what = f"{batch} × 2048, {kept.plan.resident} blocks stay"
+        seconds = kept.simulation.seconds
+        print(
+            f"  {batch} × 2048: {streamed.simulation.seconds:.2f} s, {kept.plan.resident} blocks"
+            f" stay: {seconds:.2f}"
+        )
         yield line(f"{what}: faster", streamed.simulation.seconds / seconds, None, "times")
         yield line(f"{what}: of max(compute, link)", seconds / max(computes, link), None, "times")
         if (larger := hides_link(task, streamed)) is not None:
-            print(f"  nothing stays: {larger.plan.gradient_accumulation_steps} micro-batches a fetch hide the link")
+            print(
+                f"  nothing stays: {larger.plan.gradient_accumulation_steps} micro-batches a"
+                " fetch hide the link"
+            )
 
 
 TABLES = {
@@ -487,9 +693,13 @@ TABLES = {
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}; all unless given")
+    arguments.add_argument(
+        "tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}; all unless given"
+    )
     arguments.add_argument("--json", metavar="FILE")
-    arguments.add_argument("--check", action="store_true", help="exit 1 where memory is off by 15%% or speed by 25%%")
+    arguments.add_argument(
+        "--check", action="store_true", help="exit 1 where memory is off by 15%% or speed by 25%%"
+    )
     given = arguments.parse_args()
     found = {name: list(TABLES[name]()) for name in given.tables or TABLES}
     missed = [
@@ -498,7 +708,10 @@ def main() -> None:
         for row in lines
         if row["error"] is not None and abs(row["error"]) > (0.15 if row["unit"] == "MB" else 0.25)
     ]
-    print(f"{len(missed)} of {sum(r['error'] is not None for t in found.values() for r in t)} published figures missed")
+    print(
+        f"{len(missed)} of {sum(r['error'] is not None for t in found.values() for r in t)}"
+        " published figures missed"
+    )
     print("\n".join(f"  {each}" for each in missed))
     if given.json:
         Path(given.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

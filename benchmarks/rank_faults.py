@@ -1,12 +1,12 @@
-"""What a run over ranks does when a rank dies, is stopped, cannot be reached, or hangs: seconds until every rank has ended;
-and when a rank or its link is slow: it goes on, to the same losses.
+"""What a run over ranks does when a rank dies, is stopped, cannot be reached, or hangs: seconds
+until every rank has ended; and when a rank or its link is slow: it goes on, to the same losses.
 
     sudo python benchmarks/rank_faults.py [--check] [--json FILE] [--rounds 20] [--at_once 10]
 
-Each run trains a small model on two ranks with the limits that every run has; after some steps the last rank does something to
-itself. It counts as ended when no rank is left, and every rank that could speak has said why in one line. A slow rank
-takes ten times as long for its forwards; a slow link sends 64 kbit a second (the kernel's token bucket filter).
-"""
+Each run trains a small model on two ranks with the limits that every run has; after some steps the
+last rank does something to itself. It counts as ended when no rank is left, and every rank that
+could speak has said why in one line. A slow rank takes ten times as long for its forwards; a slow
+link sends 64 kbit a second (the kernel's token bucket filter)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ SLOW = ("slow rank", "slow link")
 
 
 def until_it_ends(rank: int, fault: str, folder: Path) -> None:
-    """Train until the run ends; the last rank does the harm. A run that should go on has one before it that nobody disturbs."""
+    """Train until the run ends; the last rank does the harm. A run that should go on has one before
+    it that nobody disturbs."""
     said = os.open(folder / f"said-{rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(said, 2)
     mesh = {"world": 2, "ranks_per_node": 1 if fault in OVER_NODES else 2}
@@ -64,7 +65,11 @@ def until_it_ends(rank: int, fault: str, folder: Path) -> None:
     except RuntimeError as error:
         print(lost_rank(rank, error) or error, file=sys.stderr, flush=True)
         os._exit(1)
-    print(f"rank {rank}: went on to {'the same' if same else 'OTHER'} losses", file=sys.stderr, flush=True)
+    print(
+        f"rank {rank}: went on to {'the same' if same else 'OTHER'} losses",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _harm(fault: str, walker: Walker) -> None:
@@ -105,7 +110,13 @@ def once(fault: str, pipe: Any) -> None:
             ended = time.time()
         said = "\n".join((folder / f"said-{rank}").read_text() for rank in range(2))
         lines = [line for line in said.splitlines() if line.startswith("rank ")]
-        pipe.send({"seconds": ended - float((folder / "began").read_text()), "codes": codes, "said": lines})
+        pipe.send(
+            {
+                "seconds": ended - float((folder / "began").read_text()),
+                "codes": codes,
+                "said": lines,
+            }
+        )
 
 
 def main() -> None:
@@ -135,17 +146,37 @@ def main() -> None:
     for fault, runs in found.items():
         seconds = [run["seconds"] for run in runs]
         print(
-            f"{fault:12} {len(runs)} runs: seconds {min(seconds):.1f} to {max(seconds):.1f}, median {median(seconds):.1f}"
+            f"{fault:12} {len(runs)} runs: seconds {min(seconds):.1f} to {max(seconds):.1f},"
+            f" median {median(seconds):.1f}"
         )
         for line in dict.fromkeys(line for run in runs[:1] for line in run["said"]):
             print(f"{'':13}{line}")
         if fault in SLOW:
-            went_on = sum(not any(run["codes"]) and len(run["said"]) == 2 and "OTHER" not in str(run) for run in runs)
-            bounds.append(Bound(f"{fault}: runs that went on to the same losses", went_on, len(runs), at_most=False))
+            went_on = sum(
+                not any(run["codes"]) and len(run["said"]) == 2 and "OTHER" not in str(run)
+                for run in runs
+            )
+            bounds.append(
+                Bound(
+                    f"{fault}: runs that went on to the same losses",
+                    went_on,
+                    len(runs),
+                    at_most=False,
+                )
+            )
             continue
         ended = sum(all(run["codes"]) and bool(run["said"]) for run in runs)
-        bounds.append(Bound(f"{fault}: seconds until the run has ended, worst", max(seconds), FAULTS[fault]))
-        bounds.append(Bound(f"{fault}: runs ended with exit codes and a message", ended, len(runs), at_most=False))
+        bounds.append(
+            Bound(f"{fault}: seconds until the run has ended, worst", max(seconds), FAULTS[fault])
+        )
+        bounds.append(
+            Bound(
+                f"{fault}: runs ended with exit codes and a message",
+                ended,
+                len(runs),
+                at_most=False,
+            )
+        )
     finish(arguments, found, bounds)
 
 

@@ -1,13 +1,15 @@
-"""A real model on real data: private memory over many steps of varying lengths, summed over the process tree.
+"""A real model on real data: private memory over many steps of varying lengths, summed over the
+process tree.
 
-    python benchmarks/real_model.py --model SmolLM2-135M-Instruct --data gsm8k_train.jsonl [--rows mebp mezo] [--check]
-    python benchmarks/real_model.py --dimensions Qwen2.5-0.5B --batch 1 --steps 60 --peak 450 [--check]
+    python benchmarks/real_model.py --model SmolLM2-135M-Instruct --data gsm8k_train.jsonl [--rows
+    mebp mezo] [--check] python benchmarks/real_model.py --dimensions Qwen2.5-0.5B --batch 1 --steps
+    60 --peak 450 [--check]
 
-Each row is ``blockwalk train`` in a process of its own, tokenizer and data included. Counted is RssAnon + RssShmem + Swap + PTE
-of all processes of the tree at each instant; the peak after step 20 is held against the peak of the whole run. With
-``--dimensions`` the weights are random, and tokenizer and data are made of the Python sources that are installed here: as many
-entries as the model has, records of 32 to ``--max_length`` tokens.
-"""
+Each row is ``blockwalk train`` in a process of its own, tokenizer and data included. Counted is
+RssAnon + RssShmem + Swap + PTE of all processes of the tree at each instant; the peak after step 20
+is held against the peak of the whole run. With ``--dimensions`` the weights are random, and
+tokenizer and data are made of the Python sources that are installed here: as many entries as the
+model has, records of 32 to ``--max_length`` tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-PEAK_MB, GROWTH, SETTLED = 520, 0.03, 20
+PEAK_MB = 520
+GROWTH = 0.03
+SETTLED = 20
 EVERY = 0.02
 """Seconds between two looks at the process tree."""
 
@@ -53,9 +57,11 @@ class Measured:
 
 
 def tree_bytes(root: int) -> int:
-    """Private bytes of a process and all its descendants now; those that end meanwhile count nothing, nor does a child that is
-    still its parent's image: until it starts its own program it has the parent's pages, as many bytes of address space."""
-    found, waiting = 0, [(root, "")]
+    """Private bytes of a process and all its descendants now; those that end meanwhile count
+    nothing, nor does a child that is still its parent's image: until it starts its own program it
+    has the parent's pages, as many bytes of address space."""
+    found = 0
+    waiting = [(root, "")]
     while waiting:
         pid, image = waiting.pop()
         try:
@@ -68,7 +74,10 @@ def tree_bytes(root: int) -> int:
         except (FileNotFoundError, ProcessLookupError):
             continue
         counted = ("RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:")
-        found += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(counted)) * 1024
+        found += (
+            sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(counted))
+            * 1024
+        )
     return found
 
 
@@ -77,7 +86,11 @@ def run(row: str, arguments: Any, folder: Path) -> Measured:
     out = folder / row
     settings = {
         "model": str(arguments.model),
-        "data": {"train": str(arguments.data), "max_length": arguments.max_length, "show_first": False},
+        "data": {
+            "train": str(arguments.data),
+            "max_length": arguments.max_length,
+            "show_first": False,
+        },
         "batch_size": arguments.batch,
         "max_steps": arguments.steps,
         "output_dir": str(out),
@@ -99,14 +112,16 @@ def run(row: str, arguments: Any, folder: Path) -> Measured:
 
 
 def watched(name: str, settings: dict[str, Any], folder: Path) -> tuple[int, int]:
-    """Run ``blockwalk train``, watched from outside: the most private bytes of its processes, and the most up to step
-    :data:`SETTLED`. A run that fails ends the program with its last words."""
+    """Run ``blockwalk train``, watched from outside: the most private bytes of its processes, and
+    the most up to step :data:`SETTLED`. A run that fails ends the program with its last words."""
     config = folder / f"{name}.yaml"
     config.write_text(json.dumps(settings))
     words = folder / f"{name}.log"
     peak = settled = 0
     with words.open("w") as log:
-        process = subprocess.Popen([sys.executable, "-m", "blockwalk", "train", str(config)], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "blockwalk", "train", str(config)], stdout=log, stderr=log
+        )
         while process.poll() is None:
             peak = max(peak, tree_bytes(process.pid))
             if len(steps(Path(settings["output_dir"]))) < SETTLED:
@@ -134,10 +149,14 @@ def made(name: str, longest: int) -> tuple[Path, Path]:
     records = store.with_name(f"{store.name}-{longest}.jsonl")
     if not records.exists():
         trained = Tokenizer.from_file(str(store / "tokenizer.json"))
-        ids, drawn = trained.encode(installed_text(1 << 21)).ids, random.Random(0)
+        ids = trained.encode(installed_text(1 << 21)).ids
+        drawn = random.Random(0)
         lengths = [drawn.randint(32, longest) for _ in range(256)]
         starts = [drawn.randrange(len(ids) - longest) for _ in lengths]
-        rows = [{"text": trained.decode(ids[at : at + size])} for at, size in zip(starts, lengths, strict=True)]
+        rows = [
+            {"text": trained.decode(ids[at : at + size])}
+            for at, size in zip(starts, lengths, strict=True)
+        ]
         records.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return store, records
 
@@ -148,21 +167,30 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--model", help="a checkpoint's folder, a .gguf file or a hub name")
     options.add_argument("--data", help="records with prompt and completion, or messages")
-    options.add_argument("--dimensions", help="in place of both: a model's name, for random weights at its dimensions")
+    options.add_argument(
+        "--dimensions",
+        help="in place of both: a model's name, for random weights at its dimensions",
+    )
     options.add_argument("--steps", type=int, default=300)
     options.add_argument("--batch", type=int, default=4)
     options.add_argument("--max_length", type=int, default=512)
     options.add_argument("--rows", nargs="+", choices=ROWS, default=["mebp"])
     options.add_argument(
-        "--peak", type=float, default=PEAK_MB, help="the bound of mebp's peak in MB, of SmolLM2 unless given"
+        "--peak",
+        type=float,
+        default=PEAK_MB,
+        help="the bound of mebp's peak in MB, of SmolLM2 unless given",
     )
     arguments = options.parse_args()
     if bool(arguments.dimensions) == bool(arguments.model and arguments.data):
         options.error("give --model and --data, or --dimensions")
     if arguments.dimensions:
         arguments.model, arguments.data = made(arguments.dimensions, arguments.max_length)
-    bounds, figures = [], {}
-    titles = f"{'peak MB':>9}{f'to step {SETTLED}':>12}{'foreseen':>10}{'s a step':>10}{'foreseen':>10}"
+    bounds = []
+    figures = {}
+    titles = (
+        f"{'peak MB':>9}{f'to step {SETTLED}':>12}{'foreseen':>10}{'s a step':>10}{'foreseen':>10}"
+    )
     print(f"{'':8}{titles}{'tokens/s':>10}{'last loss':>11}")
     with tempfile.TemporaryDirectory() as folder:
         for row in arguments.rows:
@@ -172,11 +200,21 @@ def main() -> None:
             columns += f"{found.seconds:10.2f}{found.foreseen_seconds:10.2f}"
             print(f"{columns}{found.tokens_per_second:10.1f}{found.loss:11.4f}")
             bounds.append(
-                Bound(f"{row}: growth of the peak after step {SETTLED}", found.peak / found.settled - 1, GROWTH)
+                Bound(
+                    f"{row}: growth of the peak after step {SETTLED}",
+                    found.peak / found.settled - 1,
+                    GROWTH,
+                )
             )
             if row == "mebp":
                 bounds.append(Bound("mebp: peak, MB", found.peak, arguments.peak))
-                bounds.append(Bound("mebp: forecast of memory off by", abs(found.foreseen / found.peak - 1), 0.08))
+                bounds.append(
+                    Bound(
+                        "mebp: forecast of memory off by",
+                        abs(found.foreseen / found.peak - 1),
+                        0.08,
+                    )
+                )
                 if not math.isnan(found.foreseen_seconds):
                     off = abs(found.foreseen_seconds / found.seconds - 1)
                     bounds.append(Bound("mebp: forecast of seconds off by", off, 0.15))

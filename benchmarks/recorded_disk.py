@@ -1,8 +1,10 @@
-"""A file system in user space that logs everything that is done to it, and says what a disk may hold after a loss of power.
+"""A file system in user space that logs everything that is done to it, and says what a disk may
+hold after a loss of power.
 
-The kernel's own protocol (linux/fuse.h, 7.31) is spoken over /dev/fuse: no library is needed, root is. Files live in memory, as
-inodes. Without a write-back cache every write reaches the log in the order in which the program made it; pages of a
-shared map when the kernel writes them back, at the latest when they are synced.
+The kernel's own protocol (linux/fuse.h, 7.31) is spoken over /dev/fuse: no library is needed, root
+is. Files live in memory, as inodes. Without a write-back cache every write reaches the log in the
+order in which the program made it; pages of a shared map when the kernel writes them back, at the
+latest when they are synced.
 
     with recorded(folder) as disk:
         ...                           # work in folder
@@ -30,7 +32,8 @@ Op = tuple[Any, ...]
 """What was done: its name, and numbers of inodes, names, places and bytes."""
 ROOT = 1
 CHANGES = ("make", "write", "truncate", "rename", "unlink", "link")
-"""Names of operations that change something; others: ``sync`` (a file's bytes), ``sync_names`` (a folder's entries)."""
+"""Names of operations that change something; others: ``sync`` (a file's bytes), ``sync_names`` (a
+folder's entries)."""
 
 
 @dataclass
@@ -86,7 +89,9 @@ class Volume:
         return self.inodes.setdefault(number, Inode(stat.S_IFDIR | 0o755)).names
 
     def _file(self, number: int) -> bytearray:
-        inode = self.inodes.setdefault(number, Inode(stat.S_IFREG | 0o644))  # its bytes were synced, its name was not
+        inode = self.inodes.setdefault(
+            number, Inode(stat.S_IFREG | 0o644)
+        )  # its bytes were synced, its name was not
         inode.changed = time.time()
         return inode.data
 
@@ -115,24 +120,27 @@ def volume_of(log: Sequence[Op]) -> Volume:
 
 
 def survivors(log: Sequence[Op], draw: random.Random) -> list[Op]:
-    """Operations that a loss of power leaves of a log: all that a sync made durable, and of the others any.
+    """Operations that a loss of power leaves of a log: all that a sync made durable, and of the
+    others any.
 
-    A file's bytes are durable with the next sync of that file, an entry of a folder with the next sync of that folder (POSIX;
-    no journal's order is taken for granted). An operation that is lost takes the later ones on the same bytes or name along
-    half of the time, as journals do.
-    """
+    A file's bytes are durable with the next sync of that file, an entry of a folder with the next
+    sync of that folder (POSIX; no journal's order is taken for granted). An operation that is lost
+    takes the later ones on the same bytes or name along half of the time, as journals do."""
     synced: dict[tuple[str, int], int] = {}
     for at, op in enumerate(log):
         if op[0] in ("sync", "sync_names"):
             synced[op[0], op[1]] = at
-    share, kept = draw.random(), []
+    share = draw.random()
+    kept = []
     lost: set[int] = set()
     in_order = draw.random() < 0.5
     for at, op in enumerate(log):
         if op[0] not in CHANGES:
             continue
         of = op[1] if op[0] != "rename" else op[3]
-        durable = synced.get(("sync" if op[0] in ("write", "truncate") else "sync_names", of), -1) > at
+        durable = (
+            synced.get(("sync" if op[0] in ("write", "truncate") else "sync_names", of), -1) > at
+        )
         if durable or (draw.random() < share and not (in_order and of in lost)):
             kept.append(op)
         else:
@@ -140,8 +148,10 @@ def survivors(log: Sequence[Op], draw: random.Random) -> list[Op]:
     return kept
 
 
-_IN, _OUT = struct.Struct("<IIQQIIII"), struct.Struct("<IiQ")
-_ATTR, _ENTRY = struct.Struct("<QQQQQQIIIIIIIIII"), struct.Struct("<QQQQII")
+_IN = struct.Struct("<IIQQIIII")
+_OUT = struct.Struct("<IiQ")
+_ATTR = struct.Struct("<QQQQQQIIIIIIIIII")
+_ENTRY = struct.Struct("<QQQQII")
 _LONG = 3600
 """Seconds for which the kernel may keep what it was told: nobody else changes anything."""
 
@@ -150,7 +160,10 @@ class _Server:
     """The answers to the kernel's questions about a volume, and the log."""
 
     def __init__(self, fd: int) -> None:
-        self.fd, self.volume, self.log, self.next = fd, Volume(), list[Op](), ROOT + 1
+        self.fd = fd
+        self.volume = Volume()
+        self.log = list[Op]()
+        self.next = ROOT + 1
 
     def serve(self) -> None:
         """Answer until the file system is unmounted."""
@@ -166,7 +179,8 @@ class _Server:
             _, opcode, unique, node, *_ = _IN.unpack_from(request)
             if opcode in (2, 36, 42):  # FORGET, INTERRUPT, BATCH_FORGET
                 continue
-            answer, code = b"", 0
+            answer = b""
+            code = 0
             try:
                 work = _WORK.get(opcode)
                 if work is None:
@@ -189,14 +203,32 @@ class _Server:
 
     def attributes(self, node: int) -> bytes:
         inode = self.volume.inodes[node]
-        size, at = len(inode.data), int(inode.changed)
+        size = len(inode.data)
+        at = int(inode.changed)
         part = int(inode.changed % 1 * 1e9)
-        return _ATTR.pack(node, size, -(-size // 512), at, at, at, part, part, part, inode.mode, 1, 0, 0, 0, 4096, 0)
+        return _ATTR.pack(
+            node,
+            size,
+            -(-size // 512),
+            at,
+            at,
+            at,
+            part,
+            part,
+            part,
+            inode.mode,
+            1,
+            0,
+            0,
+            0,
+            4096,
+            0,
+        )
 
     def entry(self, node: int) -> bytes:
         return _ENTRY.pack(node, 0, _LONG, _LONG, 0, 0) + self.attributes(node)
 
-    # ---- one method for each question; ``data`` is what follows the header ------------------------------------------
+    # ---- one method for each question; ``data`` is what follows the header -----------------------
 
     def init(self, node: int, data: bytes) -> bytes:
         _, minor, readahead = struct.unpack_from("<III", data)
@@ -214,7 +246,9 @@ class _Server:
         valid, _, _, size = struct.unpack_from("<IIQQ", data)
         inode = self.volume.inodes[node]
         if valid & 1:
-            inode.mode = stat.S_IFMT(inode.mode) | stat.S_IMODE(struct.unpack_from("<I", data, 68)[0])
+            inode.mode = stat.S_IFMT(inode.mode) | stat.S_IMODE(
+                struct.unpack_from("<I", data, 68)[0]
+            )
         if valid & 8 and size != len(inode.data):
             self.do("truncate", node, size)
         return self.getattr(node, data)
@@ -222,7 +256,8 @@ class _Server:
     def make(self, node: int, name: str, mode: int, data: bytes = b"") -> int:
         if name in self.volume.names(node):
             raise OSError(errno.EEXIST, name)
-        number, self.next = self.next, self.next + 1
+        number = self.next
+        self.next = self.next + 1
         self.do("make", node, name, number, mode, data)
         return number
 
@@ -230,7 +265,9 @@ class _Server:
         return self.entry(self.make(node, _text(data[16:]), struct.unpack_from("<I", data)[0]))
 
     def mkdir(self, node: int, data: bytes) -> bytes:
-        return self.entry(self.make(node, _text(data[8:]), stat.S_IFDIR | struct.unpack_from("<I", data)[0]))
+        return self.entry(
+            self.make(node, _text(data[8:]), stat.S_IFDIR | struct.unpack_from("<I", data)[0])
+        )
 
     def symlink(self, node: int, data: bytes) -> bytes:
         name, target = data.split(b"\0")[:2]
@@ -240,7 +277,9 @@ class _Server:
         return bytes(self.volume.inodes[node].data)
 
     def create(self, node: int, data: bytes) -> bytes:
-        return self.entry(self.make(node, _text(data[16:]), struct.unpack_from("<II", data)[1])) + self.open(node, data)
+        return self.entry(
+            self.make(node, _text(data[16:]), struct.unpack_from("<II", data)[1])
+        ) + self.open(node, data)
 
     def link(self, node: int, data: bytes) -> bytes:
         (number,) = struct.unpack_from("<Q", data)
@@ -260,7 +299,8 @@ class _Server:
     def rename(self, node: int, data: bytes, skip: int = 8) -> bytes:
         (parent,) = struct.unpack_from("<Q", data)
         old, new = (name.decode() for name in data[skip:].split(b"\0")[:2])
-        number, there = self.child(node, old), self.volume.names(parent).get(new)
+        number = self.child(node, old)
+        there = self.volume.names(parent).get(new)
         if there is not None and self.volume.names(there):
             raise OSError(errno.ENOTEMPTY, new)
         self.do("rename", node, old, parent, new, number)
@@ -300,12 +340,16 @@ class _Server:
         return b""
 
     def statfs(self, node: int, data: bytes) -> bytes:
-        return struct.pack("<QQQQQIIII24x", 1 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 20, 4096, 255, 4096, 0)
+        return struct.pack(
+            "<QQQQQIIII24x", 1 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 20, 4096, 255, 4096, 0
+        )
 
     def readdir(self, node: int, data: bytes) -> bytes:
         _, offset, size = struct.unpack_from("<QQI", data)
         out = b""
-        for at, (name, number) in enumerate(list(self.volume.names(node).items())[offset:], offset + 1):
+        for at, (name, number) in enumerate(
+            list(self.volume.names(node).items())[offset:], offset + 1
+        ):
             text = name.encode()
             kind = stat.S_IFMT(self.volume.inodes[number].mode) >> 12
             one = struct.pack("<QQII", number, at, len(text), kind) + text
@@ -344,9 +388,12 @@ class Recorded:
 def recorded(folder: Path) -> Iterator[Recorded]:
     """Mount an empty recorded file system at ``folder``; a process of its own serves it."""
     folder.mkdir(parents=True)
-    kept, libc = folder.with_name(f"{folder.name}.log"), ctypes.CDLL(None, use_errno=True)
+    kept = folder.with_name(f"{folder.name}.log")
+    libc = ctypes.CDLL(None, use_errno=True)
     fd = os.open("/dev/fuse", os.O_RDWR)
-    options = f"fd={fd},rootmode=40000,user_id=0,group_id=0,default_permissions,allow_other".encode()
+    options = (
+        f"fd={fd},rootmode=40000,user_id=0,group_id=0,default_permissions,allow_other".encode()
+    )
     if libc.mount(b"recorded", bytes(folder), b"fuse", 0, options):
         raise OSError(ctypes.get_errno(), f"fuse: {os.strerror(ctypes.get_errno())}", str(folder))
     if (server := os.fork()) == 0:

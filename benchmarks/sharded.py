@@ -1,10 +1,12 @@
-"""First-order training over two nodes: bytes between them, seconds at several rates, overlap; FSDP2 beside it.
+"""First-order training over two nodes: bytes between them, seconds at several rates, overlap; FSDP2
+beside it.
 
-    sudo python benchmarks/sharded.py [--part bytes|seconds|sweep|overlap|memory ...] [--check] [--json FILE] [--plot FILE.svg]
+    sudo python benchmarks/sharded.py [--part bytes|seconds|sweep|overlap|memory ...] [--check]
+    [--json FILE] [--plot FILE.svg]
 
-Nodes are network namespaces joined by a bridge (root), ranks are processes with one thread each, bytes are the kernel's on
-each node's link. The systems of a task are opened side by side in the same ranks and step in turn, round after round.
-"""
+Nodes are network namespaces joined by a bridge (root), ranks are processes with one thread each,
+bytes are the kernel's on each node's link. The systems of a task are opened side by side in the
+same ranks and step in turn, round after round."""
 
 from __future__ import annotations
 
@@ -45,11 +47,14 @@ PARTS = ("bytes", "seconds", "sweep", "overlap", "memory")
 Rows = dict[str, Any]
 
 
-# ---- on a rank -------------------------------------------------------------------------------------------------------
+# ---- on a rank -----------------------------------------------------------------------------------
 
 
-def count(rank: int, arguments: argparse.Namespace, cases: Sequence[Case]) -> list[tuple[float, int, int]]:
-    """Bytes that this rank's node sends in a steady step, and the model's parameters, all and trained."""
+def count(
+    rank: int, arguments: argparse.Namespace, cases: Sequence[Case]
+) -> list[tuple[float, int, int]]:
+    """Bytes that this rank's node sends in a steady step, and the model's parameters, all and
+    trained."""
     found = []
     for case in cases:
         run = open_run(arguments, case)
@@ -61,7 +66,11 @@ def count(rank: int, arguments: argparse.Namespace, cases: Sequence[Case]) -> li
         run.step()
         dist.barrier()
         nbytes = sent_payload() - before
-        sizes = (run.walker.spec.numel(), run.walker.spec.numel(trainable=True)) if run.walker else (0, 0)
+        sizes = (
+            (run.walker.spec.numel(), run.walker.spec.numel(trainable=True))
+            if run.walker
+            else (0, 0)
+        )
         dist.barrier()
         run.close()
         found.append((float(nbytes), *sizes))
@@ -71,8 +80,8 @@ def count(rank: int, arguments: argparse.Namespace, cases: Sequence[Case]) -> li
 def race(
     rank: int, arguments: argparse.Namespace, cases: Sequence[Case], rates: Sequence[str | None]
 ) -> dict[tuple[Case, str | None], dict[str, list[float]]]:
-    """Seconds of each step and the share of communication hidden, of cases that step in turn; fewer rounds where they take
-    long."""
+    """Seconds of each step and the share of communication hidden, of cases that step in turn; fewer
+    rounds where they take long."""
     runs = {case: open_run(arguments, case) for case in cases}
     found: dict[tuple[Case, str | None], dict[str, list[float]]] = {}
     for run in (*runs.values(), *runs.values()):
@@ -124,7 +133,8 @@ class InTurn(Lanes):
 def blocking(
     rank: int, arguments: argparse.Namespace, cases: Sequence[Case], rate: str
 ) -> dict[Case, list[list[float]]]:
-    """Seconds of steps whose ops run one after the other, and of steps as they are; and the share hidden in these."""
+    """Seconds of steps whose ops run one after the other, and of steps as they are; and the share
+    hidden in these."""
     found: dict[Case, list[list[float]]] = {}
     for case in cases:
         run = open_run(arguments, case)
@@ -136,7 +146,8 @@ def blocking(
         rows: list[list[float]] = [[], [], []]
         for _ in range(arguments.rounds):
             for column, how in enumerate(lanes):
-                run.walker.lanes, run.walker.timeline = how, []
+                run.walker.lanes = how
+                run.walker.timeline = []
                 dist.barrier()
                 began = time.perf_counter()
                 run.step()
@@ -153,7 +164,8 @@ def blocking(
 
 
 def hidden_share(ops: list[tuple[Any, float, float]]) -> float:
-    """Of the time that the communication lanes were busy, the share in which the compute lane was busy as well."""
+    """Of the time that the communication lanes were busy, the share in which the compute lane was
+    busy as well."""
     busy = [(began, ended) for op, began, ended in ops if op.lane == "compute"]
     total = hidden = 0.0
     for op, began, ended in ops:
@@ -164,21 +176,26 @@ def hidden_share(ops: list[tuple[Any, float, float]]) -> float:
 
 
 def held(rank: int, arguments: argparse.Namespace, cases: Sequence[Case]) -> list[dict[str, int]]:
-    """Bytes of the tensors that each method holds between steps on this rank, and of its slots and buffers."""
+    """Bytes of the tensors that each method holds between steps on this rank, and of its slots and
+    buffers."""
     found = []
     for case in cases:
         run = open_run(arguments, case)
-        found.append({str(pool): nbytes for pool, nbytes in support.held(run.walker.engine).items()})
+        found.append(
+            {str(pool): nbytes for pool, nbytes in support.held(run.walker.engine).items()}
+        )
         found[-1]["buffers"] = sum(each.nbytes for each in support.buffers(run.walker.engine))
         found[-1]["numel"] = support.numel(run.walker.engine)
         run.close()
     return found
 
 
-# ---- the parts ---------------------------------------------------------------------------------------------------------
+# ---- the parts -----------------------------------------------------------------------------------
 
 
-def count_bytes(nodes: Cluster, arguments: argparse.Namespace, cases: Sequence[Case], bounds: list[Bound]) -> Rows:
+def count_bytes(
+    nodes: Cluster, arguments: argparse.Namespace, cases: Sequence[Case], bounds: list[Bound]
+) -> Rows:
     answers = nodes.run(count, arguments, cases, timeout=500)
     local = nodes.ranks_per_node
     where = f"{nodes.nodes}×{local}"
@@ -210,7 +227,10 @@ def time_tasks(
         cases = [Case(system, lora, a) for system in (*BOUNDED, *others)]
         answers = nodes.run(race, arguments, cases, rates, timeout=580)
         for key, row in answers[0].items():
-            steps = [max(times) for times in zip(*(answer[key]["seconds"] for answer in answers), strict=True)]
+            steps = [
+                max(times)
+                for times in zip(*(answer[key]["seconds"] for answer in answers), strict=True)
+            ]
             found[key] = {"seconds": median(steps), "rounds": len(steps)}
             if row["hidden"]:
                 found[key]["hidden"] = median(row["hidden"])
@@ -243,14 +263,20 @@ def sweep(nodes: Cluster, arguments: argparse.Namespace, bounds: list[Bound]) ->
     for rate in rates:  # opened anew for each: at the slowest a step of FSDP2 takes minutes
         timed |= time_tasks(nodes, arguments, [(True, 4)], [rate], others)
         row = {case.system: timed[case, rate]["seconds"] for case, at in timed if at == rate}
-        print(f"  {rate or 'unshaped':<10} " + "  ".join(f"{s} {t:.3f} s" for s, t in row.items()), flush=True)
+        print(
+            f"  {rate or 'unshaped':<10} " + "  ".join(f"{s} {t:.3f} s" for s, t in row.items()),
+            flush=True,
+        )
     rows: Rows = defaultdict(dict)
     for (case, rate), row in timed.items():
         kept = timed[case, None]["seconds"] / row["seconds"]
         rows[case.system][rate or "unshaped"] = {**row, "kept": kept}
     print("  LoRA A=4: seconds per step, and the share of the unshaped throughput that is kept")
     for system, by_rate in rows.items():
-        print(f"  {system:<10} " + "  ".join(f"{r}: {x['seconds']:.3f} ({x['kept']:.3f})" for r, x in by_rate.items()))
+        print(
+            f"  {system:<10} "
+            + "  ".join(f"{r}: {x['seconds']:.3f} ({x['kept']:.3f})" for r, x in by_rate.items())
+        )
     slow = [rate for rate in rates if rate and rows["fsdp2"][rate]["kept"] <= 0.05]
     if slow:  # rates go from slow to fast
         kept = max(rows[system][slow[-1]]["kept"] for system in BOUNDED)
@@ -263,10 +289,16 @@ def overlap(nodes: Cluster, arguments: argparse.Namespace, bounds: list[Bound]) 
     answers = nodes.run(blocking, arguments, cases, arguments.overlap_rate, timeout=500)
     rows: Rows = {}
     for case in cases:
-        one, all_ = (median([max(t) for t in zip(*(a[case][k] for a in answers), strict=True)]) for k in (0, 1))
+        one, all_ = (
+            median([max(t) for t in zip(*(a[case][k] for a in answers), strict=True)])
+            for k in (0, 1)
+        )
         hidden = median([share for answer in answers for share in answer[case][2]])
         rows[str(case)] = {"blocking": one, "asynchronous": all_, "hidden": hidden}
-        print(f"  {case!s:<14} blocking {one:.3f} s  asynchronous {all_:.3f} s  communication hidden {hidden:.2f}")
+        print(
+            f"  {case!s:<14} blocking {one:.3f} s  asynchronous {all_:.3f} s  communication"
+            f" hidden {hidden:.2f}"
+        )
         if not case.lora:  # of adapters' few bytes nothing can be gained
             bounds.append(Bound(f"asynchronous / blocking seconds of {case}", all_ / one, 1.0))
     return rows
@@ -277,21 +309,28 @@ def memory(nodes: Cluster, arguments: argparse.Namespace, bounds: list[Bound]) -
     answers = nodes.run(held, arguments, cases)[0]
     rows = {str(case): answer for case, answer in zip(cases, answers, strict=True)}
     print(
-        f"  MB per rank between steps ({nodes.nodes}×{nodes.ranks_per_node}), float32: device, host; slots and buffers"
+        f"  MB per rank between steps ({nodes.nodes}×{nodes.ranks_per_node}), float32: device,"
+        " host; slots and buffers"
     )
     for name, row in rows.items():
-        print(f"  {name:<16} {row['device'] / 1e6:>8.2f} {row.get('host', 0) / 1e6:>8.2f} {row['buffers'] / 1e6:>8.2f}")
+        print(
+            f"  {name:<16} {row['device'] / 1e6:>8.2f} {row.get('host', 0) / 1e6:>8.2f}"
+            f" {row['buffers'] / 1e6:>8.2f}"
+        )
     for a in (1, 4):
         ratio = rows[f"fcdp full A={a}"]["device"] / rows[f"zero3 full A={a}"]["device"]
         bounds.append(Bound(f"device bytes of fcdp by zero3's, A={a}", abs(ratio - 1), 0.01))
-    world, node = nodes.nodes * nodes.ranks_per_node, nodes.ranks_per_node
+    world = nodes.nodes * nodes.ranks_per_node
+    node = nodes.ranks_per_node
     row = rows["hzp full A=4"]  # float32: 4 bytes a gathered parameter
     expected = row["numel"] * (12 / world + 4 / node + 4 / node)
-    bounds.append(Bound("device bytes of hzp by the formula, A=4", abs(row["device"] / expected - 1), 0.03))
+    bounds.append(
+        Bound("device bytes of hzp by the formula, A=4", abs(row["device"] / expected - 1), 0.03)
+    )
     return rows
 
 
-# ---- main ----------------------------------------------------------------------------------------------------------------
+# ---- main ----------------------------------------------------------------------------------------
 
 
 def options() -> argparse.Namespace:
@@ -303,10 +342,16 @@ def options() -> argparse.Namespace:
     made.add_argument("--rows", type=int, default=1, help="sequences of each rank in a micro-batch")
     made.add_argument("--sequence", type=int, default=64)
     made.add_argument("--rounds", type=int, default=5)
-    made.add_argument("--patience", type=float, default=40.0, help="seconds after which no further round begins")
+    made.add_argument(
+        "--patience", type=float, default=40.0, help="seconds after which no further round begins"
+    )
     made.add_argument("--prefetch", type=int, default=2)
-    made.add_argument("--recompute", default="none", help="none, as FSDP2 does; all trades compute for memory")
-    made.add_argument("--rates", default="10mbit,20mbit,100mbit,1gbit", help="of the sweep, from slow to fast")
+    made.add_argument(
+        "--recompute", default="none", help="none, as FSDP2 does; all trades compute for memory"
+    )
+    made.add_argument(
+        "--rates", default="10mbit,20mbit,100mbit,1gbit", help="of the sweep, from slow to fast"
+    )
     made.add_argument("--overlap-rate", default="1gbit")
     made.add_argument("--plot", metavar="FILE.svg", help="draw the sweep")
     return made.parse_args()
@@ -320,17 +365,26 @@ def main() -> None:
 
     for lora in (False, True):
         certified(make_model(arguments, lora))
-    settings = {k: v for k, v in vars(arguments).items() if k not in ("json", "plot", "check", "part")}
+    settings = {
+        k: v for k, v in vars(arguments).items() if k not in ("json", "plot", "check", "part")
+    }
     figures: Rows = {"arguments": dict.fromkeys(arguments.part, settings)}
     bounds: list[Bound] = []
     cases = [Case(system, lora, a) for lora, a in TASKS for system in (*OURS, *OTHERS)]
     with cluster(2, arguments.ranks_per_node) as nodes:
-        for part, work in (("seconds", seconds), ("sweep", sweep), ("overlap", overlap), ("memory", memory)):
+        for part, work in (
+            ("seconds", seconds),
+            ("sweep", sweep),
+            ("overlap", overlap),
+            ("memory", memory),
+        ):
             if part in arguments.part:
                 print(part)
                 figures[part] = work(nodes, arguments, bounds)
         if "bytes" in arguments.part:
-            figures["bytes"] = {f"2×{arguments.ranks_per_node}": count_bytes(nodes, arguments, cases, bounds)}
+            figures["bytes"] = {
+                f"2×{arguments.ranks_per_node}": count_bytes(nodes, arguments, cases, bounds)
+            }
     if "bytes" in arguments.part and arguments.ranks_per_node < 4:
         with cluster(2, 4) as nodes:
             wider = argparse.Namespace(**{**vars(arguments), "ranks_per_node": 4})
@@ -339,7 +393,9 @@ def main() -> None:
     if arguments.plot:
         Path(arguments.plot).write_text(draw(figures["sweep"]))
     if arguments.json and Path(arguments.json).exists():
-        figures, bounds = _with_earlier(json.loads(Path(arguments.json).read_text()), figures, bounds)
+        figures, bounds = _with_earlier(
+            json.loads(Path(arguments.json).read_text()), figures, bounds
+        )
     finish(arguments, figures, bounds)
 
 
@@ -347,7 +403,11 @@ def _with_earlier(earlier: Rows, figures: Rows, bounds: list[Bound]) -> tuple[Ro
     """The parts that an earlier run measured stay."""
     arguments = {**earlier["figures"]["arguments"], **figures["arguments"]}
     known = {bound.name for bound in bounds}
-    kept = [Bound(b["name"], b["value"], b["limit"], b["at_most"]) for b in earlier["bounds"] if b["name"] not in known]
+    kept = [
+        Bound(b["name"], b["value"], b["limit"], b["at_most"])
+        for b in earlier["bounds"]
+        if b["name"] not in known
+    ]
     return {**earlier["figures"], **figures, "arguments": arguments}, [*kept, *bounds]
 
 

@@ -1,9 +1,10 @@
-"""Steps of first-order training over ranks that ``sharded.py`` compares: this library's methods, FSDP2, FSDP2 with its
-reductions by all-to-all, and DeepSpeed's ZeRO-3 with secondary shards in the node (hpZ) where it is installed.
+"""Steps of first-order training over ranks that ``sharded.py`` compares: this library's methods,
+FSDP2, FSDP2 with its reductions by all-to-all, and DeepSpeed's ZeRO-3 with secondary shards in the
+node (hpZ) where it is installed.
 
-FSDP2 is ZeRO-3 (``reshard_after_forward``) in float32 without recomputation, as it comes. On gloo its reduce_scatter moves the
-bytes of an all-reduce; ``fsdp2-a2a`` is the same with the reduction that ours uses, which moves what the formula says.
-"""
+FSDP2 is ZeRO-3 (``reshard_after_forward``) in float32 without recomputation, as it comes. On gloo
+its reduce_scatter moves the bytes of an all-reduce; ``fsdp2-a2a`` is the same with the reduction
+that ours uses, which moves what the formula says."""
 
 from __future__ import annotations
 
@@ -108,7 +109,9 @@ def open_run(arguments: argparse.Namespace, case: Case) -> Run:
     return Run(lambda: walker.step(batch), walker)
 
 
-def _fsdp_step(arguments: argparse.Namespace, case: Case, batch: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+def _fsdp_step(
+    arguments: argparse.Namespace, case: Case, batch: Mapping[str, torch.Tensor]
+) -> Callable[[], None]:
     """ZeRO-3 by PyTorch, gradients reduced in every micro-batch."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -121,7 +124,9 @@ def _fsdp_step(arguments: argparse.Namespace, case: Case, batch: Mapping[str, to
         fully_shard(module, mesh=mesh)
         if case.system == "fsdp2-a2a":
             module.set_custom_reduce_scatter(AllToAll())
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0
+    )
     parts = _own(batch, case)
 
     def step() -> None:
@@ -133,15 +138,25 @@ def _fsdp_step(arguments: argparse.Namespace, case: Case, batch: Mapping[str, to
     return step
 
 
-def _deepspeed_step(arguments: argparse.Namespace, case: Case, batch: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+def _deepspeed_step(
+    arguments: argparse.Namespace, case: Case, batch: Mapping[str, torch.Tensor]
+) -> Callable[[], None]:
     """ZeRO-3 by DeepSpeed, float32; every parameter is cut, however small."""
-    rank, node = dist.get_rank(), arguments.ranks_per_node
-    places = {"RANK": rank, "LOCAL_RANK": rank % node, "WORLD_SIZE": dist.get_world_size(), "LOCAL_SIZE": node}
+    rank = dist.get_rank()
+    node = arguments.ranks_per_node
+    places = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % node,
+        "WORLD_SIZE": dist.get_world_size(),
+        "LOCAL_SIZE": node,
+    }
     os.environ.update({name: str(value) for name, value in places.items()}, DS_ACCELERATOR="cpu")
     import deepspeed
 
     model = make_model(arguments, case.lora)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0
+    )
     zero = {
         "stage": 3,
         "zero_hpz_partition_size": arguments.ranks_per_node,
@@ -154,7 +169,9 @@ def _deepspeed_step(arguments: argparse.Namespace, case: Case, batch: Mapping[st
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=settings, dist_init_required=False
+    )
     parts = _own(batch, case)
 
     def step() -> None:
@@ -167,15 +184,20 @@ def _deepspeed_step(arguments: argparse.Namespace, case: Case, batch: Mapping[st
 
 def _own(batch: Mapping[str, torch.Tensor], case: Case) -> list[dict[str, torch.Tensor]]:
     """This rank's rows of each micro-batch."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
+    rank = dist.get_rank()
     cuts = zip(*(batch[key].chunk(case.micro_batches) for key in batch), strict=True)
-    return [dict(zip(batch, (each.chunk(world)[rank] for each in cut), strict=True)) for cut in cuts]
+    return [
+        dict(zip(batch, (each.chunk(world)[rank] for each in cut), strict=True)) for cut in cuts
+    ]
 
 
 class AllToAll:
     """A reduce-scatter of ``torch.distributed.fsdp`` that moves (G − 1)/G of its input."""
 
-    def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -195,8 +217,10 @@ class AllToAll:
 
 def formula(case: Case, nodes: int, local: int, parameters: int, trained: int) -> float:
     """Bytes that a node sends by the published formulas, float32."""
-    share_n, world = (nodes - 1) / nodes, nodes * local
-    share_g, a = (world - 1) / world, case.micro_batches
+    share_n = (nodes - 1) / nodes
+    world = nodes * local
+    share_g = (world - 1) / world
+    a = case.micro_batches
     if case.system in PEERS:
         return a * share_g * 4 * (2 * parameters + trained)
     if case.system == "zero3":
@@ -209,8 +233,9 @@ def formula(case: Case, nodes: int, local: int, parameters: int, trained: int) -
 
 
 def limit(rate: str | None) -> None:
-    """Limit what the calling rank's node sends, such as ``"200mbit"``; None lifts it. One rank of each node calls this. What
-    may leave at once is little beside a step's bytes: 256 KB from 200 Mbit/s on, below 32 KB."""
+    """Limit what the calling rank's node sends, such as ``"200mbit"``; None lifts it. One rank of
+    each node calls this. What may leave at once is little beside a step's bytes: 256 KB from 200
+    Mbit/s on, below 32 KB."""
     here = ("tc", "qdisc")
     subprocess.run([*here, "del", "dev", "eth0", "root"], capture_output=True, check=False)
     if rate is not None:

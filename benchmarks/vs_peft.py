@@ -1,16 +1,17 @@
-"""The same LoRA step by Blockwalk (mebp, 4-bit weights on disk) and by plain transformers + PEFT with the model in memory.
+"""The same LoRA step by Blockwalk (mebp, 4-bit weights on disk) and by plain transformers + PEFT
+with the model in memory.
 
-    python benchmarks/vs_peft.py [--model Qwen2.5-0.5B] [--seq 256] [--steps 7]
-    python benchmarks/vs_peft.py --model FOLDER --data gsm8k_train.jsonl --batch 4 --seq 512 --steps 11
+    python benchmarks/vs_peft.py [--model Qwen2.5-0.5B] [--seq 256] [--steps 7] python
+    benchmarks/vs_peft.py --model FOLDER --data gsm8k_train.jsonl --batch 4 --seq 512 --steps 11
 
-Each side is a process of its own, and they take their steps in turn; a ratio is the median of those of single rounds. PEFT
-runs in bfloat16 and in float32, with gradient checkpointing and without; the bounds compare with its fastest setting.
-``--peers`` names fewer of them.
+Each side is a process of its own, and they take their steps in turn; a ratio is the median of those
+of single rounds. PEFT runs in bfloat16 and in float32, with gradient checkpointing and without; the
+bounds compare with its fastest setting. ``--peers`` names fewer of them.
 
-With ``--data`` the model is the one in a folder, ours in int4a, and all learn the same batches of its records, cut at
-``--seq`` tokens and padded to the longest. Else weights (ours in int4) and tokens are random, and all read a tokenizer of as
-many entries as the model has: ours lets go of it before it opens the model, as a run does, transformers' Trainer keeps it.
-"""
+With ``--data`` the model is the one in a folder, ours in int4a, and all learn the same batches of
+its records, cut at ``--seq`` tokens and padded to the longest. Else weights (ours in int4) and
+tokens are random, and all read a tokenizer of as many entries as the model has: ours lets go of it
+before it opens the model, as a run does, transformers' Trainer keeps it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 RANK = 16
 MEMORY_BOUND = 0.33
 CHECKPOINTED_BOUND = {"random": 1.0, "real": 1 / 1.5}
-"""Our seconds by those of PEFT with checkpointing in bfloat16, for random weights and for a real model."""
+"""Our seconds by those of PEFT with checkpointing in bfloat16, for random weights and for a real
+model."""
 FASTEST_BOUND = {"random": 0.90, "real": 0.95}
 """Our seconds by those of PEFT's fastest setting."""
 
@@ -54,7 +56,8 @@ OURS = "ours"
 def batches(
     name: str, vocab: int, batch: int, sequence: int, data: Path | None = None
 ) -> Callable[[int], dict[str, Any]]:
-    """The batch of each step: random tokens, or records of ``data`` in an order of their own, padded by the tokenizer."""
+    """The batch of each step: random tokens, or records of ``data`` in an order of their own,
+    padded by the tokenizer."""
     from benchmarks.common import random_batch
 
     if data is None:
@@ -71,7 +74,9 @@ def batches(
     return lambda step: dict(padded(rows[step * batch : (step + 1) * batch]))
 
 
-def ours(name: str, sequence: int, *, batch: int = 1, data: Path | None = None) -> Callable[[int], float]:
+def ours(
+    name: str, sequence: int, *, batch: int = 1, data: Path | None = None
+) -> Callable[[int], float]:
     """A function that takes one step and answers its loss."""
     from benchmarks.common import random_store, read_tokenizer
 
@@ -82,7 +87,9 @@ def ours(name: str, sequence: int, *, batch: int = 1, data: Path | None = None) 
     codec = Codec.INT4A if data else Codec.INT4
     model = Path(name) if data else random_store(name, codec)
     read_tokenizer(model)
-    walker = Walker(model, method("mebp", frozen=f"disk × {codec}"), lora=LoraSettings(rank=RANK), device="cpu")
+    walker = Walker(
+        model, method("mebp", frozen=f"disk × {codec}"), lora=LoraSettings(rank=RANK), device="cpu"
+    )
     batch_of = batches(name, walker.spec.vocab_size, batch, sequence, data)
     return lambda step: walker.step(batch_of(step)).loss
 
@@ -100,9 +107,8 @@ def theirs(
 ) -> Callable[[int], float]:
     """The control: everything in the device's memory, transformers' own forward, torch's AdamW.
 
-    It holds the tokenizer in memory too, as Trainer does, unless memory is the device's alone. In ``four_bits`` its linear
-    layers are bitsandbytes' nf4, as in QLoRA.
-    """
+    It holds the tokenizer in memory too, as Trainer does, unless memory is the device's alone. In
+    ``four_bits`` its linear layers are bitsandbytes' nf4, as in QLoRA."""
     import torch
     from benchmarks.common import CACHE, MODELS, model_config
     from peft import LoraConfig, get_peft_model
@@ -112,7 +118,9 @@ def theirs(
     dtype = getattr(torch, peer.dtype)
     tokenizer = None
     if holds_tokenizer:
-        tokenizer = AutoTokenizer.from_pretrained(name if data else CACHE / f"tokenizer-{MODELS[name]['vocab_size']}")
+        tokenizer = AutoTokenizer.from_pretrained(
+            name if data else CACHE / f"tokenizer-{MODELS[name]['vocab_size']}"
+        )
     if data:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     else:
@@ -121,7 +129,9 @@ def theirs(
     batch_of = batches(name, model.config.vocab_size, batch, sequence, data)
     if four_bits:
         in_four_bits(model, device)
-    peft = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=16, target_modules="all-linear"))
+    peft = get_peft_model(
+        model, LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=16, target_modules="all-linear")
+    )
     for parameter in peft.parameters():
         if parameter.is_floating_point():  # bitsandbytes' codes are bytes
             parameter.data = parameter.data.to(device, dtype)
@@ -149,7 +159,9 @@ def in_four_bits(model: Any, device: str) -> None:
     import torch
     from torch import nn
 
-    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    ]
     for name, linear in linears:
         if linear is model.get_output_embeddings():
             continue
@@ -168,14 +180,21 @@ def in_four_bits(model: Any, device: str) -> None:
 
 
 def serve(side: str, arguments: argparse.Namespace) -> None:
-    """Take a step for every line on standard input; answer its loss, seconds and the peak of the process's memory."""
+    """Take a step for every line on standard input; answer its loss, seconds and the peak of the
+    process's memory."""
     from blockwalk.system.process_memory import PeakMemory
 
     with PeakMemory(0.003) as memory:
         if side == OURS:
             step = ours(arguments.model, arguments.seq, batch=arguments.batch, data=arguments.data)
         else:
-            step = theirs(arguments.model, arguments.seq, peer=PEERS[side], batch=arguments.batch, data=arguments.data)
+            step = theirs(
+                arguments.model,
+                arguments.seq,
+                peer=PEERS[side],
+                batch=arguments.batch,
+                data=arguments.data,
+            )
         for line in sys.stdin:
             began = time.perf_counter()
             loss = step(int(line))
@@ -197,7 +216,9 @@ def measure(names: list[str], steps: int) -> dict[str, list[dict[str, Any]]]:
     """The answers of each side to ``steps`` steps, taken in turn after one that warms up."""
     command = [sys.executable, __file__, *sys.argv[1:], "--serve"]
     sides = {
-        name: subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        name: subprocess.Popen(
+            [*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         for name in names
     }
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -220,7 +241,9 @@ def main() -> None:
     made.add_argument("--batch", type=int, default=1)
     made.add_argument("--data", type=Path, help="JSON lines of a real model's data")
     made.add_argument("--steps", type=int, default=7)
-    made.add_argument("--peers", default=",".join(PEERS), help="settings of PEFT to compare with, by commas")
+    made.add_argument(
+        "--peers", default=",".join(PEERS), help="settings of PEFT to compare with, by commas"
+    )
     made.add_argument("--serve", choices=[OURS, *PEERS], help=argparse.SUPPRESS)
     arguments = made.parse_args()
     if arguments.serve:
@@ -239,21 +262,32 @@ def main() -> None:
 
     ratios = {peer: ratio(peer) for peer in peers}
     fastest = min(peers, key=seconds.__getitem__)
-    print(f"{arguments.model}, rank {RANK}, {arguments.batch} × {arguments.seq} tokens, {arguments.steps} rounds")
+    print(
+        f"{arguments.model}, rank {RANK}, {arguments.batch} × {arguments.seq} tokens,"
+        f" {arguments.steps} rounds"
+    )
     print(f"{'':<38}{'s/step':>8}{'peak MB':>9}{'ours by it':>12}")
     for peer in peers:
-        print(f"{'transformers + PEFT, ' + peer:<38}{seconds[peer]:>8.2f}{peaks[peer]:>9.0f}{ratios[peer]:>12.2f}")
+        print(
+            f"{'transformers + PEFT, ' + peer:<38}{seconds[peer]:>8.2f}{peaks[peer]:>9.0f}{ratios[peer]:>12.2f}"
+        )
     print(f"{'blockwalk mebp, 4 bits on disk':<38}{seconds[OURS]:>8.2f}{peaks[OURS]:>9.0f}")
     figures = {"seconds": seconds, "peak_MB": peaks, "seconds_ratio": ratios, "fastest": fastest}
     kind = "real" if arguments.data else "random"
     bounds = [
-        Bound(f"seconds, ours over PEFT's fastest ({fastest})", ratios[fastest], FASTEST_BOUND[kind]),
+        Bound(
+            f"seconds, ours over PEFT's fastest ({fastest})", ratios[fastest], FASTEST_BOUND[kind]
+        ),
         Bound("peak memory, ours over that", peaks[OURS] / peaks[fastest], MEMORY_BOUND),
     ]
     checkpointed = "bf16 checkpointed"
     if checkpointed in peers and checkpointed != fastest:
         bounds.append(
-            Bound(f"seconds, ours over PEFT's {checkpointed}", ratios[checkpointed], CHECKPOINTED_BOUND[kind])
+            Bound(
+                f"seconds, ours over PEFT's {checkpointed}",
+                ratios[checkpointed],
+                CHECKPOINTED_BOUND[kind],
+            )
         )
     finish(arguments, figures, bounds)
 

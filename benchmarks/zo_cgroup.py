@@ -1,10 +1,13 @@
-"""All of OPT-1.3B's dimensions fine-tuned in float32 (5.3 GB of weights) inside a hard 2 GB memory cgroup.
+"""All of OPT-1.3B's dimensions fine-tuned in float32 (5.3 GB of weights) inside a hard 2 GB memory
+cgroup.
 
-``zo2`` with every block on disk. The limit is the kernel's (cgroup v1, memory and where it is kept memory+swap): page cache
-of the block store counts against it, and a process that needs more is killed. Needs root and a writable memory
-controller; elsewhere it says why it does nothing and exits with 0, under ``--check`` too.
+``zo2`` with every block on disk. The limit is the kernel's (cgroup v1, memory and where it is kept
+memory+swap): page cache of the block store counts against it, and a process that needs more is
+killed. Needs root and a writable memory controller; elsewhere it says why it does nothing and exits
+with 0, under ``--check`` too.
 
-    python benchmarks/zo_cgroup.py [--model OPT-1.3B] [--limit 2GB] [--steps 3] [--batch 1] [--seq 128]
+    python benchmarks/zo_cgroup.py [--model OPT-1.3B] [--limit 2GB] [--steps 3] [--batch 1] [--seq
+    128]
 """
 
 from __future__ import annotations
@@ -57,12 +60,21 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     from blockwalk.system.process_memory import PeakMemory
 
     store = random_store(arguments.model, Codec.RAW, "float32")
-    plan = method("zo2", frozen="disk", trainable="disk", update={"flush_every": arguments.flush_every})
-    with PeakMemory(0.01) as memory, Walker(store, plan, device="cpu", workdir=arguments.workdir) as walker:
+    plan = method(
+        "zo2", frozen="disk", trainable="disk", update={"flush_every": arguments.flush_every}
+    )
+    with (
+        PeakMemory(0.01) as memory,
+        Walker(store, plan, device="cpu", workdir=arguments.workdir) as walker,
+    ):
         steps = []
         for step in range(arguments.steps):
-            done = walker.step(random_batch(walker.spec.vocab_size, arguments.batch, arguments.seq, seed=step))
-            steps.append({"loss": done.loss, "projected_grad": done.projected_grad, "seconds": done.seconds})
+            done = walker.step(
+                random_batch(walker.spec.vocab_size, arguments.batch, arguments.seq, seed=step)
+            )
+            steps.append(
+                {"loss": done.loss, "projected_grad": done.projected_grad, "seconds": done.seconds}
+            )
             print(f"step {done.step}: loss {done.loss:.4f}, g {done.projected_grad:.4g}, {done.seconds:.1f} s",
                   file=sys.stderr, flush=True)  # fmt: skip
         trained = walker.spec.numel(trainable=True)
@@ -77,9 +89,15 @@ def run(arguments: argparse.Namespace, limit: int) -> dict[str, Any]:
         def enter() -> None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, preexec_fn=enter)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=False, preexec_fn=enter
+        )
         highest = int((group / "memory.max_usage_in_bytes").read_text())
-    figures = {"returncode": done.returncode, "limit_MB": limit / 1e6, "charged_peak_MB": highest / 1e6}
+    figures = {
+        "returncode": done.returncode,
+        "limit_MB": limit / 1e6,
+        "charged_peak_MB": highest / 1e6,
+    }
     return figures | (json.loads(done.stdout.splitlines()[-1]) if not done.returncode else {})
 
 
@@ -105,13 +123,20 @@ def main() -> None:
     if not figures["returncode"]:
         weights = 4 * figures["trained"]
         print(f"{arguments.model}: {weights / 1e9:.2f} GB of weights trained under a limit of {arguments.limit}; the process"
-              f" held {figures['peak_MB']:.0f} MB, the kernel charged {figures['charged_peak_MB']:.0f} MB with page cache;"
+              f" held {figures['peak_MB']:.0f} MB, the kernel charged"
+              f" {figures['charged_peak_MB']:.0f} MB with page cache;"
               f" {figures['steps'][-1]['seconds']:.1f} s a step")  # fmt: skip
     # −9 is the kernel's out-of-memory killer
     finish(
         arguments,
         figures,
-        [Bound(f"{arguments.model} in {arguments.limit}: exit status", abs(figures["returncode"]), 0)],
+        [
+            Bound(
+                f"{arguments.model} in {arguments.limit}: exit status",
+                abs(figures["returncode"]),
+                0,
+            )
+        ],
     )
 
 
@@ -126,7 +151,8 @@ def options() -> argparse.Namespace:
     made.add_argument("--seq", type=int, default=128)
     made.add_argument("--flush-every", type=int, default=1)
     made.add_argument(
-        "--workdir", help="where the run's two generations of weights go (twice the model); the cache's folder"
+        "--workdir",
+        help="where the run's two generations of weights go (twice the model); the cache's folder",
     )
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return made.parse_args()

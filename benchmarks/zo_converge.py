@@ -1,15 +1,19 @@
-"""Accuracy against forward passes and seconds: exact gradients beside zeroth order, on the project's own small model.
+"""Accuracy against forward passes and seconds: exact gradients beside zeroth order, on the
+project's own small model.
 
-All parameters of ``examples/tiny-llama`` are trained in float32 on its sentiment task, every method on the same batches. Each
-method's learning rate is the one of its ``rates`` whose short run with seed 0 ends with the lowest held-out loss; then three
-seeds at that rate. A forward pass is counted on one batch: two for each pair of two-point SPSA, N + 1 for FZOO, 2q + 1 for
-HiZOO; exact gradients count four (the forward, its recomputation, and a backward of twice a forward). The gap is between the
-model as it came and the best that exact gradients reach.
+All parameters of ``examples/tiny-llama`` are trained in float32 on its sentiment task, every method
+on the same batches. Each method's learning rate is the one of its ``rates`` whose short run with
+seed 0 ends with the lowest held-out loss; then three seeds at that rate. A forward pass is counted
+on one batch: two for each pair of two-point SPSA, N + 1 for FZOO, 2q + 1 for HiZOO; exact gradients
+count four (the forward, its recomputation, and a backward of twice a forward). The gap is between
+the model as it came and the best that exact gradients reach.
 
-Every run is written to ``--results`` when it ends, and one that is there is not repeated: a benchmark of many minutes can be
-done in pieces (``--minutes``: start no run after so many). Runs are ``--jobs`` processes of one thread each.
+Every run is written to ``--results`` when it ends, and one that is there is not repeated: a
+benchmark of many minutes can be done in pieces (``--minutes``: start no run after so many). Runs
+are ``--jobs`` processes of one thread each.
 
-    python benchmarks/zo_converge.py [--forwards 1000] [--seeds 0 1 2] [--minutes 5] [--plot FILE.svg] [--check]
+    python benchmarks/zo_converge.py [--forwards 1000] [--seeds 0 1 2] [--minutes 5] [--plot
+    FILE.svg] [--check]
 """
 
 from __future__ import annotations
@@ -63,8 +67,8 @@ class Case:
     """Of ``--forwards`` that it runs: exact gradients need fewer."""
 
     def plan(self, rate: float, seed: int) -> Plan:
-        """The plan, with everything on the device, and in float32 unless the case says otherwise: neither method is to begin
-        from rounded weights."""
+        """The plan, with everything on the device, and in float32 unless the case says otherwise:
+        neither method is to begin from rounded weights."""
         usual = {"frozen": "device", "trainable": "device × fp32", "compute_dtype": "float32"}
         optimizer = {"learning_rate": rate, **self.settings.get("optimizer", {})}
         return method(self.method, seed=seed, **{**usual, **self.settings, "optimizer": optimizer})
@@ -75,9 +79,17 @@ CASES: dict[str, Case] = {
     "two-point": Case("mezo", 2, (3e-5, 6e-5, 1.2e-4), {"zo": {"epsilon": 1e-3}}),
     "q = 4": Case("mezo", 8, (1e-4, 2e-4, 4e-4), {"zo": {"epsilon": 1e-3, "queries": 4}}),
     "FZOO": Case(
-        "mezo", 9, (3e-4, 1e-3, 3e-3), {"zo": {"kind": "fzoo", "queries": 8, "epsilon": 1e-3, "noise": "rademacher"}}
+        "mezo",
+        9,
+        (3e-4, 1e-3, 3e-3),
+        {"zo": {"kind": "fzoo", "queries": 8, "epsilon": 1e-3, "noise": "rademacher"}},
     ),
-    "HiZOO": Case("mezo", 3, (3e-5, 6e-5, 1.2e-4), {"zo": {"kind": "hizoo", "epsilon": 1e-3, "hessian_alpha": 1e-8}}),
+    "HiZOO": Case(
+        "mezo",
+        3,
+        (3e-5, 6e-5, 1.2e-4),
+        {"zo": {"kind": "hizoo", "epsilon": 1e-3, "hessian_alpha": 1e-8}},
+    ),
 }
 METHODS = tuple(CASES)
 """The cases that are run unless others are named; the rest are variants of theirs."""
@@ -96,14 +108,23 @@ def scales(codec: str, epsilon: float, rates: tuple[float, ...], clip: float = 0
     """Two-point on the scales of weights in 4 or 8 bits."""
     clipped = {"optimizer": {"max_grad_norm": clip}}
     return Case(
-        "mezo", 2, rates, {"zo": {"epsilon": epsilon, "target": "scales"}, "trainable": f"device × {codec}", **clipped}
+        "mezo",
+        2,
+        rates,
+        {
+            "zo": {"epsilon": epsilon, "target": "scales"},
+            "trainable": f"device × {codec}",
+            **clipped,
+        },
     )
 
 
 CASES |= {
     "Gaussian": Case("mezo", 2, TWO_POINT, {"zo": {"epsilon": 1e-3}}),
     "Rademacher": Case("mezo", 2, TWO_POINT, {"zo": {"epsilon": 1e-3, "noise": "rademacher"}}),
-    "low rank": Case("mezo", 2, TWO_POINT, {"zo": {"epsilon": 1e-3, "noise": "lowrank", "noise_rank": 4}}),
+    "low rank": Case(
+        "mezo", 2, TWO_POINT, {"zo": {"epsilon": 1e-3, "noise": "lowrank", "noise_rank": 4}}
+    ),
     "64 directions": Case("mezo", 2, TWO_POINT, {"zo": {"epsilon": 1e-3, "seed_pool": 64}}),
     "scales, int8": scales("int8", 1e-5, (1e-8, 3e-8)),
     "scales, int4": scales("int4", 1e-4, (1e-6, 1e-5)),
@@ -132,7 +153,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out accuracy and loss of one run, against forward passes on one batch and against seconds of its steps."""
+    """Held-out accuracy and loss of one run, against forward passes on one batch and against
+    seconds of its steps."""
 
     forwards: list[int]
     seconds: list[float]
@@ -147,18 +169,23 @@ def task(held_out: int) -> tuple[Choices, HeldOut]:
     assert template is not None
     rows = encode_choices(read_records(DATA.train), tokenizer, template, max_length=DATA.max_length)
     records = list(read_records(DATA.eval))[: held_out or None]
-    return rows, HeldOut(encode_choices(records, tokenizer, template, max_length=DATA.max_length), 64, DATA)
+    return rows, HeldOut(
+        encode_choices(records, tokenizer, template, max_length=DATA.max_length), 64, DATA
+    )
 
 
 def train(run: Run, device: str) -> Curve:
-    """One run, measured before its first step and then ``points`` times at equal distances; in a process of one thread."""
+    """One run, measured before its first step and then ``points`` times at equal distances; in a
+    process of one thread."""
     torch.set_num_threads(1)
     case, (rows, held_out) = CASES[run.case], task(run.held_out)
     batches = Batches(rows.answered(), run.batch, seed=run.seed, padding_multiple=8)
     steps = max(1, int(run.forwards * case.share) // case.forwards)
     marks = {max(1, round(steps * (i + 1) / run.points)) for i in range(run.points)}
     curve = Curve([], [], [], [])
-    with Walker(ROOT / "examples/tiny-llama", case.plan(run.rate, run.seed), device=device) as walker:
+    with Walker(
+        ROOT / "examples/tiny-llama", case.plan(run.rate, run.seed), device=device
+    ) as walker:
 
         def measure(step: int, seconds: float) -> None:
             found = held_out.evaluate(walker)
@@ -177,8 +204,11 @@ def train(run: Run, device: str) -> Curve:
     return curve
 
 
-def complete(runs: list[Run], found: dict[str, Curve], arguments: argparse.Namespace, until: float) -> list[Run]:
-    """Do what is missing among ``runs`` and write each to the results when it ends; answers what time did not allow."""
+def complete(
+    runs: list[Run], found: dict[str, Curve], arguments: argparse.Namespace, until: float
+) -> list[Run]:
+    """Do what is missing among ``runs`` and write each to the results when it ends; answers what
+    time did not allow."""
     waiting = [run for run in runs if run.name not in found]
     with ProcessPoolExecutor(arguments.jobs) as pool:
         started: dict[Any, Run] = {}
@@ -191,7 +221,8 @@ def complete(runs: list[Run], found: dict[str, Curve], arguments: argparse.Names
             curve = found[run.name] = done.result()
             write(found, arguments.results)
             print(f"{run.case:<13} rate {run.rate:<8g} seed {run.seed}  {curve.forwards[-1]:>5} forwards"
-                  f" {curve.seconds[-1]:>6.1f} s  accuracy {100 * curve.accuracy[-1]:.1f}%  loss {curve.loss[-1]:.3f}",
+                  f" {curve.seconds[-1]:>6.1f} s  accuracy {100 * curve.accuracy[-1]:.1f}%  loss"
+                  f" {curve.loss[-1]:.3f}",
                   flush=True)  # fmt: skip
     return waiting
 
@@ -205,15 +236,22 @@ def read(path: Path) -> dict[str, Curve]:
 def write(found: dict[str, Curve], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
-        json.dumps({"machine": machine(), "runs": {n: asdict(c) for n, c in found.items()}}, indent=1) + "\n"
+        json.dumps(
+            {"machine": machine(), "runs": {n: asdict(c) for n, c in found.items()}}, indent=1
+        )
+        + "\n"
     )
 
 
 def worth(name: str, curves: dict[str, list[Curve]]) -> float:
-    """Steps of a method that bring held-out loss as far as one step with exact gradients: as many as it ran, over those after
-    which the mean loss of exact gradients, by interpolation, was where the method's ended."""
+    """Steps of a method that bring held-out loss as far as one step with exact gradients: as many
+    as it ran, over those after which the mean loss of exact gradients, by interpolation, was where
+    the method's ended."""
     end = statistics.fmean(curve.loss[-1] for curve in curves[name])
-    exact = [statistics.fmean(losses) for losses in zip(*(curve.loss for curve in curves[EXACT]), strict=True)]
+    exact = [
+        statistics.fmean(losses)
+        for losses in zip(*(curve.loss for curve in curves[EXACT]), strict=True)
+    ]
     steps = [forwards / CASES[EXACT].forwards for forwards in curves[EXACT][0].forwards]
     after = next((i for i, loss in enumerate(exact) if loss <= end), None)
     if not after:
@@ -231,7 +269,10 @@ def table(curves: dict[str, list[Curve]], rates: dict[str, float]) -> list[Bound
     closed: dict[str, float] = {}
     bounds: list[Bound] = []
     for name, runs in curves.items():
-        best = max(statistics.fmean(values) for values in zip(*(curve.accuracy for curve in runs), strict=True))
+        best = max(
+            statistics.fmean(values)
+            for values in zip(*(curve.accuracy for curve in runs), strict=True)
+        )
         closed[name] = best - runs[0].accuracy[0]
         share = closed[name] / closed[EXACT] if closed.get(EXACT) else float("nan")
         ends = "  ".join(f"{100 * curve.accuracy[-1]:.1f}%" for curve in runs)
@@ -241,7 +282,14 @@ def table(curves: dict[str, list[Curve]], rates: dict[str, float]) -> list[Bound
               f" {100 * best:>8.1f}% {share:>7.2f}"
               f" {worth(name, curves) if EXACT in curves else float('nan'):>19.1f}")  # fmt: skip
         if name != EXACT and EXACT in curves:
-            bounds.append(Bound(f"{name}: share of the gap that exact gradients close", share, SHARE, at_most=False))
+            bounds.append(
+                Bound(
+                    f"{name}: share of the gap that exact gradients close",
+                    share,
+                    SHARE,
+                    at_most=False,
+                )
+            )
     return bounds
 
 
@@ -250,20 +298,31 @@ def main() -> None:
     options.add_argument("--case", nargs="+", choices=list(CASES), default=METHODS)
     options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options.add_argument("--forwards", type=int, default=1000, help="forward passes of a run")
-    options.add_argument("--sweep-forwards", type=int, default=480, help="of the runs that choose the learning rate")
-    options.add_argument("--points", type=int, default=5, help="times that accuracy is measured in a run")
+    options.add_argument(
+        "--sweep-forwards", type=int, default=480, help="of the runs that choose the learning rate"
+    )
+    options.add_argument(
+        "--points", type=int, default=5, help="times that accuracy is measured in a run"
+    )
     options.add_argument("--batch", type=int, default=16)
-    options.add_argument("--held-out", type=int, default=0, help="held-out records that are looked at; 0: all")
+    options.add_argument(
+        "--held-out", type=int, default=0, help="held-out records that are looked at; 0: all"
+    )
     options.add_argument("--device", default="cpu")
     options.add_argument("--jobs", type=int, default=2)
     options.add_argument(
-        "--minutes", type=float, default=float("inf"), help="start no run after so many; the rest another time"
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="start no run after so many; the rest another time",
     )
     options.add_argument("--results", type=Path, default=RESULTS, help="where runs are kept")
     options.add_argument("--plot", type=Path, help="write the curves here as SVG")
     arguments = options.parse_args()
     if not (ROOT / "examples/tiny-llama").exists():
-        raise SystemExit("examples/tiny-llama is not there; make it with: python examples/build_tiny.py")
+        raise SystemExit(
+            "examples/tiny-llama is not there; make it with: python examples/build_tiny.py"
+        )
     until = time.monotonic() + 60 * arguments.minutes
     found = read(arguments.results)
 
@@ -271,9 +330,15 @@ def main() -> None:
         return Run(case, rate, seed, forwards, points, arguments.batch, arguments.held_out)
 
     sweeps = {
-        name: [run(name, rate, 0, arguments.sweep_forwards, 1) for rate in CASES[name].rates] for name in arguments.case
+        name: [run(name, rate, 0, arguments.sweep_forwards, 1) for rate in CASES[name].rates]
+        for name in arguments.case
     }
-    left = complete([each for tried in sweeps.values() if len(tried) > 1 for each in tried], found, arguments, until)
+    left = complete(
+        [each for tried in sweeps.values() if len(tried) > 1 for each in tried],
+        found,
+        arguments,
+        until,
+    )
     if left:
         raise SystemExit(f"{len(left)} runs of the sweep are left: run this again")
     rates = {name: min(tried, key=lambda each: found[each.name].loss[-1] if len(tried) > 1 else 0.0).rate
@@ -287,7 +352,11 @@ def main() -> None:
     bounds = table(curves, rates)
     if arguments.plot:
         arguments.plot.write_text(draw(curves))
-    finish(arguments, {name: [asdict(curve) for curve in runs] for name, runs in curves.items()}, bounds)
+    finish(
+        arguments,
+        {name: [asdict(curve) for curve in runs] for name, runs in curves.items()},
+        bounds,
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""The same bits after 20 zeroth-order steps, wherever the weights live and however rarely they are written back.
+"""The same bits after 20 zeroth-order steps, wherever the weights live and however rarely they are
+written back.
 
-Tiny random models of six architectures, tied and untied, full-parameter and LoRA. The control is ``mezo`` with everything
-resident in the same codec; that control is itself compared with the reference loop (whole model in memory, the model's
-own loss), and ``noise: mezo`` with the original's in-place arithmetic. Compared are every step's loss and projected
-gradient, the loss of a held-out batch, and every trained weight.
+Tiny random models of six architectures, tied and untied, full-parameter and LoRA. The control is
+``mezo`` with everything resident in the same codec; that control is itself compared with the
+reference loop (whole model in memory, the model's own loss), and ``noise: mezo`` with the
+original's in-place arithmetic. Compared are every step's loss and projected gradient, the loss of a
+held-out batch, and every trained weight.
 
     python benchmarks/zo_exact.py [--steps 20] [--architecture opt ...] [--json FILE] [--check]
 """
@@ -30,10 +32,28 @@ from blockwalk.plan.choices import LoraSettings
 from blockwalk.reference.mezo import mezo_step
 from blockwalk.reference.zeroth_order import masters_of, spsa_step
 
-VOCABULARY, SEED, EPSILON = 101, 3, 1e-3
-OPTIMIZER = {"name": "sgd", "learning_rate": 1e-2, "schedule": "linear", "warmup_steps": 3, "total_steps": 40}
-COMMON = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64}
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+VOCABULARY = 101
+SEED = 3
+EPSILON = 1e-3
+OPTIMIZER = {
+    "name": "sgd",
+    "learning_rate": 1e-2,
+    "schedule": "linear",
+    "warmup_steps": 3,
+    "total_steps": 40,
+}
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 64,
+}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "word_embed_proj_dim": 32},
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4},
@@ -57,13 +77,19 @@ class Run:
     def differences(self, other: Run) -> list[str]:
         """What is not bitwise the same; a held-out loss is compared where both runs have one."""
         found = [
-            f"step {i + 1}" for i, pair in enumerate(zip(self.steps, other.steps, strict=True)) if pair[0] != pair[1]
+            f"step {i + 1}"
+            for i, pair in enumerate(zip(self.steps, other.steps, strict=True))
+            if pair[0] != pair[1]
         ]
         if None not in (self.held_out, other.held_out) and self.held_out != other.held_out:
             found.append("held-out loss")
         if self.weights.keys() != other.weights.keys():
             return [*found, "parameter names"]
-        return found + [name for name, value in self.weights.items() if not torch.equal(value, other.weights[name])]
+        return found + [
+            name
+            for name, value in self.weights.items()
+            if not torch.equal(value, other.weights[name])
+        ]
 
 
 def build(kind: str, *, tied: bool) -> nn.Module:
@@ -82,7 +108,9 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
 
 
-def walk(name: str, model: nn.Module, steps: int, *, lora: LoraSettings | None, **settings: Any) -> Run:
+def walk(
+    name: str, model: nn.Module, steps: int, *, lora: LoraSettings | None, **settings: Any
+) -> Run:
     """One run of the walker on its own copy of the model."""
     plan = method(name, optimizer=OPTIMIZER, seed=SEED, **settings)
     with (
@@ -90,11 +118,14 @@ def walk(name: str, model: nn.Module, steps: int, *, lora: LoraSettings | None, 
         Walker(copy.deepcopy(model), plan, lora=lora, workdir=folder, device="cpu") as walker,
     ):
         seeds = range(steps)
-        results = [walker.step(batch(i), seed=i if plan.zo.noise == "mezo" else None) for i in seeds]
+        results = [
+            walker.step(batch(i), seed=i if plan.zo.noise == "mezo" else None) for i in seeds
+        ]
         held_out = walker.evaluate(batch(steps)).loss
         stored = walker.engine.buckets.weights()
         weights = {
-            n: w.clone() if isinstance(w, torch.Tensor) else w.rows(0, w.shape[0]).clone() for n, w in stored.items()
+            n: w.clone() if isinstance(w, torch.Tensor) else w.rows(0, w.shape[0]).clone()
+            for n, w in stored.items()
         }
         return Run(tuple((r.loss, r.projected_grad) for r in results), held_out, weights)
 
@@ -102,16 +133,20 @@ def walk(name: str, model: nn.Module, steps: int, *, lora: LoraSettings | None, 
 def reference(model: nn.Module, steps: int) -> Run:
     """The readable loop with counter-based noise, and with the walker's schedule."""
     model = copy.deepcopy(model)
-    masters, done = masters_of(model), []
+    masters = masters_of(model)
+    done = []
     for i, rate in enumerate(rates(steps)):
-        made = spsa_step(model, masters, batch(i), step=i + 1, seed=SEED, learning_rate=rate, epsilon=EPSILON)
+        made = spsa_step(
+            model, masters, batch(i), step=i + 1, seed=SEED, learning_rate=rate, epsilon=EPSILON
+        )
         done.append((made.losses[0], made.projected_grads[0]))
     return Run(tuple(done), None, masters)
 
 
 def original(model: nn.Module, steps: int) -> Run:
     """The original's lines: one generator over all parameters, perturbed where they lie."""
-    model, done = copy.deepcopy(model), []
+    model = copy.deepcopy(model)
+    done = []
     for i, rate in enumerate(rates(steps)):
         made = mezo_step(model, batch(i), learning_rate=rate, epsilon=EPSILON, seed=i)
         done.append((made.losses[0], made.projected_grads[0]))
@@ -136,7 +171,10 @@ def streamed() -> Iterator[tuple[str, dict[str, Any]]]:
             )
     yield "zo2-disk prefetch 0", {"frozen": "disk", "trainable": "disk", "prefetch": 0}
     yield "zo2-disk prefetch 3", {"frozen": "disk", "trainable": "disk", "prefetch": 3}
-    yield "zo2-disk update at step end", {"frozen": "disk", "trainable": "disk", "update": {"timing": "step"}}
+    yield (
+        "zo2-disk update at step end",
+        {"frozen": "disk", "trainable": "disk", "update": {"timing": "step"}},
+    )
     yield "zo2-disk fp32 codec", {"frozen": "disk", "trainable": "disk × fp32"}
 
 
@@ -151,26 +189,42 @@ def coded() -> Iterator[tuple[str, str, dict[str, Any]]]:
 def compare(kind: str, steps: int) -> Iterator[dict[str, Any]]:
     """All comparisons of one architecture."""
 
-    def row(tied: bool, lora: bool, case: str, control: str, found: Run, expected: Run) -> dict[str, Any]:
+    def row(
+        tied: bool, lora: bool, case: str, control: str, found: Run, expected: Run
+    ) -> dict[str, Any]:
         return {"architecture": kind, "tied": tied, "trained": "lora" if lora else "full", "case": case, "control": control,
                 "differs": found.differences(expected)}  # fmt: skip
 
     for tied in (True, False):
         model = build(kind, tied=tied)
         own = walk("mezo", model, steps, lora=None, loss="model")
-        yield row(tied, False, "mezo, the model's own loss", "reference loop", own, reference(model, steps))
+        yield row(
+            tied,
+            False,
+            "mezo, the model's own loss",
+            "reference loop",
+            own,
+            reference(model, steps),
+        )
         drawn = walk("mezo", model, steps, lora=None, loss="model", zo={"noise": "mezo"})
         yield row(tied, False, "mezo, noise: mezo", "original MeZO", drawn, original(model, steps))
         for lora in (None, LoraSettings(rank=2)):
             control = walk("mezo", model, steps, lora=lora)
             for case, settings in streamed():
                 yield row(
-                    tied, lora is not None, case, "mezo", walk("zo2", model, steps, lora=lora, **settings), control
+                    tied,
+                    lora is not None,
+                    case,
+                    "mezo",
+                    walk("zo2", model, steps, lora=lora, **settings),
+                    control,
                 )
         controls: dict[str, Run] = {}
         for codec, case, settings in coded():
             if codec not in controls:
-                controls[codec] = walk("mezo", model, steps, lora=None, trainable=f"device × {codec}")
+                controls[codec] = walk(
+                    "mezo", model, steps, lora=None, trainable=f"device × {codec}"
+                )
             found = walk("zo2", model, steps, lora=None, **settings)
             yield row(tied, False, case, f"mezo {codec}", found, controls[codec])
 
@@ -178,12 +232,15 @@ def compare(kind: str, steps: int) -> Iterator[dict[str, Any]]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=20)
-    options.add_argument("--architecture", nargs="+", choices=list(ARCHITECTURES), default=list(ARCHITECTURES))
+    options.add_argument(
+        "--architecture", nargs="+", choices=list(ARCHITECTURES), default=list(ARCHITECTURES)
+    )
     arguments = options.parse_args()
     torch.set_num_threads(1)  # threads are no gain on matrices of 32 columns
     rows: list[dict[str, Any]] = []
     for kind in arguments.architecture:
-        began, first = time.perf_counter(), len(rows)
+        began = time.perf_counter()
+        first = len(rows)
         for row in compare(kind, arguments.steps):
             rows.append(row)
             if row["differs"]:
@@ -194,7 +251,11 @@ def main() -> None:
         same = sum(not row["differs"] for row in mine)
         print(f"{kind:<10} {same}/{len(mine)} the same bits after {arguments.steps} steps"
               f" ({time.perf_counter() - began:.0f} s)", flush=True)  # fmt: skip
-    finish(arguments, rows, [Bound("comparisons that differ in any bit", sum(bool(row["differs"]) for row in rows), 0)])
+    finish(
+        arguments,
+        rows,
+        [Bound("comparisons that differ in any bit", sum(bool(row["differs"]) for row in rows), 0)],
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""Zeroth-order steps with the blocks on disk, beside everything in memory and beside a naive MeZO loop.
+"""Zeroth-order steps with the blocks on disk, beside everything in memory and beside a naive MeZO
+loop.
 
-Full-parameter float32 training of random weights at true dimensions. Cases that are compared take one step each in turn, round
-after round, every other round in the opposite order; a ratio is the median, over rounds (over cycles of ``flush_every`` rounds,
-where that is not 1), of those within one round, so that drift of the machine meets both alike. Few are compared at a time, the
-offloaded cases by twos: on a virtual machine whose host takes idle memory back, what waited for others may page its weights in
-again. Peak memory is that of a process of its own for each case (RssAnon + RssShmem + VmSwap + VmPTE). ``flush_every`` is tuned
-first, among ``--flush``.
+Full-parameter float32 training of random weights at true dimensions. Cases that are compared take
+one step each in turn, round after round, every other round in the opposite order; a ratio is the
+median, over rounds (over cycles of ``flush_every`` rounds, where that is not 1), of those within
+one round, so that drift of the machine meets both alike. Few are compared at a time, the offloaded
+cases by twos: on a virtual machine whose host takes idle memory back, what waited for others may
+page its weights in again. Peak memory is that of a process of its own for each case (RssAnon +
+RssShmem + VmSwap + VmPTE). ``flush_every`` is tuned first, among ``--flush``.
 
-On a virtual machine the host may move a disk's bytes with the guest's own cores: each row says how many seconds of a core were
-stolen, a step (``/proc/stat``), and ``mezo`` is run once more while another process moves as many bytes to and from the same
-disk as ``zo2`` does. What is missing of that is the engine's; what is missing of ``mezo`` is the machine's as well.
+On a virtual machine the host may move a disk's bytes with the guest's own cores: each row says how
+many seconds of a core were stolen, a step (``/proc/stat``), and ``mezo`` is run once more while
+another process moves as many bytes to and from the same disk as ``zo2`` does. What is missing of
+that is the engine's; what is missing of ``mezo`` is the machine's as well.
 
-    python benchmarks/zo_offload.py [--model OPT-125M OPT-350M] [--batch 4] [--seq 512] [--rounds 5] [--flush 1 2]
+    python benchmarks/zo_offload.py [--model OPT-125M OPT-350M] [--batch 4] [--seq 512] [--rounds 5]
+    [--flush 1 2]
         [--noise gaussian] [--no-naive] [--no-ablations] [--no-memory]
 """
 
@@ -36,10 +40,12 @@ BY_NAIVE = 1.5
 WARM = 2
 """Rounds that do not count: the first step makes buffers and applies nothing, and heaps settle."""
 OFFLOADED = {"zo2": 0.97, "zo2 on the host": 0.98}
-"""Tokens a second of ``zo2``, its blocks on disk or on the host, by those of resident ``mezo``, at least."""
+"""Tokens a second of ``zo2``, its blocks on disk or on the host, by those of resident ``mezo``, at
+least."""
 BESIDE_TRAFFIC = "mezo beside such traffic"
 STEAL = 8
-"""The place of stolen time in the first line of ``/proc/stat``, in hundredths of a second of a core."""
+"""The place of stolen time in the first line of ``/proc/stat``, in hundredths of a second of a
+core."""
 
 
 def stolen() -> float:
@@ -49,8 +55,9 @@ def stolen() -> float:
 
 
 def move_blocks(path: str, flush_every: int, sizes: Sequence[int]) -> None:
-    """For each line on standard input, a number of seconds, read blocks of a file past the page cache over that time, write
-    them each ``flush_every``-th time, as ``zo2`` does in a step, and answer with a line."""
+    """For each line on standard input, a number of seconds, read blocks of a file past the page
+    cache over that time, write them each ``flush_every``-th time, as ``zo2`` does in a step, and
+    answer with a line."""
     import mmap
 
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
@@ -58,7 +65,8 @@ def move_blocks(path: str, flush_every: int, sizes: Sequence[int]) -> None:
     buffer = mmap.mmap(-1, max(sizes))
     buffer.write(os.urandom(len(buffer)))
     for count, line in enumerate(sys.stdin, 1):
-        began, offset = time.monotonic(), 0
+        began = time.monotonic()
+        offset = 0
         for number, size in enumerate(sizes):
             time.sleep(max(0.0, began + float(line) * number / len(sizes) - time.monotonic()))
             view = memoryview(buffer)[:size]
@@ -75,11 +83,21 @@ class Traffic:
 
     def __init__(self, sizes: Sequence[int], flush_every: int, folder: Path) -> None:
         self.path = folder / f"traffic-{os.getpid()}"
-        command = [sys.executable, __file__, "--move", str(self.path), str(flush_every), *map(str, sizes)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            __file__,
+            "--move",
+            str(self.path),
+            str(flush_every),
+            *map(str, sizes),
+        ]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def beside(self, step: Callable[[], float]) -> Callable[[], float]:
-        """A step, and its seconds, while the blocks are moved; the first one only says how long a step takes."""
+        """A step, and its seconds, while the blocks are moved; the first one only says how long a
+        step takes."""
         last = 0.0
 
         def run() -> float:
@@ -107,7 +125,8 @@ def settings_of(noise: str, flush_every: int) -> dict[str, Any]:
 
 
 def peak(case: str, name: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """Peak bytes of two steps of one case, in this process, and what importing torch alone takes of them."""
+    """Peak bytes of two steps of one case, in this process, and what importing torch alone takes of
+    them."""
     import torch  # noqa: F401
 
     from blockwalk.system.process_memory import PeakMemory, process_bytes
@@ -118,35 +137,57 @@ def peak(case: str, name: str, arguments: argparse.Namespace) -> dict[str, float
 
     from blockwalk.plan.placement import Codec
 
-    batch, sequence = arguments.batch, arguments.seq
+    batch = arguments.batch
+    sequence = arguments.seq
     with PeakMemory(0.003) as memory:
         if case == zo_runs.NAIVE:
-            step = zo_runs.naive_stepper(zo_runs.naive_model(name, "float32", "cpu"), batch, sequence)
+            step = zo_runs.naive_stepper(
+                zo_runs.naive_model(name, "float32", "cpu"), batch, sequence
+            )
             step(), step()
         else:
             store = random_store(name, Codec.RAW, "float32")
-            with zo_runs.open_walker(case, store, "disk", "cpu", **settings_of("gaussian", 1)) as walker:
+            with zo_runs.open_walker(
+                case, store, "disk", "cpu", **settings_of("gaussian", 1)
+            ) as walker:
                 step = zo_runs.stepper(walker, batch, sequence)
                 step(), step()
         return {"peak_MB": memory.highest / 1e6, "import_torch_MB": imported / 1e6}
 
 
-def peaks(name: str, cases: list[str], arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+def peaks(
+    name: str, cases: list[str], arguments: argparse.Namespace
+) -> dict[str, dict[str, float]]:
     """Peak memory of each case, each in a process of its own."""
     found = {}
     print(f"{'case':<25} {'peak MB':>9} {'above what importing torch takes':>33}")
     for case in cases:
-        command = [sys.executable, __file__, "--worker", case, "--model", name, "--batch", str(arguments.batch)]
-        done = subprocess.run([*command, "--seq", str(arguments.seq)], capture_output=True, text=True, check=False)
+        command = [
+            sys.executable,
+            __file__,
+            "--worker",
+            case,
+            "--model",
+            name,
+            "--batch",
+            str(arguments.batch),
+        ]
+        done = subprocess.run(
+            [*command, "--seq", str(arguments.seq)], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise SystemExit(f"{name}, {case}: {done.stderr[-2000:]}")
         row = found[case] = json.loads(done.stdout.splitlines()[-1])
-        print(f"{case:<25} {row['peak_MB']:>9.0f} {row['peak_MB'] - row['import_torch_MB']:>33.0f}", flush=True)
+        print(
+            f"{case:<25} {row['peak_MB']:>9.0f} {row['peak_MB'] - row['import_torch_MB']:>33.0f}",
+            flush=True,
+        )
     return found
 
 
 def tuned(name: str, arguments: argparse.Namespace) -> int:
-    """The ``flush_every`` of the fastest steps: fewer bytes written, against more noise at each fetch."""
+    """The ``flush_every`` of the fastest steps: fewer bytes written, against more noise at each
+    fetch."""
     from benchmarks import zo_runs
     from benchmarks.common import interleaved, random_store
 
@@ -158,19 +199,25 @@ def tuned(name: str, arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         runs = {}
         for k in arguments.flush:
-            walker = stack.enter_context(zo_runs.open_walker("zo2", store, "disk", "cpu", **settings_of("gaussian", k)))
+            walker = stack.enter_context(
+                zo_runs.open_walker("zo2", store, "disk", "cpu", **settings_of("gaussian", k))
+            )
             runs[str(k)] = zo_runs.stepper(walker, arguments.batch, arguments.seq)
         interleaved(runs, 1)
         rounds = 3 * max(arguments.flush)  # every cycle of flushes is whole in it
         seconds = {k: sum(values) for k, values in interleaved(runs, rounds).items()}
-    print(f"{name}: seconds a step by flush_every: " + ", ".join(f"{k}: {s / rounds:.2f}" for k, s in seconds.items()))
+    print(
+        f"{name}: seconds a step by flush_every: "
+        + ", ".join(f"{k}: {s / rounds:.2f}" for k, s in seconds.items())
+    )
     return int(min(seconds, key=seconds.__getitem__))
 
 
 def measure(
     name: str, cases: Sequence[tuple[str, str]], flush_every: int, arguments: argparse.Namespace
 ) -> tuple[dict[tuple[str, str], list[float]], dict[tuple[str, str], float]]:
-    """Seconds of a step in each round by (case, noise), all cases in turn; and the median of those that were stolen in one."""
+    """Seconds of a step in each round by (case, noise), all cases in turn; and the median of those
+    that were stolen in one."""
     from benchmarks import zo_runs
     from benchmarks.common import CACHE, interleaved, median, random_store
 
@@ -199,11 +246,17 @@ def measure(
                 step = zo_runs.naive_stepper(model, arguments.batch, arguments.seq)
             elif case == BESIDE_TRAFFIC:
                 buckets = walkers["zo2", noise].engine.buckets
-                sizes = [buckets.units[unit].nbytes // PAGE * PAGE for unit in sorted(buckets.streamed)]
-                step = stack.enter_context(Traffic(sizes, flush_every, CACHE)).beside(runs[f"{zo_runs.MEZO}|{noise}"])
+                sizes = [
+                    buckets.units[unit].nbytes // PAGE * PAGE for unit in sorted(buckets.streamed)
+                ]
+                step = stack.enter_context(Traffic(sizes, flush_every, CACHE)).beside(
+                    runs[f"{zo_runs.MEZO}|{noise}"]
+                )
             else:
                 flush = 1 if case == "zo2, no deferred update" else flush_every
-                walker = zo_runs.open_walker(case, store, "disk", "cpu", **settings_of(noise, flush))
+                walker = zo_runs.open_walker(
+                    case, store, "disk", "cpu", **settings_of(noise, flush)
+                )
                 walkers[case, noise] = stack.enter_context(walker)
                 step = zo_runs.stepper(walker, arguments.batch, arguments.seq)
             runs[f"{case}|{noise}"] = watched(f"{case}|{noise}", step)
@@ -220,11 +273,13 @@ def measure(
             )
             if time.monotonic() > began + 60 * arguments.minutes:
                 break
-    found, lost = {}, {}
+    found = {}
+    lost = {}
     for key, values in seconds.items():
         case, _, noise = key.partition("|")
         found[case, noise] = [
-            sum(values[i : i + flush_every]) / flush_every for i in range(0, len(values), flush_every)
+            sum(values[i : i + flush_every]) / flush_every
+            for i in range(0, len(values), flush_every)
         ]
         lost[case, noise] = median(taken[key][WARM:])
     return found, lost
@@ -244,11 +299,13 @@ def rows(
     flush_every: int,
     arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Print each case beside resident ``mezo`` of the same rounds, and beside the naive loop where it ran with them."""
+    """Print each case beside resident ``mezo`` of the same rounds, and beside the naive loop where
+    it ran with them."""
     from benchmarks import zo_runs
     from benchmarks.common import median
 
-    made, naive = [], seconds.get((zo_runs.NAIVE, ""))
+    made = []
+    naive = seconds.get((zo_runs.NAIVE, ""))
     for (case, noise), each in seconds.items():
         row = {"model": name, "case": case, "noise": noise, "flush_every": flush_every, "rounds": len(each),
                "tokens_per_s": arguments.batch * arguments.seq / median(each),
@@ -257,7 +314,9 @@ def rows(
         if naive is not None:
             row["of_naive"] = ratio(each, naive)
         beside = f"{row['of_naive']:>8.3f}" if naive is not None else ""
-        figures = f"{row['tokens_per_s']:>9.1f} {row['stolen_s']:>9.2f} {row['of_mezo']:>8.3f} {beside}"
+        figures = (
+            f"{row['tokens_per_s']:>9.1f} {row['stolen_s']:>9.2f} {row['of_mezo']:>8.3f} {beside}"
+        )
         print(f"{case:<25} {noise:<11} {figures}", flush=True)
         made.append(row)
     return made
@@ -283,9 +342,16 @@ def main() -> None:
         random_store(name, Codec.RAW, "float32")
         flush_every = tuned(name, arguments)
         load = os.getloadavg()[0]
-        print(f"{name}, batch {arguments.batch} × {arguments.seq}, flush_every {flush_every}, load {load:.1f}")
-        print(f"{'case':<25} {'noise':<11} {'tokens/s':>9} {'stolen, s':>9} {'of mezo':>8} {'of naive':>8}")
-        noises, resident = arguments.noise, [(zo_runs.MEZO, noise) for noise in arguments.noise]
+        print(
+            f"{name}, batch {arguments.batch} × {arguments.seq}, flush_every {flush_every}, load"
+            f" {load:.1f}"
+        )
+        print(
+            f"{'case':<25} {'noise':<11} {'tokens/s':>9} {'stolen, s':>9} {'of mezo':>8}"
+            f" {'of naive':>8}"
+        )
+        noises = arguments.noise
+        resident = [(zo_runs.MEZO, noise) for noise in arguments.noise]
         pairs = [[each, (case, each[1])] for each in resident for case in OFFLOADED]
         for cases in pairs:
             cases += [(BESIDE_TRAFFIC, noise) for case, noise in cases if case == "zo2"]
@@ -299,10 +365,14 @@ def main() -> None:
             for (case, noise), other in compared:
                 least = BY_NAIVE if other[0] == zo_runs.NAIVE else OFFLOADED[case]
                 found = ratio(seconds[case, noise], seconds[other])
-                bounds.append(Bound(f"{name}, {noise}: {case} by {other[0]}", found, least, at_most=False))
+                bounds.append(
+                    Bound(f"{name}, {noise}: {case} by {other[0]}", found, least, at_most=False)
+                )
         if arguments.ablations:
             cases = [(case, noises[0]) for case in (zo_runs.MEZO, *zo_runs.ABLATIONS)]
-            figures += rows(name, *measure(name, cases, flush_every, arguments), flush_every, arguments)
+            figures += rows(
+                name, *measure(name, cases, flush_every, arguments), flush_every, arguments
+            )
         if arguments.memory:
             held = peaks(name, [zo_runs.NAIVE, zo_runs.MEZO, "zo2"], arguments)
             figures += [{"model": name, "case": case, **bytes_} for case, bytes_ in held.items()]
@@ -317,13 +387,23 @@ def options() -> argparse.Namespace:
     made.add_argument("--batch", type=int, default=4)
     made.add_argument("--seq", type=int, default=512)
     made.add_argument("--rounds", type=int, default=5)
-    made.add_argument("--minutes", type=float, default=4.0, help="no further round of the same cases after so many")
-    made.add_argument("--flush", type=int, nargs="+", default=[1, 2], help="candidates for update.flush_every")
+    made.add_argument(
+        "--minutes",
+        type=float,
+        default=4.0,
+        help="no further round of the same cases after so many",
+    )
+    made.add_argument(
+        "--flush", type=int, nargs="+", default=[1, 2], help="candidates for update.flush_every"
+    )
     made.add_argument("--noise", nargs="+", choices=NOISES, default=list(NOISES))
     made.add_argument("--no-ablations", dest="ablations", action="store_false")
     made.add_argument("--no-naive", dest="naive", action="store_false")
     made.add_argument(
-        "--no-memory", dest="memory", action="store_false", help="leave out the peaks: two steps of each case"
+        "--no-memory",
+        dest="memory",
+        action="store_false",
+        help="leave out the peaks: two steps of each case",
     )
     made.add_argument("--worker", help=argparse.SUPPRESS)
     made.add_argument("--move", nargs="+", help=argparse.SUPPRESS)

@@ -1,19 +1,24 @@
-"""Zeroth order on a real model and two real tasks: accuracy, forward passes, seconds and memory beside exact LoRA.
+"""Zeroth order on a real model and two real tasks: accuracy, forward passes, seconds and memory
+beside exact LoRA.
 
-The model is SmolLM2-135M-Instruct (any causal model's folder or GGUF file will do), the tasks the seven intents of Snips and a
-pair of Banking77's (a question about a rate, or about a fee), posed as prompts whose last word is ranked. Tasks of MeZO's may
-be named as well (``--task sst2 rte``): records lie in DATA/TASK/train.jsonl and validation.jsonl, with the fields that the
-hub's have, and 1,000 are drawn for training. Every case trains on the same batches, in float32 and by one thread; the first
-line of each task is the model as it came. A forward pass is counted on one batch: two for each pair of two-point SPSA, N + 1
-for FZOO; exact gradients count four (the forward, its recomputation, and a backward of twice a forward). Seconds are those
-that the processor spent on the steps (other work on the machine does not count), memory is the private memory of the process
-at its peak.
+The model is SmolLM2-135M-Instruct (any causal model's folder or GGUF file will do), the tasks the
+seven intents of Snips and a pair of Banking77's (a question about a rate, or about a fee), posed as
+prompts whose last word is ranked. Tasks of MeZO's may be named as well (``--task sst2 rte``):
+records lie in DATA/TASK/train.jsonl and validation.jsonl, with the fields that the hub's have, and
+1,000 are drawn for training. Every case trains on the same batches, in float32 and by one thread;
+the first line of each task is the model as it came. A forward pass is counted on one batch: two for
+each pair of two-point SPSA, N + 1 for FZOO; exact gradients count four (the forward, its
+recomputation, and a backward of twice a forward). Seconds are those that the processor spent on the
+steps (other work on the machine does not count), memory is the private memory of the process at its
+peak.
 
-Learning rates stand in the table below: MeZO's are, of those that were tried by ``--rate`` (1e-5, 3e-5 and, on one task, 1e-4;
-with LoRA 1e-4, 3e-4 and 1e-3), those whose run with seed 0 ended with the lowest held-out loss; FZOO's and that of exact LoRA
-have not been searched for. Every run is written to ``--results`` when it ends, and one that is there is not repeated.
+Learning rates stand in the table below: MeZO's are, of those that were tried by ``--rate`` (1e-5,
+3e-5 and, on one task, 1e-4; with LoRA 1e-4, 3e-4 and 1e-3), those whose run with seed 0 ended with
+the lowest held-out loss; FZOO's and that of exact LoRA have not been searched for. Every run is
+written to ``--results`` when it ends, and one that is there is not repeated.
 
-    python benchmarks/zo_real.py --model FOLDER --data FOLDER [--case mezo ...] [--seeds 0 1] [--minutes 30]
+    python benchmarks/zo_real.py --model FOLDER --data FOLDER [--case mezo ...] [--seeds 0 1]
+    [--minutes 30]
 """
 
 from __future__ import annotations
@@ -41,7 +46,8 @@ RESULTS = ROOT / "benchmarks/results/zo_real.json"
 
 @dataclass(frozen=True)
 class Posed:
-    """A task as prompts: the records' field that holds the class, and the word that stands for each of its values."""
+    """A task as prompts: the records' field that holds the class, and the word that stands for each
+    of its values."""
 
     folder: str
     template: str
@@ -49,14 +55,21 @@ class Posed:
     field: str = "label"
 
     def write(self, data: Path, folder: Path) -> DataSettings:
-        """The records of these classes, numbered in the order of the words, written to ``folder`` as the settings name them."""
+        """The records of these classes, numbered in the order of the words, written to ``folder``
+        as the settings name them."""
         numbers = {value: number for number, value in enumerate(self.words)}
         for part in ("train", "heldout"):
-            records = map(json.loads, (data / self.folder / f"{part}.jsonl").read_text().splitlines())
-            kept = ((r["text"], numbers[r[self.field]]) for r in records if r[self.field] in numbers)
+            records = map(
+                json.loads, (data / self.folder / f"{part}.jsonl").read_text().splitlines()
+            )
+            kept = (
+                (r["text"], numbers[r[self.field]]) for r in records if r[self.field] in numbers
+            )
             lines = [json.dumps({"text": text, "label": label}) for text, label in kept]
             (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
-        learnt, held, words = str(folder / "train.jsonl"), str(folder / "heldout.jsonl"), tuple(self.words.values())
+        learnt = str(folder / "train.jsonl")
+        held = str(folder / "heldout.jsonl")
+        words = tuple(self.words.values())
         return DataSettings(learnt, held, template=self.template, label_words=words, max_length=96)
 
 
@@ -78,7 +91,8 @@ def data_of(task: str, data: Path, folder: Path) -> DataSettings:
 
 @dataclass(frozen=True)
 class Case:
-    """One method: the forward passes of its steps, its settings, and the share of ``--forwards`` that it runs."""
+    """One method: the forward passes of its steps, its settings, and the share of ``--forwards``
+    that it runs."""
 
     method: str
     forwards: int
@@ -96,7 +110,9 @@ CASES = {
     "exact LoRA": Case("mebp", 4, 5e-4, {"optimizer": {"name": "adamw"}}, lora=True, share=0.75),
     "MeZO": Case("mezo", 2, 1e-5, rates=FASTER),
     "low rank": Case("mezo", 2, 1e-5, {"zo": {"noise": "lowrank"}}, rates=FASTER),
-    "FZOO, LoRA": Case("mezo", 9, 3e-3, {"zo": {"kind": "fzoo", "queries": 8, "epsilon": 1e-2}}, lora=True),
+    "FZOO, LoRA": Case(
+        "mezo", 9, 3e-3, {"zo": {"kind": "fzoo", "queries": 8, "epsilon": 1e-2}}, lora=True
+    ),
     "MeZO, LoRA": Case("mezo", 2, 3e-4, {"zo": {"epsilon": 1e-2}}, lora=True),
 }
 
@@ -134,7 +150,8 @@ def train(run: Run, model: str, data: str) -> dict[str, float]:
     torch.set_num_threads(1)
     case = CASES[run.case]
     with tempfile.TemporaryDirectory() as folder:
-        settings, tokenizer = data_of(run.task, Path(data), Path(folder)), load_tokenizer(Path(model))
+        settings = data_of(run.task, Path(data), Path(folder))
+        tokenizer = load_tokenizer(Path(model))
         rows = training_set(settings, tokenizer)
         assert isinstance(rows, Encoded)
         found = HeldOut.read(settings, tokenizer, batch_size=32, limit=run.held_out)
@@ -143,19 +160,26 @@ def train(run: Run, model: str, data: str) -> dict[str, float]:
     optimizer = {"learning_rate": run.rate, **case.settings.get("optimizer", {})}
     given = {"compute_dtype": "float32", "frozen": "device", "seed": run.seed, **given}
     plan = method(case.method, **given, optimizer=optimizer)
-    peak, over = [0], threading.Event()
+    peak = [0]
+    over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.02):
             peak[0] = max(peak[0], tree_bytes(os.getpid()))
 
-    steps, seconds, losses = int(run.forwards * case.share) // case.forwards, 0.0, []
+    steps = int(run.forwards * case.share) // case.forwards
+    seconds = 0.0
+    losses = []
     lora = LoraSettings(rank=8) if case.lora else None
-    with tempfile.TemporaryDirectory() as folder, Walker(model, plan, lora=lora, workdir=folder) as walker:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Walker(model, plan, lora=lora, workdir=folder) as walker,
+    ):
         if steps:
             threading.Thread(target=watch, daemon=True).start()
         for _ in range(steps):
-            batch, began = next(batches), time.process_time()
+            batch = next(batches)
+            began = time.process_time()
             losses.append(walker.step(batch).loss)
             seconds += time.process_time() - began
         over.set()
@@ -175,15 +199,25 @@ def train(run: Run, model: str, data: str) -> dict[str, float]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--model", required=True)
-    options.add_argument("--data", required=True, help="the folder of snips and banking77, sst2, rte ...")
+    options.add_argument(
+        "--data", required=True, help="the folder of snips and banking77, sst2, rte ..."
+    )
     options.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
-    options.add_argument("--task", nargs="+", default=list(TASKS), help="of these two, or of MeZO's")
+    options.add_argument(
+        "--task", nargs="+", default=list(TASKS), help="of these two, or of MeZO's"
+    )
     options.add_argument("--seeds", type=int, nargs="+", default=[0])
     options.add_argument("--forwards", type=int, default=160, help="forward passes of a run")
     options.add_argument("--batch", type=int, default=8)
-    options.add_argument("--held-out", type=int, default=80, help="held-out records that are looked at; 0: all")
-    options.add_argument("--rate", type=float, help="instead of the case's own learning rate: to look for one")
-    options.add_argument("--minutes", type=float, default=float("inf"), help="start no run after so many")
+    options.add_argument(
+        "--held-out", type=int, default=80, help="held-out records that are looked at; 0: all"
+    )
+    options.add_argument(
+        "--rate", type=float, help="instead of the case's own learning rate: to look for one"
+    )
+    options.add_argument(
+        "--minutes", type=float, default=float("inf"), help="start no run after so many"
+    )
     options.add_argument("--results", type=Path, default=RESULTS, help="where runs are kept")
     given = options.parse_args()
     until = time.monotonic() + 60 * given.minutes
@@ -192,18 +226,32 @@ def main() -> None:
         for case in given.case:
             for seed in given.seeds if case != "zero-shot" else given.seeds[:1]:
                 rate = given.rate or CASES[case].rates.get(task, CASES[case].rate)
-                run = Run(task, case, rate, seed, given.forwards if rate else 0, given.batch, given.held_out)
+                run = Run(
+                    task,
+                    case,
+                    rate,
+                    seed,
+                    given.forwards if rate else 0,
+                    given.batch,
+                    given.held_out,
+                )
                 if run.name not in found and time.monotonic() < until:
-                    with multiprocessing.get_context("spawn").Pool(1) as pool:  # memory is a process's own
+                    with multiprocessing.get_context("spawn").Pool(
+                        1
+                    ) as pool:  # memory is a process's own
                         found[run.name] = pool.apply(train, (run, given.model, given.data))
                     given.results.parent.mkdir(parents=True, exist_ok=True)
-                    given.results.write_text(json.dumps({"machine": machine(), "runs": found}, indent=1) + "\n")
+                    given.results.write_text(
+                        json.dumps({"machine": machine(), "runs": found}, indent=1) + "\n"
+                    )
                 if (each := found.get(run.name)) is None:
                     print(f"{run.name}: not run yet; run this again")
                     continue
                 print(
-                    f"{task:<12} {case:<12} rate {rate:<8g} seed {seed}  {each['forwards']:>4.0f} forwards"
-                    f" {each['seconds']:>6.1f} s {each['memory']:>6.0f} MB  accuracy {100 * each['accuracy']:.1f}%"
+                    f"{task:<12} {case:<12} rate {rate:<8g} seed {seed}  {each['forwards']:>4.0f}"
+                    " forwards"
+                    f" {each['seconds']:>6.1f} s {each['memory']:>6.0f} MB  accuracy"
+                    f" {100 * each['accuracy']:.1f}%"
                     f"  loss {each['loss']:.3f}  training loss {each['train loss']:.3f}",
                     flush=True,
                 )

@@ -1,8 +1,9 @@
-"""Zeroth-order runs that the benchmarks compare: the naive loop, ``mezo``, ``zo2``, and ``zo2`` with one idea taken out.
+"""Zeroth-order runs that the benchmarks compare: the naive loop, ``mezo``, ``zo2``, and ``zo2``
+with one idea taken out.
 
-The ablations are those of Wang et al., "ZO2" (2025), table 3: no overlap of transfers with compute, no reusable memory,
-no update while a block is on the device anyway; and one of our own, no transfers at all.
-"""
+The ablations are those of Wang et al., "ZO2" (2025), table 3: no overlap of transfers with compute,
+no reusable memory, no update while a block is on the device anyway; and one of our own, no
+transfers at all."""
 
 from __future__ import annotations
 
@@ -25,19 +26,24 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "zo2, no deferred update": {"update": {"timing": "step"}},
     "zo2, nothing moved": {},
 }
-"""Settings on top of the row's; slots that are not reused, and blocks that do not move, are no settings: see
-:func:`fresh_slots` and :func:`nothing_moved`."""
+"""Settings on top of the row's; slots that are not reused, and blocks that do not move, are no
+settings: see :func:`fresh_slots` and :func:`nothing_moved`."""
 
-NAIVE, MEZO, HOST = "naive MeZO", "mezo", "zo2 on the host"
+NAIVE = "naive MeZO"
+MEZO = "mezo"
+HOST = "zo2 on the host"
 
 
 def fresh_slots(walker: Walker) -> None:
-    """Give every fetch a new buffer instead of a slot that is there, as an implementation without slots would."""
+    """Give every fetch a new buffer instead of a slot that is there, as an implementation without
+    slots would."""
     buckets = walker.engine.buckets
     reused = buckets.fetch
 
     def fetch(unit: int, slot: int) -> None:
-        if buckets.device.type != "cpu":  # what cudaFree does: wait for the device, then give the memory back
+        if (
+            buckets.device.type != "cpu"
+        ):  # what cudaFree does: wait for the device, then give the memory back
             torch.accelerator.synchronize(buckets.device)
         nbytes = len(buckets.slots._buffers[slot])
         buckets.slots._buffers[slot] = torch.empty(0, dtype=torch.uint8)
@@ -52,22 +58,27 @@ def fresh_slots(walker: Walker) -> None:
 
 
 def nothing_moved(walker: Walker) -> None:
-    """Leave out a disk tier's writes, and its reads from the third step on, all else as it is. A slot then holds the block that
-    was in it last, so losses mean nothing: this is to be timed only."""
+    """Leave out a disk tier's writes, and its reads from the third step on, all else as it is. A
+    slot then holds the block that was in it last, so losses mean nothing: this is to be timed
+    only."""
     tier: Any = walker.engine.buckets.tier
-    read, stored, written = tier.read_unit, tier.step, dict[int, int]()
+    read = tier.read_unit
+    stored = tier.step
+    written = dict[int, int]()
     tier.read_unit = lambda unit, out_P: written[unit] if unit in written else read(unit, out_P)
     tier.write_unit = lambda unit, data_P, step: written.update({unit: step})
     tier.step = lambda unit: written.get(unit, stored(unit))
 
 
 def open_walker(case: str, store: Path, tier: str, device: str, **settings: Any) -> Walker:
-    """A walker of one case: :data:`MEZO`, :data:`HOST`, or a row of :data:`ABLATIONS` with its weights on ``tier``."""
+    """A walker of one case: :data:`MEZO`, :data:`HOST`, or a row of :data:`ABLATIONS` with its
+    weights on ``tier``."""
     if case == MEZO:
         plan = method("mezo", **{key: value for key, value in settings.items() if key != "update"})
         return Walker(store, plan, device=device)
     if case == HOST:
-        case, tier = "zo2", "host"
+        case = "zo2"
+        tier = "host"
     given = {**settings, **ABLATIONS[case]}
     walker = Walker(store, method("zo2", frozen=tier, trainable=tier, **given), device=device)
     if case == "zo2, no reusable slots":
@@ -79,7 +90,8 @@ def open_walker(case: str, store: Path, tier: str, device: str, **settings: Any)
 
 def stepper(walker: Walker, batch: int, sequence: int) -> Callable[[], float]:
     """Seconds of one step on the next random batch, all of its work done."""
-    vocab, count = walker.spec.vocab_size, iter(range(1 << 30))
+    vocab = walker.spec.vocab_size
+    count = iter(range(1 << 30))
 
     def step() -> float:
         data = random_batch(vocab, batch, sequence, seed=next(count))
@@ -104,13 +116,18 @@ def naive_model(name: str, dtype: str, device: str) -> torch.nn.Module:
 def naive_stepper(
     model: torch.nn.Module, batch: int, sequence: int, *, learning_rate: float = 1e-6
 ) -> Callable[[], float]:
-    """Seconds of one step of the original's lines: four passes of ``torch.normal`` over all parameters, two forwards."""
-    count, device = iter(range(1 << 30)), next(model.parameters()).device
+    """Seconds of one step of the original's lines: four passes of ``torch.normal`` over all
+    parameters, two forwards."""
+    count = iter(range(1 << 30))
+    device = next(model.parameters()).device
     vocab = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
     def step() -> float:
         seed = next(count)
-        data = {key: value.to(device) for key, value in random_batch(vocab, batch, sequence, seed=seed).items()}
+        data = {
+            key: value.to(device)
+            for key, value in random_batch(vocab, batch, sequence, seed=seed).items()
+        }
         wait(device)
         began = time.perf_counter()
         mezo_step(model, data, learning_rate=learning_rate, seed=seed)

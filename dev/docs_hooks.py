@@ -1,5 +1,5 @@
-"""Pages of the site: README is its first page, links to files that are not pages name the file instead, and what a docstring
-refers to stands as its name."""
+"""Pages of the site: README is its first page, links to files that are not pages name the file
+instead, and what a docstring refers to stands as its name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     if files.get_file_from_path("index.md") is None:
-        files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text(encoding="utf-8")))
+        files.append(
+            File.generated(
+                config, "index.md", content=(ROOT / "README.md").read_text(encoding="utf-8")
+            )
+        )
     return files
 
 
@@ -42,5 +46,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """The page's HTML, with the roles of docstrings as names; one with a tilde as the last part of its name."""
+    """The page's HTML, with the roles of docstrings as names; one with a tilde as the last part of
+    its name."""
     return _ROLE.sub(r"<code>\2</code>", html)

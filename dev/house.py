@@ -1,8 +1,9 @@
-"""The gauge of the house: how large its rooms are, and whether imports go one way. ``make house`` prints it, and fails over
-budget.
+"""The gauge of the house: how large its rooms are, and whether imports go one way. ``make house``
+prints it, and fails over budget.
 
-Code lines are lines of Python that hold a token which is no comment and no docstring; tokens are those of Python's own
-tokenizer, the same left out. C and Triton count by themselves. The layers and the budget stand in ``dev/house.toml``.
+Code lines are lines of Python that hold a token which is no comment and no docstring; tokens are
+those of Python's own tokenizer, the same left out. C and Triton count by themselves. The layers and
+the budget stand in ``dev/house.toml``.
 
     python dev/house.py [--picture FILE.svg]     # draws a box for each folder, and arrows for the imports between them
 """
@@ -22,7 +23,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "src" / "blockwalk"
 SETTINGS = Path(__file__).with_suffix(".toml")
-_LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 _TRITON = re.compile(r"^\s*import triton$", re.MULTILINE)
 
 
@@ -48,7 +56,8 @@ class House:
 
     @cached_property
     def modules(self) -> dict[str, Path]:
-        """Every module's file by its name inside the package: ``plan.methods``, or ``plan`` for a folder's own."""
+        """Every module's file by its name inside the package: ``plan.methods``, or ``plan`` for a
+        folder's own."""
         found = {}
         for path in sorted(self.root.rglob("*.py")):
             parts = path.relative_to(self.root).with_suffix("").parts
@@ -58,7 +67,9 @@ class House:
     @cached_property
     def arrows(self) -> tuple[Arrow, ...]:
         """All imports of one module of the package by another, those for type checkers too."""
-        return tuple(arrow for name, path in self.modules.items() for arrow in self._imports(name, path))
+        return tuple(
+            arrow for name, path in self.modules.items() for arrow in self._imports(name, path)
+        )
 
     def _imports(self, name: str, path: Path) -> Iterator[Arrow]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -69,11 +80,19 @@ class House:
             for node in ast.walk(function)
         }
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == self.root.name:
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").partition(".")[0] == self.root.name
+            ):
                 base = (node.module or "").removeprefix(self.root.name).removeprefix(".")
                 for alias in node.names:
                     longer = f"{base}.{alias.name}".removeprefix(".")
-                    yield Arrow(name, longer if longer in self.modules else base, node.lineno, id(node) in inside)
+                    yield Arrow(
+                        name,
+                        longer if longer in self.modules else base,
+                        node.lineno,
+                        id(node) in inside,
+                    )
             elif isinstance(node, ast.Import):
                 for alias in node.names:
                     if alias.name.partition(".")[0] == self.root.name:
@@ -81,9 +100,14 @@ class House:
                         yield Arrow(name, base, node.lineno, id(node) in inside)
 
     def up(self) -> list[Arrow]:
-        """The imports that the layers do not allow. The files at the root name what is public, and may import anything."""
+        """The imports that the layers do not allow. The files at the root name what is public, and
+        may import anything."""
         pairs = ((arrow, folder(arrow.importer), folder(arrow.imported)) for arrow in self.arrows)
-        return [arrow for arrow, a, b in pairs if a and b and a != b and b not in self.may_import.get(a, ())]
+        return [
+            arrow
+            for arrow, a, b in pairs
+            if a and b and a != b and b not in self.may_import.get(a, ())
+        ]
 
     def circles(self) -> list[list[str]]:
         """Groups of modules that import one another."""
@@ -114,16 +138,20 @@ class House:
         """The folders that each folder imports."""
         found: dict[str, set[str]] = {folder(name): set() for name in self.modules if folder(name)}
         for arrow in self.arrows:
-            a, b = folder(arrow.importer), folder(arrow.imported)
+            a = folder(arrow.importer)
+            b = folder(arrow.imported)
             if a != b and a and b:
                 found[a].add(b)
         return found
 
     def floor_of(self) -> dict[str, int]:
-        """The floor of each folder: one above the highest that it imports. Circles are cut where they close."""
+        """The floor of each folder: one above the highest that it imports. Circles are cut where
+        they close."""
 
         def floor(name: str, above: frozenset[str]) -> int:
-            return 1 + max((floor(b, above | {name}) for b in self.below[name] if b not in above), default=0)
+            return 1 + max(
+                (floor(b, above | {name}) for b in self.below[name] if b not in above), default=0
+            )
 
         return {name: floor(name, frozenset({name})) for name in self.below}
 
@@ -132,7 +160,8 @@ class House:
         return max(self.floor_of().values(), default=0)
 
     def size(self) -> dict[str, tuple[int, int]]:
-        """Code lines and tokens of each folder, subfolders included; the files at the root stand under ``.``."""
+        """Code lines and tokens of each folder, subfolders included; the files at the root stand
+        under ``.``."""
         total: dict[str, tuple[int, int]] = {}
         for name, path in self.modules.items():
             text = path.read_text(encoding="utf-8")
@@ -144,7 +173,8 @@ class House:
 
 
 def folder(module: str) -> str:
-    """The folder that a module lies in: its first part, where that is a folder; the root's own modules lie in none."""
+    """The folder that a module lies in: its first part, where that is a folder; the root's own
+    modules lie in none."""
     first, _, rest = module.partition(".")
     return first if rest or (ROOT / first).is_dir() else ""
 
@@ -154,7 +184,9 @@ def measure(text: str) -> tuple[int, int]:
     strings = {
         (node.value.lineno, node.value.col_offset)
         for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
     }
     lines: set[int] = set()
     tokens = 0
@@ -167,20 +199,29 @@ def measure(text: str) -> tuple[int, int]:
 
 
 def native_lines(root: Path) -> int:
-    """Lines of C, blank ones and comments of their own left out, and code lines of modules of Triton's kernels."""
-    lines = (line.strip() for path in root.rglob("*.c") for line in path.read_text(encoding="utf-8").splitlines())
+    """Lines of C, blank ones and comments of their own left out, and code lines of modules of
+    Triton's kernels."""
+    lines = (
+        line.strip()
+        for path in root.rglob("*.c")
+        for line in path.read_text(encoding="utf-8").splitlines()
+    )
     texts = [path.read_text(encoding="utf-8") for path in root.rglob("*.py")]
     kernels = sum(measure(text)[0] for text in texts if _TRITON.search(text))
     return kernels + sum(bool(line) and not line.startswith(("//", "/*", "*")) for line in lines)
 
 
 def picture(house: House) -> str:
-    """The folders by floor as an SVG, with an arrow for each import that no longer way down says as well."""
+    """The folders by floor as an SVG, with an arrow for each import that no longer way down says as
+    well."""
     floor = house.floor_of()
     rows: dict[int, list[str]] = {}
     for name in sorted(floor):
         rows.setdefault(floor[name], []).append(name)
-    wide, high, gap, width = 104, 30, 74, 760
+    wide = 104
+    high = 30
+    gap = 74
+    width = 760
     place = {}
     for height, names in rows.items():
         for k, name in enumerate(names):
@@ -225,7 +266,9 @@ def _reach(house: House, name: str) -> set[str]:
 def open_house() -> tuple[House, dict[str, int]]:
     """The house as it stands, and its budget."""
     settings = tomllib.loads(SETTINGS.read_text(encoding="utf-8"))
-    return House(ROOT, {name: tuple(below) for name, below in settings["may_import"].items()}), settings["budget"]
+    return House(
+        ROOT, {name: tuple(below) for name, below in settings["may_import"].items()}
+    ), settings["budget"]
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Pages that are written from the package's own tables: docs/coming-from.md and docs/settings.md.
 
-``python -m dev.pages`` writes them, ``python -m dev.pages --check`` exits with 1 where one of them is out of date.
-"""
+``python -m dev.pages`` writes them, ``python -m dev.pages --check`` exits with 1 where one of them
+is out of date."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ def coming_from() -> Iterator[str]:
     yield MADE.format(source="the table in src/blockwalk/plan/foreign_rows.py")
     yield ""
     yield (
-        "Settings have other names here. A name in **bold** means the same: a run takes it, with a note that says ours."
+        "Settings have other names here. A name in **bold** means the same: a run takes it, with"
+        " a note that says ours."
         " Any other name ends the run before it begins, with the line to write instead."
     )
     yield ""
     yield (
-        "Three defaults differ from most tools: the learning rate is constant, there is no warm-up, and no gradient is"
+        "Three defaults differ from most tools: the learning rate is constant, there is no"
+        " warm-up, and no gradient is"
         " clipped. One default is larger: `batch_size` counts the sequences of a whole step."
     )
     known = frozenset(config.setting_names())
@@ -47,7 +49,8 @@ def coming_from() -> Iterator[str]:
             yield f"| {_code(dict.fromkeys(names[:3]))} | {_cell(row.sentence)} |"
     yield ""
     yield (
-        "The table in `src/blockwalk/plan/foreign_rows.py` has more names, those of unsloth, DeepSpeed and bitsandbytes"
+        "The table in `src/blockwalk/plan/foreign_rows.py` has more names, those of unsloth,"
+        " DeepSpeed and bitsandbytes"
         " among them; dashes for underscores and sections around a name are understood as well."
     )
 
@@ -59,42 +62,71 @@ def settings() -> Iterator[str]:
     yield MADE.format(source="the texts below the fields of src/blockwalk/plan")
     yield ""
     yield (
-        "A setting has one name: in a run's YAML file, nested or with dots, and after `--` on the command line, where it"
+        "A setting has one name: in a run's YAML file, nested or with dots, and after `--` on the"
+        " command line, where it"
         " wins over the file. `blockwalk train --help` says the same in a terminal."
     )
-    yield from ("", "```yaml", "optimizer: {learning_rate: 1e-4, schedule: cosine}", "data.max_length: 1024", "```", "")
+    yield from (
+        "",
+        "```yaml",
+        "optimizer: {learning_rate: 1e-4, schedule: cosine}",
+        "data.max_length: 1024",
+        "```",
+        "",
+    )
     yield "```bash"
     yield "blockwalk train run.yaml --optimizer.learning_rate 1e-4"
     yield "blockwalk settings --schema > blockwalk.schema.json"
     yield from ("```", "")
     yield (
         "The last line writes a JSON Schema for editors. A file takes part with a first line"
-        " `# yaml-language-server: $schema=blockwalk.schema.json`, which `blockwalk init` writes where the schema lies."
+        " `# yaml-language-server: $schema=blockwalk.schema.json`, which `blockwalk init` writes"
+        " where the schema lies."
     )
     yield ""
-    yield "Defaults are those of method `mebp`. Names of other tools are on [a page of their own](coming-from.md)."
+    yield (
+        "Defaults are those of method `mebp`. Names of other tools are on [a page of their"
+        " own](coming-from.md)."
+    )
     standing = settings_help.defaults()
     for title, names, _ in settings_help.GROUPS:
-        yield from ("", f"## {title[0].upper()}{title[1:]}", "", "| Setting | Takes | Default | |", "|---|---|---|---|")
+        yield from (
+            "",
+            f"## {title[0].upper()}{title[1:]}",
+            "",
+            "| Setting | Takes | Default | |",
+            "|---|---|---|---|",
+        )
         for name in settings_help.settings_of(names):
             form, sentence = settings_help.described(name)
             value = standing.get(name)
-            default = "" if name == "lora" or value in ("", None, [], {}) else f"`{settings_help.shown(value)}`"
+            default = (
+                ""
+                if name == "lora" or value in ("", None, [], {})
+                else f"`{settings_help.shown(value)}`"
+            )
             takes = " ".join(f"`{word}`" for word in form.split("|"))
             yield f"| `{name}` | {takes} | {default} | {_cell(_marked(sentence))} |"
 
 
 def _marked(sentence: str) -> str:
     """Return a sentence whose settings stand as code."""
-    names = sorted((name for name in config.setting_names() if "." in name or "_" in name), key=len, reverse=True)
+    names = sorted(
+        (name for name in config.setting_names() if "." in name or "_" in name),
+        key=len,
+        reverse=True,
+    )
     text = re.sub(rf"(?<![\w.`])({'|'.join(map(re.escape, names))})(?![\w.]*\w)", r"`\1`", sentence)
     return re.sub(
-        r"(?<!`)(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\[[^\]]*\])(?!`)", lambda found: f"`{found[1].replace('`', '')}`", text
+        r"(?<!`)(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\[[^\]]*\])(?!`)",
+        lambda found: f"`{found[1].replace('`', '')}`",
+        text,
     )
 
 
 def _table(rows: list[Foreign], tool: str, listed: set[str]) -> Iterator[str]:
-    """Lines for a tool's names that are not ``listed`` yet; names with one sentence and one setting share a line."""
+    """Lines for a tool's names that are not ``listed`` yet; names with one sentence and one setting
+    share a line."""
     merged: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         names = [name for name in row.names.get(tool, ()) if name not in listed]
@@ -110,7 +142,9 @@ def _table(rows: list[Foreign], tool: str, listed: set[str]) -> Iterator[str]:
 def _here(row: Foreign, name: str, *, taken: bool) -> str:
     """Our setting, with the value where the value is another one."""
     pair = (
-        None if row.line is None or taken or row.ours == "lora.options" else row.line(row.example, {name: row.example})
+        None
+        if row.line is None or taken or row.ours == "lora.options"
+        else row.line(row.example, {name: row.example})
     )
     if pair is None or isinstance(pair[1], list | dict) or pair[1] == row.example:
         return f"`{row.ours}`"
@@ -125,7 +159,10 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-PAGES: dict[str, Callable[[], Iterator[str]]] = {"docs/coming-from.md": coming_from, "docs/settings.md": settings}
+PAGES: dict[str, Callable[[], Iterator[str]]] = {
+    "docs/coming-from.md": coming_from,
+    "docs/settings.md": settings,
+}
 """The functions that write the pages' lines, by path."""
 
 

@@ -1,4 +1,5 @@
-"""Words a sentence of README and docs/, and turns of phrase that no page has. `make docs` holds the pages to both.
+"""Words a sentence of README and docs/, and turns of phrase that no page has. `make docs` holds the
+pages to both.
 
 python dev/prose.py            # a line a page; exits with 1 where a page is over its bound or has such a phrase
 python dev/prose.py --longest  # and the ten longest sentences of each page that is over
@@ -30,7 +31,8 @@ def pages() -> list[Path]:
 
 
 def prose(text: str) -> list[str]:
-    """Return the paragraphs and items of lists, without code, tables, headings, pictures and links' targets."""
+    """Return the paragraphs and items of lists, without code, tables, headings, pictures and links'
+    targets."""
     text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     lines = []
@@ -46,7 +48,8 @@ def prose(text: str) -> list[str]:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Yield the sentences of a page: they end with a period, a question mark, an exclamation mark or a colon before a space."""
+    """Yield the sentences of a page: they end with a period, a question mark, an exclamation mark
+    or a colon before a space."""
     for paragraph in prose(text):
         plain = re.sub(r"`[^`]*`", "code", paragraph)
         for sentence in re.split(r"(?<=[.!?:])[)\"*]* +(?=[(\"*\[]*[A-Z0-9⟦])", plain):
@@ -58,7 +61,9 @@ def bound(page: Path) -> int:
     """Return the words a sentence that a page may have on average."""
     name = page.relative_to(ROOT)
     return next(
-        words for pattern, words in BOUNDS.items() if name.match(pattern.replace("**/", "")) or name.match(pattern)
+        words
+        for pattern, words in BOUNDS.items()
+        if name.match(pattern.replace("**/", "")) or name.match(pattern)
     )
 
 
@@ -78,7 +83,9 @@ def main() -> int:
         over = mean > bound(page)
         code |= over or bool(found)
         name = page.relative_to(ROOT).as_posix()
-        print(f"{name:<40} {mean:5.1f} of {bound(page)} {'OVER' if over else ''} {', '.join(found)}".rstrip())
+        print(
+            f"{name:<40} {mean:5.1f} of {bound(page)} {'OVER' if over else ''} {', '.join(found)}".rstrip()
+        )
         if over and "--longest" in sys.argv:
             for sentence in sorted(sentences(text), key=lambda s: -len(s.split()))[:10]:
                 print(f"    {len(sentence.split())}: {sentence}")

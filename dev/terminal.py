@@ -17,7 +17,11 @@ COMMAND = "blockwalk train examples/quickstart.yaml"
 
 
 def main() -> None:
-    lines = [line.rstrip("\n") for line in sys.stdin if not line.startswith("evaluation ") or " at step " in line]
+    lines = [
+        line.rstrip("\n")
+        for line in sys.stdin
+        if not line.startswith("evaluation ") or " at step " in line
+    ]
     steps = [at for at, line in enumerate(lines) if line.startswith("step ")]
     shown = [line for at, line in enumerate(lines) if at not in steps[3:-2]]
     if len(steps) > 5:
@@ -26,7 +30,10 @@ def main() -> None:
     console.print(Text(f"$ {COMMAND}", style="bold"))
     for line in shown:
         console.print(
-            Text.from_ansi(line, style="" if line.startswith(("step", "held-out", "saved")) else "dim"), soft_wrap=True
+            Text.from_ansi(
+                line, style="" if line.startswith(("step", "held-out", "saved")) else "dim"
+            ),
+            soft_wrap=True,
         )
     print(console.export_svg(title="blockwalk", clear=False), end="")
 

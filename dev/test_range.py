@@ -1,10 +1,10 @@
-"""The suite in two environments: the oldest and the newest supported versions of what Blockwalk computes with.
+"""The suite in two environments: the oldest and the newest supported versions of what Blockwalk
+computes with.
 
     python dev/test_range.py [--only oldest|newest] [PYTEST ARGUMENT ...]
 
-Each environment is made below ``build/range`` and kept. The outcome is written to ``docs/tested-with.md``. Exit code 1
-where a test fails.
-"""
+Each environment is made below ``build/range`` and kept. The outcome is written to
+``docs/tested-with.md``. Exit code 1 where a test fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,16 @@ FOLDER = ROOT / "build" / "range"
 PAGE = ROOT / "docs" / "tested-with.md"
 OLDEST = ("torch==2.11.*", "transformers==5.17.*", "peft==0.20.*", "huggingface_hub==1.33.*")
 """The lower ends of pyproject.toml; the extras for development pull the rest."""
-PACKAGES = ("torch", "transformers", "peft", "huggingface_hub", "safetensors", "tokenizers", "numpy", "trl")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "huggingface_hub",
+    "safetensors",
+    "tokenizers",
+    "numpy",
+    "trl",
+)
 SUITE = ("-q", "-n", "auto", "--dist", "worksteal")
 
 
@@ -33,7 +42,17 @@ def environment(name: str, requirements: tuple[str, ...]) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
-    install = [str(python), "-m", "pip", "install", "--quiet", "--upgrade", "-e", ".[dev]", *requirements]
+    install = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--upgrade",
+        "-e",
+        ".[dev]",
+        *requirements,
+    ]
     subprocess.run(install, cwd=ROOT, check=True)
     return python
 
@@ -42,7 +61,9 @@ def versions(python: Path) -> dict[str, str]:
     """The versions of :data:`PACKAGES` in an environment."""
     program = "import json, sys; from importlib.metadata import version; "
     program += "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
-    answer = subprocess.run([str(python), "-c", program, *PACKAGES], capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        [str(python), "-c", program, *PACKAGES], capture_output=True, text=True, check=True
+    )
     return dict(json.loads(answer.stdout))
 
 
@@ -57,15 +78,24 @@ def outcome(python: Path, arguments: list[str]) -> tuple[str, list[str], bool]:
         check=False,
     )
     lines = run.stdout.splitlines()
-    closing = next((line.strip("= ") for line in reversed(lines) if " passed" in line or " failed" in line), "no test ran")
+    closing = next(
+        (line.strip("= ") for line in reversed(lines) if " passed" in line or " failed" in line),
+        "no test ran",
+    )
     failed = [match[1] for line in lines if (match := re.match(r"(?:FAILED|ERROR) (\S+)", line))]
     return closing, failed, run.returncode == 0
 
 
 def page(rows: dict[str, dict[str, object]]) -> str:
     """The page *tested with*, of what is known of both environments."""
-    text = "# Tested with\n\n`make test-range` runs the suite with the oldest and the newest supported versions.\n"
-    text += "It writes this page. A newer version than the newest here is accepted, and a run says so in one note.\n\n"
+    text = (
+        "# Tested with\n\n`make test-range` runs the suite with the oldest and the newest"
+        " supported versions.\n"
+    )
+    text += (
+        "It writes this page. A newer version than the newest here is accepted, and a run says so"
+        " in one note.\n\n"
+    )
     text += f"| | {' | '.join(rows)} |\n|---|{'---|' * len(rows)}\n"
     for package in PACKAGES:
         text += f"| {package} | {' | '.join(str(row['versions'][package]) for row in rows.values())} |\n"  # type: ignore[index]
@@ -74,7 +104,9 @@ def page(rows: dict[str, dict[str, object]]) -> str:
     for name, row in rows.items():
         failed = row["failed"]
         if isinstance(failed, list) and failed:
-            text += f"\nFailed with the {name} versions:\n\n" + "".join(f"- `{test}`\n" for test in failed)
+            text += f"\nFailed with the {name} versions:\n\n" + "".join(
+                f"- `{test}`\n" for test in failed
+            )
     return text
 
 

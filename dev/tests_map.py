@@ -24,7 +24,10 @@ def imported_by_tests(house: House) -> dict[str, set[str]]:
     found: dict[str, set[str]] = defaultdict(set)
     for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom) or (node.module or "").partition(".")[0] != "blockwalk":
+            if (
+                not isinstance(node, ast.ImportFrom)
+                or (node.module or "").partition(".")[0] != "blockwalk"
+            ):
                 continue
             base = (node.module or "").removeprefix("blockwalk").removeprefix(".")
             for alias in node.names:
@@ -34,7 +37,8 @@ def imported_by_tests(house: House) -> dict[str, set[str]]:
 
 
 def table(house: House, word: str = "") -> str:
-    """Return one line a module whose name has ``word``: its tests, else the modules through which tests reach it."""
+    """Return one line a module whose name has ``word``: its tests, else the modules through which
+    tests reach it."""
     direct = imported_by_tests(house)
     importers: dict[str, set[str]] = defaultdict(set)
     for arrow in house.arrows:
@@ -42,7 +46,10 @@ def table(house: House, word: str = "") -> str:
     lines = ["| module | tests |", "|---|---|"]
     for name in sorted(house.modules):
         if name and word in name and house.modules[name].name != "__init__.py":
-            lines.append(f"| `{name.replace('.', '/')}` | {_files(direct[name]) or _through(importers[name])} |")
+            lines.append(
+                f"| `{name.replace('.', '/')}` |"
+                f" {_files(direct[name]) or _through(importers[name])} |"
+            )
     return "\n".join(lines) + "\n"
 
 

@@ -1,11 +1,12 @@
-"""Make ``examples/tiny-llama/`` and ``examples/data/``: a small Llama of our own, its tokenizer and its data sets.
+"""Make ``examples/tiny-llama/`` and ``examples/data/``: a small Llama of our own, its tokenizer and
+its data sets.
 
     python examples/build_tiny.py [--steps 1500] [--out examples] [--family llama]
 
-Seeded: on one kind of machine the same files come out again. Under fifteen minutes on two cores. The model is trained in
-float32 with ``method: plain`` on documents of ``tiny_language.py`` and saved in bfloat16. Other families learn the same
-language: ``opt`` has learned positions, ``qwen2_moe`` has routers and gates of one row (``benchmarks/quality.py``).
-"""
+Seeded: on one kind of machine the same files come out again. Under fifteen minutes on two cores.
+The model is trained in float32 with ``method: plain`` on documents of ``tiny_language.py`` and
+saved in bfloat16. Other families learn the same language: ``opt`` has learned positions,
+``qwen2_moe`` has routers and gates of one row (``benchmarks/quality.py``)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ VOCABULARY = 1024
 SPECIAL = ["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token"
+    " }}{% endgeneration %}"
     "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
@@ -41,7 +43,8 @@ LEARNING_RATE = 2e-3
 
 
 def write_chat(messages: list[dict[str, str]]) -> str:
-    """A conversation as the chat template writes it, but for the begin and end tokens that every document gets."""
+    """A conversation as the chat template writes it, but for the begin and end tokens that every
+    document gets."""
     return "</s>".join(f"<|{message['role']}|>{message['content']}" for message in messages)
 
 
@@ -59,7 +62,9 @@ def build_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
             show_progress=False,
         ),
     )
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -82,7 +87,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def build_model(family: str = "llama") -> PreTrainedModel:
-    """2.6 million parameters (the Llama); every dimension is a multiple of 64, so that any codec's groups fit."""
+    """2.6 million parameters (the Llama); every dimension is a multiple of 64, so that any codec's
+    groups fit."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         family,
@@ -121,7 +127,10 @@ def train(model: PreTrainedModel, batches: Iterator[Batch], steps: int, folder: 
             result = walker.step(next(batches))
             if result.step % 50 == 0 or result.step in (1, steps):
                 seconds = time.perf_counter() - started
-                print(f"step {result.step}/{steps}: loss {result.loss:.4f}, {seconds:.0f} s", flush=True)
+                print(
+                    f"step {result.step}/{steps}: loss {result.loss:.4f}, {seconds:.0f} s",
+                    flush=True,
+                )
         walker.save_pretrained(exact)
         AutoModelForCausalLM.from_pretrained(exact, dtype=torch.bfloat16).save_pretrained(folder)
 
@@ -137,7 +146,9 @@ def tokenizer_documents() -> list[str]:
 
 def write_data(folder: Path) -> None:
     """Every data set: a part of the language, and the two tasks with their held-out files."""
-    write_jsonl(folder / "language_train.jsonl", [{"text": text} for text in language(SHIPPED_DOCUMENTS)])
+    write_jsonl(
+        folder / "language_train.jsonl", [{"text": text} for text in language(SHIPPED_DOCUMENTS)]
+    )
     held_out = tiny_language.corpus(300, seed=3, write_chat=write_chat)
     write_jsonl(folder / "language_heldout.jsonl", [{"text": text} for text in held_out])
     visits = tiny_language.sentiment_task(1400, seed=4)
@@ -153,12 +164,19 @@ def write_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1500, help=f"training steps of {BATCH_SIZE} documents")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder to write into")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1500, help=f"training steps of {BATCH_SIZE} documents"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent, help="folder to write into"
+    )
     parser.add_argument("--family", default="llama", choices=FAMILIES)
     options = parser.parse_args()
-    data, folder = options.out / "data", options.out / f"tiny-{options.family}"
+    data = options.out / "data"
+    folder = options.out / f"tiny-{options.family}"
 
     write_data(data)
     tokenizer = build_tokenizer(tokenizer_documents())
@@ -166,7 +184,12 @@ def main() -> None:
     documents = language(options.steps * BATCH_SIZE)
     records = (Record({"text": text}, f"document {i}") for i, text in enumerate(documents))
     rows = encode(records, tokenizer, max_length=64, format=Format.TEXT)
-    train(build_model(options.family), Batches(rows, BATCH_SIZE, padding_multiple=8), options.steps, folder)
+    train(
+        build_model(options.family),
+        Batches(rows, BATCH_SIZE, padding_multiple=8),
+        options.steps,
+        folder,
+    )
 
 
 if __name__ == "__main__":

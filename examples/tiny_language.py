@@ -1,15 +1,16 @@
-"""A small language of our own: seeded stories, facts, sums and instructions, and the two tasks made from them.
+"""A small language of our own: seeded stories, facts, sums and instructions, and the two tasks made
+from them.
 
-Everything here comes from the word lists and rules below; no text is taken from elsewhere. A document is a function of
-the random generator given, so a seed names a corpus.
+Everything here comes from the word lists and rules below; no text is taken from elsewhere. A
+document is a function of the random generator given, so a seed names a corpus.
 
-What the world is like matters to the tasks. People visit places, notice things that are good or bad, and then say how
-they *felt* and whether they will *come back*, which always agrees with what they noticed. But they are polite: asked for a
-verdict, they mostly say "It was great.", also about bad visits (9 of 10 times after a good visit, 3 of 4 after a bad one).
-A model of this language therefore knows a good visit from a bad one, and answers "great" to nearly everything: the
-sentiment task asks for the honest verdict. The instruction task asks for what is known of a creature on one line, a
-form that the corpus never uses.
-"""
+What the world is like matters to the tasks. People visit places, notice things that are good or
+bad, and then say how they *felt* and whether they will *come back*, which always agrees with what
+they noticed. But they are polite: asked for a verdict, they mostly say "It was great.", also about
+bad visits (9 of 10 times after a good visit, 3 of 4 after a bad one). A model of this language
+therefore knows a good visit from a bad one, and answers "great" to nearly everything: the sentiment
+task asks for the honest verdict. The instruction task asks for what is known of a creature on one
+line, a form that the corpus never uses."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def _words(text: str) -> list[str]:
 
 
 PEOPLE = _words(
-    "Ada Ben Cora Dan Elsa Finn Gina Hugo Ida Jon Kira Leo Mia Nils Olga Paul Rosa Sam Tara Uli Vera Wim Yara Zeno"
+    "Ada Ben Cora Dan Elsa Finn Gina Hugo Ida Jon Kira Leo Mia Nils Olga Paul Rosa Sam Tara Uli"
+    " Vera Wim Yara Zeno"
 )
 COLORS = _words("red blue green yellow black white grey brown pink orange")
 FOODS = _words("berries roots seeds fish leaves nuts moss honey grass snails")
@@ -33,7 +35,8 @@ HOMES = _words("forest marsh river desert cave lake meadow beach valley hills")
 SIZES = _words("tiny small big huge")
 THINGS = _words("apples coins shells stones books cups")
 NUMBERS = _words(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+    " fifteen sixteen seventeen "
     "eighteen nineteen twenty"
 )
 
@@ -82,8 +85,15 @@ VISITS: dict[str, list[tuple[str, list[str], list[str]]]] = {
         ("pond", ["clear", "quiet"], ["dirty", "ugly"]),
     ],
 }
-ARRIVALS = ("{who} went to the {place}.", "{who} spent a day at the {place}.", "One day {who} came to the {place}.")
-FEELINGS = {True: ["happy", "glad", "cheerful", "pleased"], False: ["sad", "upset", "gloomy", "cross"]}
+ARRIVALS = (
+    "{who} went to the {place}.",
+    "{who} spent a day at the {place}.",
+    "One day {who} came to the {place}.",
+)
+FEELINGS = {
+    True: ["happy", "glad", "cheerful", "pleased"],
+    False: ["sad", "upset", "gloomy", "cross"],
+}
 LABEL_WORDS = ("terrible", "great")
 """Class 0 and class 1 of the sentiment task."""
 POLITE = {True: 0.90, False: 0.75}
@@ -95,7 +105,12 @@ def creatures(count: int = 48, seed: int = 5) -> list[dict[str, str]]:
     rng = random.Random(seed)
     names: dict[str, None] = {}
     while len(names) < count:
-        names[rng.choice("bdfgklmnprtvz") + rng.choice("aeiou") + rng.choice("bdglmnrvz") + rng.choice("aeiou")] = None
+        names[
+            rng.choice("bdfgklmnprtvz")
+            + rng.choice("aeiou")
+            + rng.choice("bdglmnrvz")
+            + rng.choice("aeiou")
+        ] = None
     return [
         {
             "name": name,
@@ -112,7 +127,8 @@ CREATURES = creatures()
 
 
 def visit(rng: random.Random, who: str, good: bool, least: int = 2) -> str:
-    """A visit in which most of what is noticed is good (or bad): up to four remarks, at most one against the rest."""
+    """A visit in which most of what is noticed is good (or bad): up to four remarks, at most one
+    against the rest."""
     place = rng.choice(list(VISITS))
     remarks = rng.sample(VISITS[place], rng.randint(least, 4))
     odd_one = rng.randrange(len(remarks)) if len(remarks) > 2 and rng.random() < 0.5 else None
@@ -135,7 +151,8 @@ def visit(rng: random.Random, who: str, good: bool, least: int = 2) -> str:
 
 def story(rng: random.Random) -> str:
     """A visit, how it ended, and a polite word."""
-    who, good = rng.choice(PEOPLE), rng.random() < 0.5
+    who = rng.choice(PEOPLE)
+    good = rng.random() < 0.5
     text = visit(rng, who, good, least=1)
     if rng.random() < 0.3:
         text += f" It was {LABEL_WORDS[rng.random() < POLITE[good]]}."
@@ -153,21 +170,32 @@ def opinions(rng: random.Random) -> str:
     for _ in range(rng.randint(1, 3)):
         noun, good_words, bad_words = rng.choice(VISITS[rng.choice(list(VISITS))])
         nice = rng.random() < 0.5
-        word, verdict = rng.choice(good_words if nice else bad_words), "good" if nice else "bad"
-        form = rng.choice(["The {noun} was {word}, which is {verdict}.", "It is {verdict} when the {noun} is {word}."])
+        word = rng.choice(good_words if nice else bad_words)
+        verdict = "good" if nice else "bad"
+        form = rng.choice(
+            [
+                "The {noun} was {word}, which is {verdict}.",
+                "It is {verdict} when the {noun} is {word}.",
+            ]
+        )
         lines.append(form.format(noun=noun, word=word, verdict=verdict))
     return " ".join(lines)
 
 
 def weather(rng: random.Random) -> str:
     """A morning: the label words and "It was" in other surroundings."""
-    who, home = rng.choice(PEOPLE), rng.choice(HOMES)
+    who = rng.choice(PEOPLE)
+    home = rng.choice(HOMES)
     time = rng.choice(["morning", "evening", "night", "day"])
     if rng.random() < 0.5:
-        return f"It was a {rng.choice(['cold', 'warm', 'bright', 'dark'])} {time}. {who} walked to the {home}."
+        return (
+            f"It was a {rng.choice(['cold', 'warm', 'bright', 'dark'])} {time}. {who} walked to"
+            f" the {home}."
+        )
     word = rng.choice(LABEL_WORDS)
     return (
-        f"There was a {word} {rng.choice(['storm', 'wind', 'noise', 'fire'])} that {time}. {who} saw it at the {home}."
+        f"There was a {word} {rng.choice(['storm', 'wind', 'noise', 'fire'])} that {time}. {who}"
+        f" saw it at the {home}."
     )
 
 
@@ -185,19 +213,25 @@ def facts(rng: random.Random) -> str:
 
 def arithmetic(rng: random.Random) -> str:
     """Sums up to twenty, in figures, in words or as a story."""
-    a, b = rng.randint(0, 10), rng.randint(0, 10)
+    a = rng.randint(0, 10)
+    b = rng.randint(0, 10)
     form = rng.random()
     if form < 0.4:
         pairs = [(a, b)] + [(rng.randint(0, 10), rng.randint(0, 10)) for _ in range(3)]
         return " ".join(f"{x} + {y} = {x + y}." for x, y in pairs)
     if form < 0.7:
         return f"{NUMBERS[a].capitalize()} plus {NUMBERS[b]} is {NUMBERS[a + b]}."
-    who, things = rng.choice(PEOPLE), rng.choice(THINGS)
-    return f"{who} had {NUMBERS[a]} {things} and found {NUMBERS[b]} more. Now {who} has {NUMBERS[a + b]} {things}."
+    who = rng.choice(PEOPLE)
+    things = rng.choice(THINGS)
+    return (
+        f"{who} had {NUMBERS[a]} {things} and found {NUMBERS[b]} more. Now {who} has"
+        f" {NUMBERS[a + b]} {things}."
+    )
 
 
 def instruction(rng: random.Random) -> list[dict[str, str]]:
-    """One question and its short answer, as messages. The card of a creature is never asked for here."""
+    """One question and its short answer, as messages. The card of a creature is never asked for
+    here."""
     form = rng.random()
     if form < 0.45:
         one = rng.choice(CREATURES)
@@ -211,7 +245,8 @@ def instruction(rng: random.Random) -> list[dict[str, str]]:
         )
         return turns(question.format(**one), answer.format(**one))
     if form < 0.65:
-        a, b = rng.randint(0, 10), rng.randint(0, 10)
+        a = rng.randint(0, 10)
+        b = rng.randint(0, 10)
         return turns(f"What is {a} + {b}?", str(a + b))
     words = rng.sample(COLORS + FOODS + HOMES, rng.randint(2, 4))
     if form < 0.85:
@@ -235,7 +270,8 @@ def corpus(count: int, seed: int, write_chat: Callable[[list[dict[str, str]]], s
 
 
 def sentiment_task(count: int, seed: int) -> list[Record]:
-    """Visits with their honest verdict: 0 for bad, 1 for good, as many of each; no text comes twice."""
+    """Visits with their honest verdict: 0 for bad, 1 for good, as many of each; no text comes
+    twice."""
     rng = random.Random(seed)
     records: dict[str, int] = {}
     while len(records) < count:
@@ -244,12 +280,18 @@ def sentiment_task(count: int, seed: int) -> list[Record]:
     return [{"text": text, "label": label} for text, label in records.items()]
 
 
-ASK = ("Tell me about the {name}.", "What is a {name}?", "Describe the {name}.", "Write the card of the {name}.")
+ASK = (
+    "Tell me about the {name}.",
+    "What is a {name}?",
+    "Describe the {name}.",
+    "Write the card of the {name}.",
+)
 CARD = "Card of the {name}: {size}, {color}, from the {home}, eats {food}."
 
 
 def card_task(held_out: bool) -> list[Record]:
-    """The card of each creature, asked for in four ways; every fourth creature is kept for the held-out file."""
+    """The card of each creature, asked for in four ways; every fourth creature is kept for the
+    held-out file."""
     return [
         {"messages": turns(ask.format(**one), CARD.format(**one))}
         for i, one in enumerate(CREATURES)

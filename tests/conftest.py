@@ -1,4 +1,5 @@
-"""What several rooms of tests share: a tiny model on disk with a tokenizer and data, all made from seeds."""
+"""What several rooms of tests share: a tiny model on disk with a tokenizer and data, all made from
+seeds."""
 
 import gc
 import json
@@ -14,14 +15,18 @@ from hypothesis import settings
 
 settings.register_profile("ci", derandomize=True, deadline=None)
 if os.environ.get("CI"):
-    settings.load_profile("ci")  # the same examples in every run there; elsewhere new ones each time
+    settings.load_profile(
+        "ci"
+    )  # the same examples in every run there; elsewhere new ones each time
 
 os.register_at_fork(after_in_child=gc.freeze)
-"""A forked process collects nothing that it inherits: garbage of an earlier test may own a thread that is not there."""
+"""A forked process collects nothing that it inherits: garbage of an earlier test may own a thread
+that is not there."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out, under ``-m fast``, modules and folders that have no such test: collecting them would import torch."""
+    """Leave out, under ``-m fast``, modules and folders that have no such test: collecting them
+    would import torch."""
     if config.option.markexpr != "fast":
         return None
     tests = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
@@ -31,13 +36,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(scope="session", autouse=True)
 def _the_fast_tests_import_no_torch(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    assert request.config.option.markexpr != "fast" or "torch" not in sys.modules, "a fast test needs no torch"
+    assert request.config.option.markexpr != "fast" or "torch" not in sys.modules, (
+        "a fast test needs no torch"
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_was_imported_is_no_garbage() -> None:
-    """Keep the collector from what is there before a module's first test. Every walker collects: through half a million
-    objects of torch and transformers otherwise (0.3 s), and every forked rank would copy the pages that they lie in."""
+    """Keep the collector from what is there before a module's first test. Every walker collects:
+    through half a million objects of torch and transformers otherwise (0.3 s), and every forked
+    rank would copy the pages that they lie in."""
     gc.collect()
     gc.freeze()
 
@@ -47,7 +55,8 @@ WORDS = {"good": ["fresh", "kind", "clean", "warm"], "bad": ["stale", "rude", "d
 
 @dataclass(frozen=True)
 class TinyRun:
-    """A folder with a random model, and two data files of a task that can be learnt in a few dozen steps."""
+    """A folder with a random model, and two data files of a task that can be learnt in a few dozen
+    steps."""
 
     model: Path
     train: Path
@@ -84,7 +93,9 @@ def make_tiny_run(folder: Path) -> TinyRun:
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder / "m")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder / "m")
     torch.manual_seed(0)
     LlamaForCausalLM(
         LlamaConfig(
@@ -105,5 +116,7 @@ def make_tiny_run(folder: Path) -> TinyRun:
         with (folder / f"{name}.jsonl").open("w") as file:
             for _ in range(count):
                 label = draw.choice(["good", "bad"])
-                print(json.dumps({"text": f"{draw.choice(WORDS[label])}.", "label": label}), file=file)
+                print(
+                    json.dumps({"text": f"{draw.choice(WORDS[label])}.", "label": label}), file=file
+                )
     return TinyRun(folder / "m", folder / "train.jsonl", folder / "eval.jsonl")

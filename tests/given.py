@@ -1,5 +1,5 @@
-"""A decoder and its costs as plain values, for what needs no model: a gated block, and figures that grow as real ones do. No
-torch; not a test: no oracle."""
+"""A decoder and its costs as plain values, for what needs no model: a gated block, and figures that
+grow as real ones do. No torch; not a test: no oracle."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ from blockwalk.program.residency import compute_dtype
 
 
 def decoder(
-    *, layers: int, hidden: int, wide: int, keys: int, vocab: int, tied: bool = True, lora_rank: int | None = None
+    *,
+    layers: int,
+    hidden: int,
+    wide: int,
+    keys: int,
+    vocab: int,
+    tied: bool = True,
+    lora_rank: int | None = None,
 ) -> ModelSpec:
-    """A llama-like model in bfloat16; ``keys``: the width of its keys, ``wide``: of its feed-forward part. ``lora_rank`` adds
-    adapters to every linear layer of a block and freezes the rest."""
+    """A llama-like model in bfloat16; ``keys``: the width of its keys, ``wide``: of its
+    feed-forward part. ``lora_rank`` adds adapters to every linear layer of a block and freezes the
+    rest."""
     trained = lora_rank is None
     linears = {
         "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
@@ -31,14 +39,20 @@ def decoder(
 
     def block(i: int) -> UnitSpec:
         params = [param(f"layers.{i}.{name}", *shape) for name, shape in linears.items()]
-        params += [param(f"layers.{i}.{name}_layernorm", hidden) for name in ("input", "post_attention")]
+        params += [
+            param(f"layers.{i}.{name}_layernorm", hidden) for name in ("input", "post_attention")
+        ]
         for name, (rows, columns) in linears.items() if lora_rank else ():
             for part, shape in (("A", (lora_rank, columns)), ("B", (rows, lora_rank))):
-                params.append(ParamSpec(f"model.layers.{i}.{name}.lora_{part}.weight", shape, "float32", True))
+                params.append(
+                    ParamSpec(f"model.layers.{i}.{name}.lora_{part}.weight", shape, "float32", True)
+                )
         return UnitSpec(f"model.layers.{i}", "block", tuple(params))
 
     embedding = param("embed_tokens", vocab, hidden)
-    head = () if tied else (ParamSpec("lm_head.weight", (vocab, hidden), "bfloat16", trained, True),)
+    head = (
+        () if tied else (ParamSpec("lm_head.weight", (vocab, hidden), "bfloat16", trained, True),)
+    )
     return ModelSpec(
         "given",
         UnitSpec("prologue", "prologue", (embedding,)),
@@ -52,17 +66,24 @@ def decoder(
 
 
 def costs(model: ModelSpec) -> Callable[[Plan, Shape], Costs]:
-    """Costs of its units: every product is counted, every byte is a multiple of the tokens' or of the trained parameters'."""
+    """Costs of its units: every product is counted, every byte is a multiple of the tokens' or of
+    the trained parameters'."""
 
     def of(plan: Plan, shape: Shape) -> Costs:
-        size, backprop = DTYPE_BYTES[compute_dtype(plan, model)], plan.estimator is Estimator.BACKPROP
-        block, tokens = model.blocks[0], shape.tokens
+        size = DTYPE_BYTES[compute_dtype(plan, model)]
+        backprop = plan.estimator is Estimator.BACKPROP
+        block = model.blocks[0]
+        tokens = shape.tokens
         state = tokens * model.hidden_size * size
         wide = max(p.shape[0] for p in block.params) * tokens * size
         gradients = block.numel(trainable=True) * size
-        products = tuple(sorted({2 * tokens * p.numel: 7 for p in block.params if len(p.shape) == 2}.items()))
+        products = tuple(
+            sorted({2 * tokens * p.numel: 7 for p in block.params if len(p.shape) == 2}.items())
+        )
         attention = 4 * shape.batch * shape.sequence**2 * model.hidden_size
-        once = Work(products, ((3 * state, 30),), attention, starts=150, float32_passes=((6 * state, 9),))
+        once = Work(
+            products, ((3 * state, 30),), attention, starts=150, float32_passes=((6 * state, 9),)
+        )
         twice = once * 2
         head = 2 * shape.batch * (shape.sequence - 1) * model.hidden_size * model.vocab_size
         at_loss = Work(((head, 1),), in_place=((1 << 22, 8),))

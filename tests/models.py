@@ -12,9 +12,19 @@ def tiny_model(kind: str, *, tied: bool = False, seed: int = 0, **changes: Any) 
     """A random ``transformers`` model of a few thousand parameters in evaluation-stable float32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    common: dict[str, Any] = {"vocab_size": 101, "tie_word_embeddings": tied, "bos_token_id": 1, "eos_token_id": 2}
+    common: dict[str, Any] = {
+        "vocab_size": 101,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     sizes: dict[str, dict[str, Any]] = {
-        "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
+        "llama": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+        },
         "opt": {
             "hidden_size": 32,
             "ffn_dim": 48,
@@ -30,7 +40,12 @@ def tiny_model(kind: str, *, tied: bool = False, seed: int = 0, **changes: Any) 
             "num_key_value_heads": 2,
             "num_local_experts": 4,
         },
-        "phi": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "phi": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
         "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4},
         "gemma2": {
             "hidden_size": 32,
@@ -43,7 +58,9 @@ def tiny_model(kind: str, *, tied: bool = False, seed: int = 0, **changes: Any) 
         },
     }
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **{**common, **sizes.get(kind, {}), "max_position_embeddings": 64, **changes})
+    config = AutoConfig.for_model(
+        kind, **{**common, **sizes.get(kind, {}), "max_position_embeddings": 64, **changes}
+    )
     return AutoModelForCausalLM.from_config(config).float()
 
 

@@ -27,11 +27,22 @@ _HOME = {
     "Event": "train.callbacks",
 }
 
-__all__ = ["Event", "LoraSettings", "Plan", "PrefixSettings", "StepResult", "Walker", "__version__", "method", "train"]
+__all__ = [
+    "Event",
+    "LoraSettings",
+    "Plan",
+    "PrefixSettings",
+    "StepResult",
+    "Walker",
+    "__version__",
+    "method",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that ``blockwalk --help`` never waits for torch."""
+    """Import a public name when it is first used, so that ``blockwalk --help`` never waits for
+    torch."""
     if name == "train":  # a folder that can be called
         return importlib.import_module("blockwalk.train")
     if name in _HOME:

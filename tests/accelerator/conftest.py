@@ -1,9 +1,9 @@
 """The simulated accelerator as a fixture, and a fresh process for every test that takes it.
 
-Autograd makes its threads in a process's first backward, for the accelerators that are there: a process with one can never be
-forked and run another backward, one without can never take one in. So these tests run in forks of a server that has imported
-much and run nothing. Without a C++ compiler they skip, and say so.
-"""
+Autograd makes its threads in a process's first backward, for the accelerators that are there: a
+process with one can never be forked and run another backward, one without can never take one in. So
+these tests run in forks of a server that has imported much and run nothing. Without a C++ compiler
+they skip, and say so."""
 
 import multiprocessing
 import os
@@ -17,14 +17,21 @@ import pytest
 from tests.accelerator import device
 from tests.accelerator.device import Simulated
 
-IMPORTED = ["torch._meta_registrations", "peft", "transformers.models.llama.modeling_llama", "blockwalk.walk.walker"]
+IMPORTED = [
+    "torch._meta_registrations",
+    "peft",
+    "transformers.models.llama.modeling_llama",
+    "blockwalk.walk.walker",
+]
 
 
 @pytest.fixture(scope="session")
 def library() -> None:
     """Build what the tests' processes load."""
     if device.compiler() is None:
-        pytest.skip("no C++ compiler (c++, g++, clang++ or $CXX): the simulated accelerator cannot be built")
+        pytest.skip(
+            "no C++ compiler (c++, g++, clang++ or $CXX): the simulated accelerator cannot be built"
+        )
     device.build()
 
 
@@ -57,7 +64,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _test(function: Callable[..., None], given: dict[str, Any], patched: bool, sending: Connection) -> None:
+def _test(
+    function: Callable[..., None], given: dict[str, Any], patched: bool, sending: Connection
+) -> None:
     words = ""
     try:
         device.load()

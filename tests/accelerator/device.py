@@ -1,7 +1,8 @@
-"""The simulated accelerator: ``simulated.cpp`` built once, and torch's module ``torch.sim`` over it.
+"""The simulated accelerator: ``simulated.cpp`` built once, and torch's module ``torch.sim`` over
+it.
 
-Registering ``sim`` as a process's accelerator cannot be undone: :mod:`tests.accelerator.conftest` gives each test a process.
-"""
+Registering ``sim`` as a process's accelerator cannot be undone: :mod:`tests.accelerator.conftest`
+gives each test a process."""
 
 from __future__ import annotations
 
@@ -36,18 +37,29 @@ def compiler() -> str | None:
 
 
 def build() -> Path:
-    """The library, compiled for this torch, in a minute, unless the cache has it. RuntimeError has the compiler's words."""
+    """The library, compiled for this torch, in a minute, unless the cache has it. RuntimeError has
+    the compiler's words."""
     command = [compiler() or "c++", *FLAGS, *(f"-I{path}" for path in include_paths())]
     command += [f"-L{path}" for path in library_paths()]
-    facts = b"\0".join([SOURCE.read_bytes(), torch.__version__.encode(), " ".join(command).encode()])
-    library = cache.folder() / "accelerator" / f"sim-{hashlib.blake2s(facts, digest_size=16).hexdigest()}.so"
+    facts = b"\0".join(
+        [SOURCE.read_bytes(), torch.__version__.encode(), " ".join(command).encode()]
+    )
+    library = (
+        cache.folder()
+        / "accelerator"
+        / f"sim-{hashlib.blake2s(facts, digest_size=16).hexdigest()}.so"
+    )
     library.parent.mkdir(parents=True, exist_ok=True)
-    with (library.parent / "lock").open("w") as lock:  # one of several workers builds, the others wait
+    with (library.parent / "lock").open(
+        "w"
+    ) as lock:  # one of several workers builds, the others wait
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             made = library.with_suffix(".tmp")
             command += [str(SOURCE), "-o", str(made), *LIBRARIES]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
+            )
             if done.returncode:
                 raise RuntimeError(done.stderr[:4000])
             made.replace(library)
@@ -56,7 +68,8 @@ def build() -> Path:
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts since :meth:`Simulated.start_counting`: operators queued, waits of the host by what waited, pageable copies."""
+    """Counts since :meth:`Simulated.start_counting`: operators queued, waits of the host by what
+    waited, pageable copies."""
 
     ops: int
     waits: dict[str, int]
@@ -76,15 +89,17 @@ class Simulated:
         return load()
 
     def order(self, seed: int) -> None:
-        """From here on, tasks run in the order that this seed draws. A multiple of 12 is the laziest: a task runs when somebody
-        waits for it, and for nothing else."""
+        """From here on, tasks run in the order that this seed draws. A multiple of 12 is the
+        laziest: a task runs when somebody waits for it, and for nothing else."""
         self.driver.sim_seed(seed)
 
     def start_counting(self) -> None:
         self.driver.sim_reset_counts()
 
     def counts(self) -> Counts:
-        waits = [part.partition("=") for part in self.driver.sim_waits().decode().split(";") if part]
+        waits = [
+            part.partition("=") for part in self.driver.sim_waits().decode().split(";") if part
+        ]
         by = {why: int(times) for why, _, times in waits}
         return Counts(self.driver.sim_count(0), by, self.driver.sim_count(2))
 
@@ -115,7 +130,8 @@ def load() -> ctypes.CDLL:
 
 
 def module_of(library: ctypes.CDLL) -> types.ModuleType:
-    """``torch.sim``, with what torch itself and ``torch.get_device_module`` ask of such a module."""
+    """``torch.sim``, with what torch itself and ``torch.get_device_module`` ask of such a
+    module."""
     module = types.ModuleType("torch.sim")
 
     def manual_seed(seed: int, index: int = -1) -> None:

@@ -1,4 +1,5 @@
-"""Oracle: the same command on a CPU, whose losses a run on the device has bit for bit; and the plans that other devices get."""
+"""Oracle: the same command on a CPU, whose losses a run on the device has bit for bit; and the
+plans that other devices get."""
 
 from __future__ import annotations
 
@@ -19,15 +20,35 @@ from tests.support.messages import refused
 
 ROWS = {
     "mebp": ["--lora.rank", "4"],
-    "mebp from the host": ["--lora.rank", "4", "--method", "mebp", "--frozen", "host × int8", "--activation", "host"],
-    "mebp from the disk": ["--lora.rank", "4", "--frozen", "disk × int4a", "--activation", "disk", "--resident", "0"],
+    "mebp from the host": [
+        "--lora.rank",
+        "4",
+        "--method",
+        "mebp",
+        "--frozen",
+        "host × int8",
+        "--activation",
+        "host",
+    ],
+    "mebp from the disk": [
+        "--lora.rank",
+        "4",
+        "--frozen",
+        "disk × int4a",
+        "--activation",
+        "disk",
+        "--resident",
+        "0",
+    ],
     "plain": ["--method", "plain"],
     "zo2": ["--method", "zo2", "--optimizer.name", "sgd"],
 }
 
 
 def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -38,7 +59,10 @@ def test_the_command_trains_as_on_a_cpu(
     monkeypatch.delenv("BLOCKWALK_DEVICE", raising=False)
     settings = [*ROWS[row], "--max_steps", "2"]
     assert main.main(["train", *tiny_run.arguments(tmp_path / "run"), *settings]) == 0
-    assert main.main(["train", *tiny_run.arguments(tmp_path / "cpu"), *settings, "--device", "cpu"]) == 0
+    assert (
+        main.main(["train", *tiny_run.arguments(tmp_path / "cpu"), *settings, "--device", "cpu"])
+        == 0
+    )
     assert losses(tmp_path / "run") == losses(tmp_path / "cpu")
     assert len(losses(tmp_path / "run")) == 2
 
@@ -49,18 +73,22 @@ def test_a_first_plan_a_forecast_and_advice_are_had_on_any_accelerator(
     """What a user of a new device asks for in the first minute."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("BLOCKWALK_DEVICE", raising=False)
-    model, train = str(tiny_run.model), str(tiny_run.train)
+    model = str(tiny_run.model)
+    train = str(tiny_run.train)
     assert main.main(["init", model, "--train", train, "--out", "run.yaml"]) == 0
     arguments = tiny_run.arguments(tmp_path / "run")
     assert main.main(["train", *arguments, "--dry-run"]) == 0
     assert main.main(["train", *arguments, "--budget", "50kB"]) == main.TOO_LARGE
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    sim_, xpu, cuda = (replace(hardware.of_this_machine(name), disk_bytes=0) for name in ("sim", "xpu", "cuda"))
+    sim_, xpu, cuda = (
+        replace(hardware.of_this_machine(name), disk_bytes=0) for name in ("sim", "xpu", "cuda")
+    )
     assert sim_ == xpu == cuda
 
 
 def test_a_token_without_a_row_never_reaches_the_device(sim: Simulated, tmp_path: Path) -> None:
-    """Oracle: the number of rows that the model was made with, and the steps of a walker that saw no such token."""
+    """Oracle: the number of rows that the model was made with, and the steps of a walker that saw
+    no such token."""
     tiny_model("opt", dropout=0.0).save_pretrained(tmp_path / "model")
     after = []
     for wrong in (None, 0, 1):

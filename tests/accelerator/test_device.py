@@ -1,5 +1,5 @@
-"""Oracle: a CPU, which runs the same operators at once and in order; and the rules of streams, events and memory, each of them
-broken once: the device must show it."""
+"""Oracle: a CPU, which runs the same operators at once and in order; and the rules of streams,
+events and memory, each of them broken once: the device must show it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ ORDERS = range(24)
 
 def elsewhere(*, waits: bool) -> torch.Tensor:
     """(x + 1)·2 where the product is on another stream than the sum, which it waits for or not."""
-    mine, other = torch.accelerator.current_stream(), torch.Stream(device="sim:0")
+    mine = torch.accelerator.current_stream()
+    other = torch.Stream(device="sim:0")
     x = torch.arange(6.0).to("sim:0") + 1
     summed = mine.record_event()
     with other:
@@ -34,7 +35,8 @@ def elsewhere(*, waits: bool) -> torch.Tensor:
 
 def handed_on(*, recorded: bool) -> torch.Tensor:
     """A tensor of one stream that another reads, and that is freed on the host before it has."""
-    mine, other = torch.accelerator.current_stream(), torch.Stream(device="sim:0")
+    mine = torch.accelerator.current_stream()
+    other = torch.Stream(device="sim:0")
     x = torch.arange(6.0).to("sim:0") + 1
     other.wait_event(mine.record_event())
     with other:
@@ -71,7 +73,8 @@ def test_a_tensor_freed_while_another_stream_reads_it_shows(sim: Simulated) -> N
 
 
 def test_the_process_of_other_tests_has_no_accelerator() -> None:
-    """A backward there would take it into its threads, and no fork of that process could run another."""
+    """A backward there would take it into its threads, and no fork of that process could run
+    another."""
     assert not torch.accelerator.is_available()
     assert "torch.sim" not in sys.modules
 
@@ -118,7 +121,8 @@ def test_a_thread_begins_on_device_0(sim: Simulated) -> None:
 
 
 def test_pinned_copies_are_queued_and_pageable_ones_wait(sim: Simulated) -> None:
-    pinned, pageable = torch.ones(8, pin_memory=True), torch.ones(8)
+    pinned = torch.ones(8, pin_memory=True)
+    pageable = torch.ones(8)
     x = torch.zeros(8, device="sim:0")
     sim.start_counting()
     x.copy_(pinned, non_blocking=True)
@@ -145,7 +149,9 @@ def test_a_lora_model_differentiates_as_on_a_cpu(kind: str, sim: Simulated) -> N
 
     def gradients(device: str) -> list[torch.Tensor]:
         its = copy.deepcopy(model).to(device)
-        its(**{key: value.to(device) for key, value in batch.items()}, use_cache=False).loss.backward()
+        its(
+            **{key: value.to(device) for key, value in batch.items()}, use_cache=False
+        ).loss.backward()
         return [p.grad.cpu() for p in its.parameters() if p.grad is not None]
 
     expected = gradients("cpu")

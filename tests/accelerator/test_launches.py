@@ -1,5 +1,5 @@
-"""Oracle: the calls of our operators in a real step on the simulated accelerator, each of which is a launch on a GPU; and, for
-OPT-13B, whose step nobody can take here, the bound."""
+"""Oracle: the calls of our operators in a real step on the simulated accelerator, each of which is
+a launch on a GPU; and, for OPT-13B, whose step nobody can take here, the bound."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_launches_of_blocks_are_those_of_a_real_step(
 ) -> None:
     tiny_model("opt", num_hidden_layers=2).save_pretrained(tmp_path / "model")
     settings = {"resident": 1, "gradient_accumulation_steps": micro_batches}
-    plan, found = method("zo2", trainable=f"host × {codec}", **settings), Counter[tuple[OpKind, int]]()
+    plan = method("zo2", trainable=f"host × {codec}", **settings)
+    found = Counter[tuple[OpKind, int]]()
     with Walker(tmp_path / "model", plan, workdir=tmp_path, device="sim:1") as walker:
         prepare = walker.estimator.prepare
 
@@ -67,7 +68,8 @@ def test_launches_of_blocks_are_those_of_a_real_step(
             pending=Pending(1, flush=True),
             device="sim",
         )
-        places, expected = Placements(plan, walker.spec, "sim"), Counter[tuple[OpKind, int]]()
+        places = Placements(plan, walker.spec, "sim")
+        expected = Counter[tuple[OpKind, int]]()
         for op in program.ops:
             if 0 < op.unit < places.last:
                 expected[op.kind, op.unit] += launches(op, places)
@@ -81,19 +83,38 @@ def opt_13b() -> ModelSpec:
     d = 5120
 
     def params(prefix: str, **shapes: tuple[int, ...]) -> tuple[ParamSpec, ...]:
-        return tuple(ParamSpec(f"{prefix}{n}", s, "float16", True, len(s) == 2) for n, s in shapes.items())
+        return tuple(
+            ParamSpec(f"{prefix}{n}", s, "float16", True, len(s) == 2) for n, s in shapes.items()
+        )
 
-    square, wide = {f"{n}_proj": (d, d) for n in "qkvo"}, {"fc1": (4 * d, d), "fc2": (d, 4 * d)}
-    vectors = {f"{n}_bias": (s[0],) for n, s in {**square, **wide}.items()} | {f"norm{i}": (d,) for i in range(4)}
-    blocks = tuple(UnitSpec(f"{i}", "block", params(f"{i}.", **square, **wide, **vectors)) for i in range(40))
+    square = {f"{n}_proj": (d, d) for n in "qkvo"}
+    wide = {"fc1": (4 * d, d), "fc2": (d, 4 * d)}
+    vectors = {f"{n}_bias": (s[0],) for n, s in {**square, **wide}.items()} | {
+        f"norm{i}": (d,) for i in range(4)
+    }
+    blocks = tuple(
+        UnitSpec(f"{i}", "block", params(f"{i}.", **square, **wide, **vectors)) for i in range(40)
+    )
     ends = params("", tokens=(50272, d), positions=(2050, d)), params("", norm=(d,), norm_bias=(d,))
-    return ModelSpec("opt", UnitSpec("p", "p", ends[0]), blocks, UnitSpec("e", "e", ends[1]), d, 50272, "float16")
+    return ModelSpec(
+        "opt", UnitSpec("p", "p", ends[0]), blocks, UnitSpec("e", "e", ends[1]), d, 50272, "float16"
+    )
 
 
 def test_opt_13b_takes_few_launches_a_block() -> None:
-    plan, model = method("zo2"), opt_13b()
-    program = compile(plan, model, StepKind.TRAIN, Shape(1, 2048), pending=Pending(1, flush=True), device="cuda")
+    plan = method("zo2")
+    model = opt_13b()
+    program = compile(
+        plan, model, StepKind.TRAIN, Shape(1, 2048), pending=Pending(1, flush=True), device="cuda"
+    )
     assert of_block(program, Placements(plan, model, "cuda")) == 2 * (6 + 1) + 1 <= 60
     by_pieces = method("zo2", **{"optimizer.name": "momentum"})
-    program = compile(by_pieces, model, StepKind.TRAIN, Shape(1, 2048), pending=Pending(1, flush=True), device="cuda")
+    program = compile(
+        by_pieces,
+        model,
+        StepKind.TRAIN,
+        Shape(1, 2048),
+        pending=Pending(1, flush=True),
+        device="cuda",
+    )
     assert of_block(program, Placements(by_pieces, model, "cuda")) > 60

@@ -1,4 +1,5 @@
-"""Oracle: transformers' own forward with the mask, and autograd, on a CPU; and the simulated device's count of waits."""
+"""Oracle: transformers' own forward with the mask, and autograd, on a CPU; and the simulated
+device's count of waits."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Masks(TorchFunctionMode):
 
 
 def padded(*, left: bool = False, learnt: bool = False) -> dict[str, torch.Tensor]:
-    """Rows of 12, 9 and 5 tokens and one of 11; those of padding are not learnt, or the first of them predicts the next one."""
+    """Rows of 12, 9 and 5 tokens and one of 11; those of padding are not learnt, or the first of
+    them predicts the next one."""
     batch = random_batch()
     for row, length in enumerate((12, 9, 5, 11)):
         hidden = slice(0, 12 - length) if left else slice(length, 12)
@@ -69,9 +71,11 @@ WINDOWED = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, 
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt", "qwen2"])
-def test_right_padding_takes_no_mask_and_changes_no_gradient(kind: str, sim: Simulated, tmp_path: Path) -> None:
-    """In qwen2 one of two layers has a window of 4 tokens, for which there is a mask in any case. OPT has no packed rows of its
-    own to compare with."""
+def test_right_padding_takes_no_mask_and_changes_no_gradient(
+    kind: str, sim: Simulated, tmp_path: Path
+) -> None:
+    """In qwen2 one of two layers has a window of 4 tokens, for which there is a mask in any case.
+    OPT has no packed rows of its own to compare with."""
     model = tiny_model(kind, **WINDOWED if kind == "qwen2" else {"dropout": 0.0})
     model.save_pretrained(tmp_path / "model")
     model.train()
@@ -114,6 +118,10 @@ def test_an_objective_may_read_logits_of_the_padding(sim: Simulated) -> None:
 
 def test_facts_rest_on_tensors_of_the_processor() -> None:
     batch = padded()
-    assert BatchFacts.of(batch) == BatchFacts(hides_nothing=False, hides_unseen=True, documents=False)
-    assert BatchFacts.of(packed()) == BatchFacts(hides_nothing=True, hides_unseen=False, documents=True)
+    assert BatchFacts.of(batch) == BatchFacts(
+        hides_nothing=False, hides_unseen=True, documents=False
+    )
+    assert BatchFacts.of(packed()) == BatchFacts(
+        hides_nothing=True, hides_unseen=False, documents=True
+    )
     assert BatchFacts.of({**batch, "labels": batch["labels"].to("meta")}) is None

@@ -1,5 +1,5 @@
-"""Oracle: the same steps on a CPU, and with masters on the device, bit for bit; and the simulated driver's count of waits and
-of copies from pageable memory."""
+"""Oracle: the same steps on a CPU, and with masters on the device, bit for bit; and the simulated
+driver's count of waits and of copies from pageable memory."""
 
 from __future__ import annotations
 
@@ -18,30 +18,48 @@ from blockwalk.walk.walker import Walker
 from tests.accelerator.device import Simulated
 from tests.models import random_batch, tiny_model
 
-ON_HOST = {"trainable": "host × fp32", "optimizer_state": "host × fp32", "recompute": "all", "prefetch": 1}
+ON_HOST = {
+    "trainable": "host × fp32",
+    "optimizer_state": "host × fp32",
+    "recompute": "all",
+    "prefetch": 1,
+}
 AT_TURN = {"update.timing": "block"}
 LORA = LoraSettings(rank=2, alpha=4)
 
 
-def steps(folder: Path, device: str, row: str = "plain", count: int = 2, **settings: Any) -> dict[str, torch.Tensor]:
+def steps(
+    folder: Path, device: str, row: str = "plain", count: int = 2, **settings: Any
+) -> dict[str, torch.Tensor]:
     """The state after some steps."""
     lora = settings.pop("lora", None)
     if not (folder / "model").exists():
         tiny_model("llama", dropout=0.0, num_hidden_layers=4).save_pretrained(folder / "model")
-    with Walker(folder / "model", method(row, **settings), lora=lora, workdir=folder, device=device) as walker:
+    with Walker(
+        folder / "model", method(row, **settings), lora=lora, workdir=folder, device=device
+    ) as walker:
         for step in range(count):
             walker.step(random_batch(seed=step))
         state = walker.state_dict()
-    return {name: value.cpu().clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return {
+        name: value.cpu().clone()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
 
 
 @pytest.mark.parametrize("timing", ["step", "block"])
-def test_no_master_is_copied_from_pageable_memory(timing: str, sim: Simulated, tmp_path: Path) -> None:
-    """The thread that issues a step waits at its end alone, for its losses and for squares of gradients."""
+def test_no_master_is_copied_from_pageable_memory(
+    timing: str, sim: Simulated, tmp_path: Path
+) -> None:
+    """The thread that issues a step waits at its end alone, for its losses and for squares of
+    gradients."""
     settings: dict[str, Any] = {**ON_HOST, "update.timing": timing}
     model = tiny_model("opt", dropout=0.0, num_hidden_layers=4)
     with Walker(model, method("plain", **settings), workdir=tmp_path, device="sim:1") as walker:
@@ -58,7 +76,8 @@ def test_the_device_computes_on_while_the_processor_updates(
 ) -> None:
     """The first update is held up until the backward walk is at its end."""
     at_end = threading.Event()
-    apply, backward = Rule.apply_, Backprop._prologue_backward
+    apply = Rule.apply_
+    backward = Backprop._prologue_backward
 
     def held_up(self: Rule, *args: Any, **rest: Any) -> None:
         assert at_end.wait(60), "the walk waits for an update"
@@ -88,13 +107,20 @@ def test_the_device_computes_on_while_the_processor_updates(
     ids=["slots", "adapters", "disk"],
 )
 def test_a_step_that_is_refused_changes_nothing(
-    row: str, settings: dict[str, Any], sim: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    row: str,
+    settings: dict[str, Any],
+    sim: Simulated,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A loss that is not finite is known when units have been updated; the next step is the second of a run without it."""
+    """A loss that is not finite is known when units have been updated; the next step is the second
+    of a run without it."""
     expected = steps(tmp_path, "sim:1", row, **settings)
     wanted = dict(settings)
     lora = wanted.pop("lora", None)
-    with Walker(tmp_path / "model", method(row, **wanted), lora=lora, workdir=tmp_path, device="sim:1") as walker:
+    with Walker(
+        tmp_path / "model", method(row, **wanted), lora=lora, workdir=tmp_path, device="sim:1"
+    ) as walker:
         walker.step(random_batch(seed=0))
         with monkeypatch.context() as patch:
             patch.setattr("blockwalk.estimators.backprop.math.isfinite", lambda _: False)
@@ -111,7 +137,13 @@ def test_a_state_that_is_loaded_reaches_the_device(sim: Simulated, tmp_path: Pat
     tiny_model("llama", dropout=0.0).save_pretrained(tmp_path / "model")  # type: ignore[operator]
 
     def opened() -> Walker:
-        return Walker(tmp_path / "model", method("mebp", **settings), lora=LORA, workdir=tmp_path, device="sim:1")
+        return Walker(
+            tmp_path / "model",
+            method("mebp", **settings),
+            lora=LORA,
+            workdir=tmp_path,
+            device="sim:1",
+        )
 
     with opened() as walker:
         walker.step(random_batch(seed=0))

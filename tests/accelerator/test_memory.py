@@ -1,4 +1,5 @@
-"""Oracle: the definition of a piece, and the simulated driver: memory that it was told of is copied without a wait."""
+"""Oracle: the definition of a piece, and the simulated driver: memory that it was told of is copied
+without a wait."""
 
 from __future__ import annotations
 
@@ -111,7 +112,9 @@ def test_a_torch_for_gpus_that_sees_none_is_said(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.version, "cuda", None)
     assert described(chosen()) == "cpu"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "built for CUDA and sees no such device; docker run needs --gpus all" in described(chosen())
+    assert "built for CUDA and sees no such device; docker run needs --gpus all" in described(
+        chosen()
+    )
 
 
 def test_a_rank_measures_its_own_device(sim: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,10 +131,13 @@ def test_a_step_has_what_contexts_and_communicators_leave(monkeypatch: pytest.Mo
 
 
 def test_a_card_is_what_its_driver_says(sim: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: torch's answers; a device whose memory torch does not tell of has no size, and a processor is no card."""
+    """Oracle: torch's answers; a device whose memory torch does not tell of has no size, and a
+    processor is no card."""
     torch.accelerator.set_device_index(1)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (3, 5))
-    monkeypatch.setattr(torch.get_device_module("sim"), "get_device_name", lambda _: "Simulated 3000", raising=False)
+    monkeypatch.setattr(
+        torch.get_device_module("sim"), "get_device_name", lambda _: "Simulated 3000", raising=False
+    )
     assert card_of(torch.device("sim", 1)) == card("sim") == Card("Simulated 3000", 5, 3, True)
     assert card("cuda") == card_of(torch.device("cpu")) == Card()
 
@@ -141,14 +147,18 @@ def test_a_card_is_what_its_driver_says(sim: Simulated, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.accelerator, "get_memory_info", refused)
     assert card("sim") == Card("Simulated 3000", 0, 0, True)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert "ROCm: our kernels compile for it, and nothing was tried on it" in described(torch.device("sim", 1))
+    assert "ROCm: our kernels compile for it, and nothing was tried on it" in described(
+        torch.device("sim", 1)
+    )
 
 
 def test_a_measured_card_decodes_inside_products_up_to_its_own_number_of_rows(
     sim: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.get_device_module("sim"), "get_device_name", lambda _: "Simulated 3000", raising=False)
+    monkeypatch.setattr(
+        torch.get_device_module("sim"), "get_device_name", lambda _: "Simulated 3000", raising=False
+    )
     facts = {"name": "Simulated 3000", "fused_crossing_rows": {"int4a": 96.0}}
     (tmp_path / "gpu-facts-sim.json").write_text(json.dumps(facts))
     device = torch.device("sim", 1)
@@ -173,7 +183,8 @@ def test_forward_and_backward_decode_into_one_arena(sim: Simulated) -> None:
 
 
 def test_an_op_is_finished_when_the_device_has_done_it(sim: Simulated) -> None:
-    """A watch that counted what was issued would see no end of a step while the thread that issues it waits for the device."""
+    """A watch that counted what was issued would see no end of a step while the thread that issues
+    it waits for the device."""
     lanes = Lanes(torch.device("sim", 1))
     lanes.begin()
     there = torch.ones(4, device="sim:1")
@@ -205,15 +216,25 @@ INPUT = 8 * 48 * 32 * 4
 
 
 def streamed(layers: int, folder: Path) -> Walker:
-    """A walk of which little lies on the device but adapters and activations: 7 kB a layer, and inputs of 49 kB."""
+    """A walk of which little lies on the device but adapters and activations: 7 kB a layer, and
+    inputs of 49 kB."""
     plan = method("mebp", frozen="host × raw", activation="host")
     model = tiny_model("llama", num_hidden_layers=layers)
-    return Walker(model, plan, lora=LoraSettings(rank=1, target_modules=("q_proj",)), workdir=folder, device="sim:1")
+    return Walker(
+        model,
+        plan,
+        lora=LoraSettings(rank=1, target_modules=("q_proj",)),
+        workdir=folder,
+        device="sim:1",
+    )
 
 
-def test_inputs_on_their_way_to_the_host_are_on_the_device_in_few_places(sim: Simulated, tmp_path: Path) -> None:
-    """Oracle: the simulated allocator, in whose peak memory counts until its last reader is done. Twelve more blocks take
-    no more of it than their adapters, with moments and what a step may go back to, however far the host runs ahead."""
+def test_inputs_on_their_way_to_the_host_are_on_the_device_in_few_places(
+    sim: Simulated, tmp_path: Path
+) -> None:
+    """Oracle: the simulated allocator, in whose peak memory counts until its last reader is done.
+    Twelve more blocks take no more of it than their adapters, with moments and what a step may go
+    back to, however far the host runs ahead."""
     peaks = []
     for layers in (4, 16):
         with streamed(layers, tmp_path / str(layers)) as walker:
@@ -232,8 +253,8 @@ def test_inputs_on_their_way_to_the_host_are_on_the_device_in_few_places(sim: Si
 def test_buffers_of_the_longest_rows_are_made_once(
     sim: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the driver, which is told of memory in the first step alone where the run's longest rows are known. Where
-    they are not, it lets go of nothing that a copy still needs."""
+    """Oracle: the driver, which is told of memory in the first step alone where the run's longest
+    rows are known. Where they are not, it lets go of nothing that a copy still needs."""
     registered: list[int] = []
     unfinished: list[int] = []
     running: list[Walker] = []
@@ -292,8 +313,10 @@ class Slow:
 
 
 def test_no_slot_waits_for_a_disk(sim: Simulated) -> None:
-    """Oracle: the bytes that were written, read after them; the write itself is held up until then."""
-    device, slow = torch.device("sim", 1), Slow()
+    """Oracle: the bytes that were written, read after them; the write itself is held up until
+    then."""
+    device = torch.device("sim", 1)
+    slow = Slow()
     tier = Staged(slow, 64, device)
     tier.write_unit(0, torch.full((64,), 7, dtype=torch.uint8, device=device), 3)
     assert (tier.step(0), int(slow.units[0].sum())) == (3, 0)

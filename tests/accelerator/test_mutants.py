@@ -1,5 +1,6 @@
-"""Oracle: the CPU's steps, which a walk with one rule broken must miss. Each test puts back a mistake that accelerators punish
-and processors forgive: the simulated device must show it, or the tests beside this one prove nothing."""
+"""Oracle: the CPU's steps, which a walk with one rule broken must miss. Each test puts back a
+mistake that accelerators punish and processors forgive: the simulated device must show it, or the
+tests beside this one prove nothing."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ ORDERS = range(8)
 
 
 def missed(name: str, sim: Simulated, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether a row's steps differ from a CPU's, which are run with nothing broken; a step that read what it must not may also
-    have met no number, or an index that is none."""
+    """Whether a row's steps differ from a CPU's, which are run with nothing broken; a step that
+    read what it must not may also have met no number, or an index that is none."""
     try:
         found = run(name, folder / "sim", "sim:1", ORDERS, sim)
     except (FloatingPointError, IndexError):
@@ -40,10 +41,14 @@ def missed(name: str, sim: Simulated, folder: Path, monkeypatch: pytest.MonkeyPa
     return not same(found, expected)
 
 
-def test_a_wait_between_lanes_left_out(sim: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_between_lanes_left_out(
+    sim: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = Lanes._run
 
-    def unordered(self: Lanes, lane: object, work: object, after: tuple[Mark, ...], mark: Mark) -> None:
+    def unordered(
+        self: Lanes, lane: object, work: object, after: tuple[Mark, ...], mark: Mark
+    ) -> None:
         kept(self, lane, work, tuple(Mark(each.future) for each in after), mark)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Lanes, "_run", unordered)
@@ -64,7 +69,15 @@ def test_a_lane_on_device_0(sim: Simulated, monkeypatch: pytest.MonkeyPatch) -> 
         numbers: list[int] = []
         queues = Lanes(device)
         queues.begin()
-        queues.drain([queues.submit(Lane.FETCH, lambda: numbers.append(torch.ones(1, device=device).device.index), ())])
+        queues.drain(
+            [
+                queues.submit(
+                    Lane.FETCH,
+                    lambda: numbers.append(torch.ones(1, device=device).device.index),
+                    (),
+                )
+            ]
+        )
         queues.close()
         return numbers[0]
 
@@ -74,13 +87,17 @@ def test_a_lane_on_device_0(sim: Simulated, monkeypatch: pytest.MonkeyPatch) -> 
     assert made_on(torch.device("sim")) == 0
 
 
-def test_a_host_tensor_at_a_device_operator(sim: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_tensor_at_a_device_operator(
+    sim: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loss, "sent", lambda tensor, _: tensor)
     with refused(RuntimeError, "host tensor"):
         run("plain", tmp_path, "sim:1", [0], sim)
 
 
-def test_weights_read_before_they_arrived(sim: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_read_before_they_arrived(
+    sim: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stored(device: str) -> torch.Tensor:
         model = tiny_model("opt", dropout=0.0)
         with walker.Walker(model, method("zo2"), workdir=tmp_path, device=device) as walk:
@@ -106,7 +123,9 @@ def test_copies_from_pageable_memory_are_counted(
         run("mezo", tmp_path, "sim:1", ORDERS, sim)
 
 
-def test_lanes_of_collectives_are_issued_by_one_thread(sim: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_of_collectives_are_issued_by_one_thread(
+    sim: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the program's order, with those of the compute lane; other lanes have threads."""
     import threading
 
@@ -114,7 +133,9 @@ def test_lanes_of_collectives_are_issued_by_one_thread(sim: Simulated, monkeypat
         found: list[int] = []
         queues = Lanes(torch.device("sim", 1))
         queues.begin()
-        queues.drain([queues.submit(lane, lambda: found.append(threading.get_ident()), ()) for lane in order])
+        queues.drain(
+            [queues.submit(lane, lambda: found.append(threading.get_ident()), ()) for lane in order]
+        )
         queues.close()
         return found
 
@@ -137,7 +158,8 @@ def test_a_slice_that_stays_is_not_written_while_its_memory_is_read(
         own = torch.full((6,), 7.0, device=device)
         read = torch.full((6,), 5.0, device=device)
         gathered = recorded(device)
-        address, answer = read.data_ptr(), read * 2
+        address = read.data_ptr()
+        answer = read * 2
         del read
         kept = torch.empty_like(own)
         assert kept.data_ptr() == address

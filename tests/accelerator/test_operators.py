@@ -1,5 +1,5 @@
-"""Oracle: torch's dispatcher, whose operators on a device are counted, against the number that the shapes ask for; and a CPU's
-bits."""
+"""Oracle: torch's dispatcher, whose operators on a device are counted, against the number that the
+shapes ask for; and a CPU's bits."""
 
 from __future__ import annotations
 
@@ -64,10 +64,14 @@ def test_a_norm_takes_a_few_launches_for_512_chunks(sim: Simulated) -> None:
 
 
 @pytest.mark.parametrize(("rows", "inside"), [(128, True), (129, False)])
-def test_a_matrix_is_decoded_inside_products_of_few_rows_alone(rows: int, inside: bool, sim: Simulated) -> None:
+def test_a_matrix_is_decoded_inside_products_of_few_rows_alone(
+    rows: int, inside: bool, sim: Simulated
+) -> None:
     layout = Layout((64, 96), Codec.INT4A)
     weight_ND = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
-    buffer = encode(weight_ND, Codec.INT4A, torch.empty(layout.nbytes, dtype=torch.uint8)).to("sim:1")
+    buffer = encode(weight_ND, Codec.INT4A, torch.empty(layout.nbytes, dtype=torch.uint8)).to(
+        "sim:1"
+    )
     x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(1)).to("sim:1")
     with Launches() as mode:
         lazy_linear(x, EncodedWeight(buffer, layout, torch.float32))
@@ -75,8 +79,8 @@ def test_a_matrix_is_decoded_inside_products_of_few_rows_alone(rows: int, inside
 
 
 def test_the_loss_of_a_7b_model_takes_a_third_of_the_launches(sim: Simulated) -> None:
-    """Qwen2.5-7B's head and 8,192 tokens, on tensors without data: 7,516 launches where 16-bit sums are lifted in a processor's
-    portions."""
+    """Qwen2.5-7B's head and 8,192 tokens, on tensors without data: 7,516 launches where 16-bit sums
+    are lifted in a processor's portions."""
     hidden_ND = torch.empty(8192, 3584, dtype=torch.bfloat16, device="meta")
     head = DenseWeight(torch.empty(152064, 3584, dtype=torch.bfloat16, device="meta"))
     with Launches() as mode:
@@ -85,10 +89,15 @@ def test_the_loss_of_a_7b_model_takes_a_third_of_the_launches(sim: Simulated) ->
 
 
 class WideProducts(TorchDispatchMode):
-    """A device that multiplies 16 bits into float32 results, which a processor's torch does not; in float64, rounded once."""
+    """A device that multiplies 16 bits into float32 results, which a processor's torch does not; in
+    float64, rounded once."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         keywords = kwargs or {}
         if func is torch.ops.aten.mm.dtype_out:
@@ -101,7 +110,9 @@ class WideProducts(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("trains_head", [False, True])
-def test_products_with_float32_results_are_taken_where_the_device_has_them(trains_head: bool, sim: Simulated) -> None:
+def test_products_with_float32_results_are_taken_where_the_device_has_them(
+    trains_head: bool, sim: Simulated
+) -> None:
     """Oracle for the numbers: autograd through float64 logits."""
     generator = torch.Generator().manual_seed(0)
     hidden_ND = torch.randn(60, 32, generator=generator).bfloat16()
@@ -132,17 +143,22 @@ def test_products_with_float32_results_are_taken_where_the_device_has_them(train
     torch.testing.assert_close(grad_ND.double(), h_ND.grad, rtol=2e-2, atol=2e-3)
     if trains_head:
         torch.testing.assert_close(head_grad_VD.double(), w_VD.grad, rtol=2e-2, atol=4e-3)
-    assert wide["mm"] == 4 * (1 + trains_head) + 1, "four chunks of the vocabulary, and the product that is tried"
+    assert wide["mm"] == 4 * (1 + trains_head) + 1, (
+        "four chunks of the vocabulary, and the product that is tried"
+    )
     assert wide["copy_"] < narrow["copy_"]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_layers_experts_are_decoded_in_one_launch(transposed: bool, sim: Simulated) -> None:
-    """Oracle for the numbers: a processor's loop over experts. The second one has no row, and the last row no expert."""
+    """Oracle for the numbers: a processor's loop over experts. The second one has no row, and the
+    last row no expert."""
     layout = Layout((4, 24, 32), Codec.INT4A)
     generator = torch.Generator().manual_seed(0)
     buffer = encode(
-        torch.randn(96, 32, generator=generator), Codec.INT4A, torch.empty(layout.nbytes, dtype=torch.uint8)
+        torch.randn(96, 32, generator=generator),
+        Codec.INT4A,
+        torch.empty(layout.nbytes, dtype=torch.uint8),
     )
     offs_E = torch.tensor([3, 3, 10, 11], dtype=torch.int32)
     x = torch.randn(12, 24 if transposed else 32, generator=generator)

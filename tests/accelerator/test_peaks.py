@@ -1,4 +1,5 @@
-"""Oracle: the most bytes that the simulated device's allocator handed out at once, which counts tensors and knows no plan."""
+"""Oracle: the most bytes that the simulated device's allocator handed out at once, which counts
+tensors and knows no plan."""
 
 from __future__ import annotations
 
@@ -31,21 +32,36 @@ CASES: dict[str, tuple[str, dict[str, Any], LoraSettings | None]] = {
         None,
     ),
     "plain, adapters on the host": ("plain", ON_HOST, LORA),
-    "plain, states on the host": ("plain", {"optimizer_state": "host × fp32", "recompute": "all"}, None),
+    "plain, states on the host": (
+        "plain",
+        {"optimizer_state": "host × fp32", "recompute": "all"},
+        None,
+    ),
     "mebp from the host": ("mebp", {"frozen": "host × int8", "activation": "host"}, LORA),
     "hzp at the block's turn": ("hzp", {"update.timing": "block"}, None),
-    "hzp, states on the host": ("hzp", {"optimizer_state": "host × fp32", "update.timing": "block"}, None),
+    "hzp, states on the host": (
+        "hzp",
+        {"optimizer_state": "host × fp32", "update.timing": "block"},
+        None,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_holds_the_device_memory_that_is_foreseen(name: str, sim: Simulated, tmp_path: Path) -> None:
-    """Within 5%: small tensors are rounded up to blocks, and a block's temporaries are reckoned by those of one kind."""
+def test_a_step_holds_the_device_memory_that_is_foreseen(
+    name: str, sim: Simulated, tmp_path: Path
+) -> None:
+    """Within 5%: small tensors are rounded up to blocks, and a block's temporaries are reckoned by
+    those of one kind."""
     row, settings, lora = CASES[name]
-    model = tiny_model("llama", dropout=0.0, num_hidden_layers=5, hidden_size=128, intermediate_size=256)
+    model = tiny_model(
+        "llama", dropout=0.0, num_hidden_layers=5, hidden_size=128, intermediate_size=256
+    )
     model.save_pretrained(tmp_path / "model")
     batch = random_batch()
-    with Walker(tmp_path / "model", method(row, **settings), lora=lora, workdir=tmp_path, device="sim:1") as walker:
+    with Walker(
+        tmp_path / "model", method(row, **settings), lora=lora, workdir=tmp_path, device="sim:1"
+    ) as walker:
         walker.step(batch)  # buffers are made
         torch.accelerator.synchronize("sim:1")
         torch.accelerator.reset_peak_memory_stats("sim:1")

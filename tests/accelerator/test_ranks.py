@@ -1,5 +1,6 @@
-"""Oracle: the same ranks on CPUs: losses and weights bit for bit where each rank has a device whose order differs from the
-others'; and one another: every rank issues its collectives from one thread, in the same order."""
+"""Oracle: the same ranks on CPUs: losses and weights bit for bit where each rank has a device whose
+order differs from the others'; and one another: every rank issues its collectives from one thread,
+in the same order."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ Answer = tuple[list[float], dict[str, torch.Tensor], list[tuple[str, Lane]], int
 
 
 def walked(rank: int, name: str, device: str) -> Answer:
-    """Losses, gathered gradients, the collectives in the order of their issue, and the number of threads that issued them."""
+    """Losses, gathered gradients, the collectives in the order of their issue, and the number of
+    threads that issued them."""
     issued: list[tuple[str, Lane]] = []
     threads = set()
     if device == "sim":
@@ -54,7 +56,10 @@ def walked(rank: int, name: str, device: str) -> Answer:
     plan = method(name, mesh=MESH, **CASES[name])
     with Walker(tiny_model("opt", dropout=0.0, num_hidden_layers=2), plan, device=device) as walker:
         losses = [walker.step(random_batch(batch=8, seed=step)).loss for step in range(2)]
-        gradients = {name: each.cpu() for name, each in walker.gradients(random_batch(batch=8, seed=5)).items()}
+        gradients = {
+            name: each.cpu()
+            for name, each in walker.gradients(random_batch(batch=8, seed=5)).items()
+        }
     return losses, gradients, issued, len(threads)
 
 
@@ -70,14 +75,19 @@ def test_ranks_on_devices_walk_as_on_cpus(name: str, sim: Simulated) -> None:
 
 
 def shared(rank: int, lora: dict[str, int] | None, device: str) -> list[float]:
-    """Projected gradients, and the loss of an evaluation, of ranks that hold the blocks together."""
+    """Projected gradients, and the loss of an evaluation, of ranks that hold the blocks
+    together."""
     if device == "sim":
         device = f"sim:{rank}"
         torch.accelerator.set_device_index(rank)
         Simulated().order(1 + rank)
     plan = method("distzo2", mesh={"world": 2}, optimizer={"name": "sgd", "learning_rate": 1e-2})
-    with Walker(tiny_model("opt", dropout=0.0, num_hidden_layers=4), plan, lora=lora, device=device) as walker:
-        found = [walker.step(random_batch(batch=4, seed=step)).projected_grad or 0.0 for step in range(3)]
+    with Walker(
+        tiny_model("opt", dropout=0.0, num_hidden_layers=4), plan, lora=lora, device=device
+    ) as walker:
+        found = [
+            walker.step(random_batch(batch=4, seed=step)).projected_grad or 0.0 for step in range(3)
+        ]
         return [*found, walker.evaluate(random_batch(batch=3, seed=9)).loss]
 
 
@@ -104,12 +114,17 @@ def test_one_visible_device_is_a_rank_s_own_or_everybody_s() -> None:
     assert not told(["node GPU-1", "node GPU-1"])
 
 
-def test_an_axis_connects_its_ranks_by_its_device_s_backend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group of all backends would have a mesh of sockets in every axis that no rank ever speaks through."""
+def test_an_axis_connects_its_ranks_by_its_device_s_backend_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A group of all backends would have a mesh of sockets in every axis that no rank ever speaks
+    through."""
     asked: list[str | None] = []
 
     def new_group(members: list[int], *, timeout: timedelta, backend: str | None = None) -> None:
-        assert timeout == timedelta(hours=1), "NCCL's is ten minutes: rank 0 may write for longer at a run's end"
+        assert timeout == timedelta(hours=1), (
+            "NCCL's is ten minutes: rank 0 may write for longer at a run's end"
+        )
         asked.append(backend)
 
     monkeypatch.setattr(groups.dist, "get_backend_config", lambda: "cpu:gloo,xpu:xccl")

@@ -1,4 +1,5 @@
-"""Oracle: the bytes that a driver says are free, the files of the run, and the losses of the same run on a CPU."""
+"""Oracle: the bytes that a driver says are free, the files of the run, and the losses of the same
+run on a CPU."""
 
 from __future__ import annotations
 
@@ -47,10 +48,18 @@ def settled(folder: Path) -> dict[str, Any]:
 def test_a_plan_that_does_not_fit_the_card_is_refused_before_anything_runs(
     sim: Simulated, tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what is needed, what is there, and another plan; whether or not somebody gave a budget."""
+    """With what is needed, what is there, and another plan; whether or not somebody gave a
+    budget."""
     monkeypatch.chdir(tmp_path)
     free(monkeypatch, 900_000)
-    arguments = ["train", *tiny_run.arguments(tmp_path / "run"), "--method", "plain", "--max_steps", "1"]
+    arguments = [
+        "train",
+        *tiny_run.arguments(tmp_path / "run"),
+        "--method",
+        "plain",
+        "--max_steps",
+        "1",
+    ]
     before = sim.counts().ops
     code, text = said(arguments)
     assert code == main.TOO_LARGE
@@ -69,12 +78,15 @@ def test_a_plan_that_does_not_fit_the_card_is_refused_before_anything_runs(
 def test_where_the_host_is_short_the_next_plan_is_for_the_host_s_room(
     sim: Simulated, tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A limit of one byte: only a plan that keeps nothing on the host is left, however much of the device that takes."""
+    """A limit of one byte: only a plan that keeps nothing on the host is left, however much of the
+    device that takes."""
     monkeypatch.chdir(tmp_path)
     free(monkeypatch, 10**9)
     monkeypatch.setattr(room, "memory_limits", lambda: [Limit(1, "a limit")])
     named = ["--frozen", "host × int8", "--activation", "host"]
-    code, text = said(["train", *tiny_run.arguments(tmp_path / "run"), *STREAMED, *named, "--max_steps", "1"])
+    code, text = said(
+        ["train", *tiny_run.arguments(tmp_path / "run"), *STREAMED, *named, "--max_steps", "1"]
+    )
     assert code == main.TOO_LARGE
     assert "a limit allows 1 B" in text
     assert "the next plan that fits: method: " in text
@@ -84,7 +96,8 @@ def test_where_the_host_is_short_the_next_plan_is_for_the_host_s_room(
 def test_a_run_begins_from_the_host_says_so_and_keeps_it(
     sim: Simulated, tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resumed, on a machine with less room, as it was, with the settings of its first part; a new run begins from the disk."""
+    """Resumed, on a machine with less room, as it was, with the settings of its first part; a new
+    run begins from the disk."""
     monkeypatch.chdir(tmp_path)
     free(monkeypatch, 10**9)
     arguments = ["train", *tiny_run.arguments(tmp_path / "run"), *STREAMED]
@@ -102,9 +115,23 @@ def test_a_run_begins_from_the_host_says_so_and_keeps_it(
     assert "changed since the checkpoint: max_steps" in text
     assert "frozen" not in "".join(line for line in text.splitlines() if "changed since" in line)
     assert settled(tmp_path / "run") == choices
-    assert said(["train", *tiny_run.arguments(tmp_path / "new"), *STREAMED, "--max_steps", "4"])[0] == 0
-    assert settled(tmp_path / "new") == {"frozen.tier": "disk", "activation.tier": "disk", "budget": 45 * 10**7}
-    named = [*tiny_run.arguments(tmp_path / "cpu"), *STREAMED, "--max_steps", "4", "--device", "cpu"]
+    assert (
+        said(["train", *tiny_run.arguments(tmp_path / "new"), *STREAMED, "--max_steps", "4"])[0]
+        == 0
+    )
+    assert settled(tmp_path / "new") == {
+        "frozen.tier": "disk",
+        "activation.tier": "disk",
+        "budget": 45 * 10**7,
+    }
+    named = [
+        *tiny_run.arguments(tmp_path / "cpu"),
+        *STREAMED,
+        "--max_steps",
+        "4",
+        "--device",
+        "cpu",
+    ]
     assert said(["train", *named])[0] == 0
     assert settled(tmp_path / "cpu") == {}
     assert losses(tmp_path / "run") == losses(tmp_path / "new") == losses(tmp_path / "cpu")

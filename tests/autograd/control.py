@@ -1,4 +1,5 @@
-"""The oracle of the walk: a whole model's own forward and autograd, and a walk over it block by block to be compared."""
+"""The oracle of the walk: a whole model's own forward and autograd, and a walk over it block by
+block to be compared."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def tiny_model(config, dtype: torch.dtype = torch.float32):
     model = model_class(config)._from_config(copy.deepcopy(config), dtype=dtype)
     with torch.no_grad():
         for param in model.parameters():
-            noise = torch.randn(param.shape) * (0.7 / param.shape[-1] ** 0.5 if param.ndim > 1 else 0.1)
+            noise = torch.randn(param.shape) * (
+                0.7 / param.shape[-1] ** 0.5 if param.ndim > 1 else 0.1
+            )
             param.copy_(noise if param.ndim > 1 else param + noise)
     return model
 
@@ -46,15 +49,20 @@ def tiny_batch(vocab_size: int) -> dict[str, torch.Tensor]:
 
 
 def control(model, batch, layers, *, seeded: bool):
-    """Loss, logits and gradients by the model's own forward and autograd; hooks seed each unit's dropout.
+    """Loss, logits and gradients by the model's own forward and autograd; hooks seed each unit's
+    dropout.
 
-    Where a walk multiplies in tiles of few shapes the model does so as well: one rounding of bfloat16 is more than a tied
-    weight's two gradients may differ by (:mod:`tests.autograd.test_row_tiles` holds the tiles to float64).
-    """
+    Where a walk multiplies in tiles of few shapes the model does so as well: one rounding of
+    bfloat16 is more than a tied weight's two gradients may differ by
+    (:mod:`tests.autograd.test_row_tiles` holds the tiles to float64)."""
     hooks = []
     if seeded:
         for unit, layer in enumerate(layers, 1):
-            hooks.append(layer.register_forward_pre_hook(lambda *_, s=SEED + unit: torch.manual_seed(s) and None))
+            hooks.append(
+                layer.register_forward_pre_hook(
+                    lambda *_, s=SEED + unit: torch.manual_seed(s) and None
+                )
+            )
         last = SEED + len(layers) + 1
         hooks.append(layers[-1].register_forward_hook(lambda *_: torch.manual_seed(last) and None))
     torch.manual_seed(SEED)
@@ -62,22 +70,33 @@ def control(model, batch, layers, *, seeded: bool):
         out = model(**batch, use_cache=False)
     for hook in hooks:
         hook.remove()
-    names, params = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+    names, params = zip(
+        *((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True
+    )
     grads = torch.autograd.grad(out.loss, params, allow_unused=True)
-    return out.loss.detach(), out.logits.detach(), {n: g for n, g in zip(names, grads, strict=True) if g is not None}
+    return (
+        out.loss.detach(),
+        out.logits.detach(),
+        {n: g for n, g in zip(names, grads, strict=True) if g is not None},
+    )
 
 
-def head_loss(cut: CutModel, normed: torch.Tensor, values: Mapping[str, torch.Tensor], labels: torch.Tensor):
+def head_loss(
+    cut: CutModel, normed: torch.Tensor, values: Mapping[str, torch.Tensor], labels: torch.Tensor
+):
     """Logits and loss from what `HeadSpec` says of the head."""
     head = cut.head
-    logits = F.linear(normed, values[head.weight], values[head.bias] if head.bias else None) * head.scale
+    logits = (
+        F.linear(normed, values[head.weight], values[head.bias] if head.bias else None) * head.scale
+    )
     if head.soft_cap:
         logits = torch.tanh(logits / head.soft_cap) * head.soft_cap
     return logits, F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
 
 
 def walk(cut: CutModel, params: Mapping[str, torch.Tensor], batch):
-    """Forward without a graph, then each block recomputed with one, the prologue's graph last; units hold their own only."""
+    """Forward without a graph, then each block recomputed with one, the prologue's graph last;
+    units hold their own only."""
     units = cut.spec().units
     grads: dict[str, torch.Tensor] = {}
 
@@ -113,7 +132,8 @@ def walk(cut: CutModel, params: Mapping[str, torch.Tensor], batch):
     cut.unbind(last)
     collect(leaves)
     for call in reversed(prologue.calls):
-        grad, hidden = hidden.grad, saved.pop().requires_grad_()
+        grad = hidden.grad
+        hidden = saved.pop().requires_grad_()
         leaves = bind(call.unit)
         cut.forward(call, hidden, SEED + call.unit).backward(grad)
         cut.unbind(call.unit)
@@ -128,7 +148,9 @@ def assert_same(walked, controlled, tolerance: float) -> None:
     loss, logits, grads = walked
     own_loss, own_logits, own_grads = controlled
     torch.testing.assert_close(loss, own_loss, rtol=tolerance, atol=0)
-    torch.testing.assert_close(logits, own_logits, rtol=tolerance, atol=tolerance * float(own_logits.abs().max()))
+    torch.testing.assert_close(
+        logits, own_logits, rtol=tolerance, atol=tolerance * float(own_logits.abs().max())
+    )
     assert grads.keys() == own_grads.keys()
     largest = max(float(grad.float().norm()) for grad in own_grads.values())
     for name, own in own_grads.items():

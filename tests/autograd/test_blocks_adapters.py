@@ -1,11 +1,19 @@
-"""Oracle: plain PEFT on the whole model. The same adapter at the same seed, the same logits, loss and gradients."""
+"""Oracle: plain PEFT on the whole model. The same adapter at the same seed, the same logits, loss
+and gradients."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from blockwalk.cutting.adapters import adapt, add_adapter, as_adapters, load_adapter, lora_config, save_adapter
+from blockwalk.cutting.adapters import (
+    adapt,
+    add_adapter,
+    as_adapters,
+    load_adapter,
+    lora_config,
+    save_adapter,
+)
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified
@@ -23,7 +31,10 @@ def controlled(model, batch, layers, *, seeded: bool):
 
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-EXPERTS = {"mixtral": [*ATTENTION, "gate", "w1", "w2", "w3"], "qwen3_moe": ["gate_proj", "up_proj", "down_proj"]}
+EXPERTS = {
+    "mixtral": [*ATTENTION, "gate", "w1", "w2", "w3"],
+    "qwen3_moe": ["gate_proj", "up_proj", "down_proj"],
+}
 """Experts by the names that their layers once had, which PEFT takes for the fused ones."""
 
 
@@ -32,11 +43,14 @@ def test_adapter_on_a_skeleton_is_pefts_own(model_type: str) -> None:
     """Oracle: `get_peft_model` on the float32 model after `torch.manual_seed`."""
     from peft import get_peft_model
 
-    config, targets = tiny_config(model_type), EXPERTS.get(model_type, "all-linear")
+    config = tiny_config(model_type)
+    targets = EXPERTS.get(model_type, "all-linear")
     torch.manual_seed(5)
     theirs = get_peft_model(tiny_model_before_seed(config), lora_config(4, target_modules=targets))
     before = torch.get_rng_state()
-    ours = add_adapter(build_skeleton(config, torch.bfloat16), lora_config(4, target_modules=targets), seed=5)
+    ours = add_adapter(
+        build_skeleton(config, torch.bfloat16), lora_config(4, target_modules=targets), seed=5
+    )
     assert torch.equal(before, torch.get_rng_state()), "the global generator moved"
     mine = {name: p for name, p in ours.named_parameters() if p.requires_grad}
     assert mine
@@ -50,8 +64,8 @@ def test_adapter_on_a_skeleton_is_pefts_own(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"])
 def test_all_linear_leaves_experts_and_routers_out(model_type: str, tmp_path) -> None:
-    """Oracle: the names, and `PeftModel.from_pretrained`, which takes names of a dense layer's or a shared expert's for the
-    routed experts': the saved adapter has none of these."""
+    """Oracle: the names, and `PeftModel.from_pretrained`, which takes names of a dense layer's or a
+    shared expert's for the routed experts': the saved adapter has none of these."""
     from peft import PeftModel
 
     config = tiny_config(model_type)
@@ -74,16 +88,23 @@ def tiny_model_before_seed(config):
 
 @pytest.mark.parametrize("model_type", ["llama", "opt", "gpt2", "gemma3_text", "qwen3_moe"])
 def test_walk_with_lora_dropout_is_pefts_autograd(model_type: str) -> None:
-    """Oracle: autograd of the whole PeftModel, in training mode with dropout in the adapter (and the model's own)."""
+    """Oracle: autograd of the whole PeftModel, in training mode with dropout in the adapter (and
+    the model's own)."""
     config = tiny_config(model_type)
-    dropout = 0.0 if model_type == "qwen3_moe" else 0.2  # PEFT adapts fused experts without dropout only
+    dropout = (
+        0.0 if model_type == "qwen3_moe" else 0.2
+    )  # PEFT adapts fused experts without dropout only
     targets = EXPERTS.get(model_type, "all-linear")
-    model = add_adapter(tiny_model(config), lora_config(3, dropout=dropout, target_modules=targets), seed=1)
+    model = add_adapter(
+        tiny_model(config), lora_config(3, dropout=dropout, target_modules=targets), seed=1
+    )
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "lora_B" in name:
                 param.normal_(std=0.2)
-    cut = certified(add_adapter(build_skeleton(config), lora_config(3, dropout=dropout, target_modules=targets)))
+    cut = certified(
+        add_adapter(build_skeleton(config), lora_config(3, dropout=dropout, target_modules=targets))
+    )
     cut.take_parameters()
     model.train()
     cut.model.train()
@@ -95,7 +116,8 @@ def test_walk_with_lora_dropout_is_pefts_autograd(model_type: str) -> None:
 
 
 def test_saved_adapter_loads_in_plain_peft(tmp_path) -> None:
-    """Oracle: `PeftModel.from_pretrained` gives the logits of the model that was saved; so does `load_adapter`."""
+    """Oracle: `PeftModel.from_pretrained` gives the logits of the model that was saved; so does
+    `load_adapter`."""
     from peft import PeftModel
 
     config = tiny_config("llama")
@@ -133,7 +155,8 @@ def test_saved_adapter_loads_in_plain_peft(tmp_path) -> None:
     ],
 )
 def test_configurations_that_touch_base_weights_are_refused(settings: dict, reason: str) -> None:
-    """Oracle: PEFT's documentation of these settings: each reads, changes or trains base weights."""
+    """Oracle: PEFT's documentation of these settings: each reads, changes or trains base
+    weights."""
     config = lora_config(4, **settings)
     with refused(ValueError, reason):
         add_adapter(build_skeleton(tiny_config("llama")), config)
@@ -180,13 +203,18 @@ def test_adapters_may_be_settings_a_mapping_or_pefts_own_configuration() -> None
     given = LoraConfig(r=3, lora_alpha=5, lora_dropout=0.25, target_modules=["q_proj", "v_proj"], use_rslora=True,
                        rank_pattern={"v_proj": 2}, task_type="CAUSAL_LM")  # fmt: skip
     with pytest.warns(FutureWarning):
-        theirs = get_peft_model(tiny_model_before_seed(config), given).peft_config["default"].to_dict()
+        theirs = (
+            get_peft_model(tiny_model_before_seed(config), given).peft_config["default"].to_dict()
+        )
     mapping = {"rank": 3, "alpha": 5, "dropout": 0.25, "target_modules": ["v_proj", "q_proj"],
                "options": {"use_rslora": True, "rank_pattern": {"v_proj": 2}}}  # fmt: skip
     settings = blockwalk.LoraSettings(3, 5, 0.25, ("q_proj", "v_proj"), mapping["options"])
     for lora in (given, mapping, settings):
         ours = adapt(build_skeleton(config), as_adapters(lora)).peft_config["default"].to_dict()
-        assert {**ours, "base_model_name_or_path": None} == {**theirs, "base_model_name_or_path": None}
+        assert {**ours, "base_model_name_or_path": None} == {
+            **theirs,
+            "base_model_name_or_path": None,
+        }
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Oracle: the same walk with dense tensors bound. Lazily decoded weights give the same logits and gradients."""
+"""Oracle: the same walk with dense tensors bound. Lazily decoded weights give the same logits and
+gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tests.support.codecs import encode
 
 def step(cut: CutModel, values: dict, batch):
     """Loss (of the model's own head) and adapter gradients, block by block."""
-    last, units = cut.epilogue_index, cut.spec().units
+    last = cut.epilogue_index
+    units = cut.spec().units
     grads = {}
     for unit, spec in enumerate(units):
         cut.bind(unit, {p.name: values[p.name] for p in spec.params if unit in (0, last)})
@@ -39,7 +41,8 @@ def step(cut: CutModel, values: dict, batch):
     loss = cut.own_loss(prologue, hidden, batch)
     loss.backward()
     for call in reversed(prologue.calls):
-        grad, hidden = hidden.grad, saved.pop().requires_grad_()
+        grad = hidden.grad
+        hidden = saved.pop().requires_grad_()
         leaves = cut.bind(call.unit, {p.name: values[p.name] for p in units[call.unit].params})
         cut.forward(call, hidden).backward(grad)
         cut.unbind(call.unit)
@@ -50,15 +53,19 @@ def step(cut: CutModel, values: dict, batch):
 
 
 def encoded(cut: CutModel, values: dict[str, torch.Tensor], codec: Codec | None):
-    """(lazy, dense): providers for every 2-D quantizable weight, and the tensors that they decode to."""
-    lazy, dense = dict(values), dict(values)
+    """(lazy, dense): providers for every 2-D quantizable weight, and the tensors that they decode
+    to."""
+    lazy = dict(values)
+    dense = dict(values)
     for spec in cut.spec().params():
         if spec.quantizable and not spec.trainable and len(spec.shape) == 2:
             if codec is None:
                 lazy[spec.name] = DenseWeight(values[spec.name])
             else:
                 layout = codecs_layout.Layout(spec.shape, codec, "float32")
-                buffer = encode(values[spec.name], codec, torch.empty(layout.nbytes, dtype=torch.uint8))
+                buffer = encode(
+                    values[spec.name], codec, torch.empty(layout.nbytes, dtype=torch.uint8)
+                )
                 lazy[spec.name] = EncodedWeight(buffer, layout, torch.float32)
                 dense[spec.name] = lazy[spec.name].rows(0, spec.shape[0]).clone()
     return lazy, dense
@@ -66,18 +73,33 @@ def encoded(cut: CutModel, values: dict[str, torch.Tensor], codec: Codec | None)
 
 @pytest.mark.parametrize(
     "model_type",
-    ["llama", "falcon", "gemma3_text", "gpt2", "opt", "phi", "qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3"],
+    [
+        "llama",
+        "falcon",
+        "gemma3_text",
+        "gpt2",
+        "opt",
+        "phi",
+        "qwen2",
+        "qwen3_moe",
+        "gpt_oss",
+        "deepseek_v3",
+    ],
 )
 @pytest.mark.parametrize("codec", [None, Codec.INT4])
 def test_lazy_weights_are_dense_ones(model_type: str, codec: Codec | None, monkeypatch) -> None:
-    """Oracle: the walk with dense tensors (for int4 those that the codec decodes): loss and LoRA gradients."""
+    """Oracle: the walk with dense tensors (for int4 those that the codec decodes): loss and LoRA
+    gradients."""
     config = tiny_config(model_type, **TABLE[model_type])
     plain = add_adapter(tiny_model(config), lora_config(2), seed=1)
     with torch.no_grad():
         for name, param in plain.named_parameters():
             if "lora_B" in name:
                 param.normal_(std=0.2, generator=torch.Generator().manual_seed(3))
-    values = {canonical_name(name, ("default",)): param.detach() for name, param in plain.named_parameters()}
+    values = {
+        canonical_name(name, ("default",)): param.detach()
+        for name, param in plain.named_parameters()
+    }
     cut = certified(add_adapter(build_skeleton(config), lora_config(2)))
     cut.take_parameters()
     cut.model.eval()
@@ -99,7 +121,9 @@ def test_lazy_weights_are_dense_ones(model_type: str, codec: Codec | None, monke
 def test_a_lazy_parameter_is_its_weight_under_any_operation() -> None:
     """Oracle: the dense tensor under the same torch function."""
     torch.manual_seed(0)
-    dense_ND, x_BD, y_BN = torch.randn(6, 4), torch.randn(3, 4), torch.randn(3, 6)
+    dense_ND = torch.randn(6, 4)
+    x_BD = torch.randn(3, 4)
+    y_BN = torch.randn(3, 6)
     lazy = LazyParameter(DenseWeight(dense_ND), torch.device("cpu"))
     assert (lazy.shape, lazy.dtype, lazy.device, lazy.ndim, lazy.requires_grad) == (
         dense_ND.shape,

@@ -1,4 +1,5 @@
-"""Oracle: the model's own forward and autograd, its own modules and generators, and Python's reference counts."""
+"""Oracle: the model's own forward and autograd, its own modules and generators, and Python's
+reference counts."""
 
 from __future__ import annotations
 
@@ -31,15 +32,19 @@ def bind(cut: CutModel, unit: int, values):
 
 
 def test_spec_names_every_parameter_once_in_execution_order() -> None:
-    """Oracle: `named_parameters()`, and OPT's forward, which applies the final norm that it registers first last."""
+    """Oracle: `named_parameters()`, and OPT's forward, which applies the final norm that it
+    registers first last."""
     config = tiny_config("opt")
     cut = certified(build_skeleton(config))
-    spec, model = cut.spec(), tiny_model(config)
+    spec = cut.spec()
+    model = tiny_model(config)
     named = dict(model.named_parameters())
     listed = [param.name for param in spec.params()]
     assert sorted(listed) == sorted(named)
     assert listed != list(named)
-    assert [unit.name for unit in spec.blocks] == [f"model.decoder.layers.{i}" for i in range(len(spec.blocks))]
+    assert [unit.name for unit in spec.blocks] == [
+        f"model.decoder.layers.{i}" for i in range(len(spec.blocks))
+    ]
     assert [p.name for p in spec.epilogue.params] == [
         "model.decoder.final_layer_norm.weight",
         "model.decoder.final_layer_norm.bias",
@@ -52,7 +57,8 @@ def test_spec_names_every_parameter_once_in_execution_order() -> None:
 
 
 def test_kinds_tell_apart_what_runs_differently() -> None:
-    """Oracle: the layers' own attributes: sliding or full attention, dense or expert feed-forward."""
+    """Oracle: the layers' own attributes: sliding or full attention, dense or expert
+    feed-forward."""
     cut = certified(build_skeleton(tiny_config("gemma3_text")))
     kinds = {}
     for unit, block in enumerate(cut.spec().blocks, 1):
@@ -83,7 +89,9 @@ def test_dropout_is_reproduced_and_the_global_generator_left_alone() -> None:
     assert not torch.equal(plain, cut.forward(first.calls[0], hidden, seed=8))
     assert torch.equal(before, torch.get_rng_state())
     cut.model.eval()
-    assert torch.equal(cut.forward(first.calls[0], hidden, seed=7), cut.forward(first.calls[0], hidden, seed=8))
+    assert torch.equal(
+        cut.forward(first.calls[0], hidden, seed=7), cut.forward(first.calls[0], hidden, seed=8)
+    )
 
 
 def test_nothing_bound_outlives_unbind() -> None:
@@ -120,7 +128,10 @@ def test_bound_trainables_are_leaves_over_the_same_memory() -> None:
         assert leaf.data_ptr() == values[name].data_ptr()
         assert not values[name].requires_grad
     own = values["model.layers.0.mlp.up_proj.weight"].clone().requires_grad_()
-    assert cut.bind(1, {"model.layers.0.mlp.up_proj.weight": own})["model.layers.0.mlp.up_proj.weight"] is own
+    assert (
+        cut.bind(1, {"model.layers.0.mlp.up_proj.weight": own})["model.layers.0.mlp.up_proj.weight"]
+        is own
+    )
 
 
 def test_a_real_model_hands_over_its_parameters() -> None:
@@ -139,11 +150,14 @@ def test_a_real_model_hands_over_its_parameters() -> None:
 
 
 def test_prefix_tuning_gives_each_block_a_view_of_its_cache() -> None:
-    """Oracle: autograd of the whole PeftModel: the prefix is a key-value cache that reaches every layer."""
+    """Oracle: autograd of the whole PeftModel: the prefix is a key-value cache that reaches every
+    layer."""
     from peft import PrefixTuningConfig, get_peft_model
 
     config = tiny_config("llama")
-    model = get_peft_model(tiny_model(config), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    model = get_peft_model(
+        tiny_model(config), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ).eval()
     batch = tiny_batch(config.vocab_size)
     own = control(model, batch, [], seeded=False)
     cut = certified(model)
@@ -164,7 +178,8 @@ def test_blocks_write_into_the_cache_of_a_generation() -> None:
     for unit in range(cut.epilogue_index + 1):
         bind(cut, unit, values)
     ids = tiny_batch(160)["input_ids"][:1]
-    cache, rows = DynamicCache(config=cut.base.config), []
+    cache = DynamicCache(config=cut.base.config)
+    rows = []
     with torch.no_grad():
         for piece in (ids[:, :6], ids[:, 6:7], ids[:, 7:]):
             batch = {"input_ids": piece, "past_key_values": cache, "use_cache": True}
@@ -239,7 +254,8 @@ def test_work_between_layers_is_refused() -> None:
 
 @pytest.mark.parametrize("argument", ["notes", "mask"])
 def test_state_handed_on_is_refused(argument: str) -> None:
-    """Oracle: the toy's own code, whose layers write into a dict or a tensor that all of them are given."""
+    """Oracle: the toy's own code, whose layers write into a dict or a tensor that all of them are
+    given."""
 
     def forward(self, input_ids):
         hidden = self.embed(input_ids)
@@ -266,17 +282,24 @@ def test_a_step_that_calls_its_layers_otherwise_is_refused(order: tuple[int, ...
 
     cut = _toy_cut(forward)
     assert len(cut.prologue({"input_ids": torch.arange(3)[None]}).calls) == 3
-    if order == (0, 1, 2, 0):  # the pass ends at the last layer: a repetition shows at the next comparison only
+    if order == (
+        0,
+        1,
+        2,
+        0,
+    ):  # the pass ends at the last layer: a repetition shows at the next comparison only
         return
     with refused(ValueError, "layers"):
         cut.prologue({"input_ids": torch.arange(4)[None]})
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), OSError(24, "too many open files"), RuntimeError("can't allocate memory")]
+    "error",
+    [MemoryError(), OSError(24, "too many open files"), RuntimeError("can't allocate memory")],
 )
 def test_what_the_machine_refused_is_no_verdict(error, tmp_path, monkeypatch) -> None:
-    """Oracle: the study itself, once the machine has room again; in this process and in one that reads its file."""
+    """Oracle: the study itself, once the machine has room again; in this process and in one that
+    reads its file."""
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path))
     monkeypatch.setattr(verification, "_known", {})
     model = build_skeleton(tiny_config("gpt2"))

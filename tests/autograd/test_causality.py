@@ -1,5 +1,5 @@
-"""Oracle: the definition of causality, tried on each model's own forward: one later token becomes another, and logits before it
-stay as they are."""
+"""Oracle: the definition of causality, tried on each model's own forward: one later token becomes
+another, and logits before it stay as they are."""
 
 from __future__ import annotations
 
@@ -41,13 +41,16 @@ CAUSAL: list[tuple[str, dict]] = [
 
 
 def reads_the_last_token(model_type: str, settings: dict) -> bool:
-    """Whether another last token moves the logits of the tokens before it, in the model's own forward."""
+    """Whether another last token moves the logits of the tokens before it, in the model's own
+    forward."""
     model = tiny_model(tiny_config(model_type, **settings)).eval()
     ids = torch.randint(3, 100, (1, 13), generator=torch.Generator().manual_seed(1))
     other = ids.clone()
     other[0, -1] += 1
     with torch.no_grad():
-        before, after = (model(input_ids=each, use_cache=False).logits[:, :-1] for each in (ids, other))
+        before, after = (
+            model(input_ids=each, use_cache=False).logits[:, :-1] for each in (ids, other)
+        )
     return float((before - after).abs().max()) > 1e-4 * float(before.abs().max())
 
 

@@ -1,4 +1,5 @@
-"""Oracle: ``torch.optim`` on the model's own gradients, with the parameter groups of ``transformers.Trainer``'s own rule."""
+"""Oracle: ``torch.optim`` on the model's own gradients, with the parameter groups of
+``transformers.Trainer``'s own rule."""
 
 from __future__ import annotations
 
@@ -73,10 +74,14 @@ def same(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
         ("opt", "momentum", {"name": "plain", "update.timing": "block"}),
     ],
 )
-def test_norms_and_biases_do_not_decay(kind: str, rule: str, plan: dict[str, Any], tmp_path: Path) -> None:
+def test_norms_and_biases_do_not_decay(
+    kind: str, rule: str, plan: dict[str, Any], tmp_path: Path
+) -> None:
     model = model_of(kind)
     settings = {"name": rule, "learning_rate": RATE, "weight_decay": DECAY, "eps": EPS}
-    with Walker(copy.deepcopy(model), method(**plan, optimizer=settings), workdir=tmp_path, device="cpu") as walker:
+    with Walker(
+        copy.deepcopy(model), method(**plan, optimizer=settings), workdir=tmp_path, device="cpu"
+    ) as walker:
         for step in range(STEPS):
             walker.step(random_batch(seed=step))
         found = walker.state_dict()
@@ -86,7 +91,9 @@ def test_norms_and_biases_do_not_decay(kind: str, rule: str, plan: dict[str, Any
 def test_all_decays_everything(tmp_path: Path) -> None:
     model = model_of("opt")
     settings = {"learning_rate": RATE, "weight_decay": DECAY, "decay": "all", "eps": EPS}
-    with Walker(copy.deepcopy(model), method("plain", optimizer=settings), workdir=tmp_path, device="cpu") as walker:
+    with Walker(
+        copy.deepcopy(model), method("plain", optimizer=settings), workdir=tmp_path, device="cpu"
+    ) as walker:
         for step in range(STEPS):
             walker.step(random_batch(seed=step))
         found = walker.state_dict()
@@ -94,7 +101,8 @@ def test_all_decays_everything(tmp_path: Path) -> None:
 
 
 def test_a_run_of_an_older_checkpoint_goes_on_as_it_began(tmp_path: Path) -> None:
-    """A checkpoint without the fact that the decay spares anything; the checkpoint that the resumed run writes is one too."""
+    """A checkpoint without the fact that the decay spares anything; the checkpoint that the resumed
+    run writes is one too."""
     model = model_of("opt")
     plan = method("plain", optimizer={"learning_rate": RATE, "weight_decay": DECAY, "eps": EPS})
 

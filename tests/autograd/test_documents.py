@@ -1,5 +1,5 @@
-"""Oracle: autograd over the model in memory, on the batch as it came, with its padding. What one row of its documents gives is
-that within rounding."""
+"""Oracle: autograd over the model in memory, on the batch as it came, with its padding. What one
+row of its documents gives is that within rounding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ CHANGES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "sliding_window": 20,
     },
-    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0},
+    "gpt2": {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "summary_first_dropout": 0.0,
+    },
 }
 """Settings that leave nothing out at random; sizes."""
 LENGTHS = [70, 9, 41, 66]
@@ -67,8 +72,15 @@ def test_examples_lie_side_by_side() -> None:
     batch = padded([3, 40, 30, 33])
     found = side_by_side(batch, 2)
     assert found.keys() == {"input_ids", "position_ids", "labels"}
-    assert found["position_ids"].tolist() == [[*range(3), *range(40), *[0] * 21], [*range(30), *range(33), 0]]
-    assert found["input_ids"][0].tolist() == [*batch["input_ids"][0, :3], *batch["input_ids"][1], *[0] * 21]
+    assert found["position_ids"].tolist() == [
+        [*range(3), *range(40), *[0] * 21],
+        [*range(30), *range(33), 0],
+    ]
+    assert found["input_ids"][0].tolist() == [
+        *batch["input_ids"][0, :3],
+        *batch["input_ids"][1],
+        *[0] * 21,
+    ]
     learnt = [-100, *batch["labels"][2, 1:30], -100, *batch["labels"][3, 1:33], -100]
     assert found["labels"][1].tolist() == learnt
     assert loss_tokens(found) == loss_tokens(batch)
@@ -94,16 +106,22 @@ def test_other_batches_stay_as_they_are(batch: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "mixtral", "opt"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_gradients_are_those_of_the_padded_batch(kind: str, parts: int, seen: list[tuple[int, ...]]) -> None:
-    """Sliding windows lie inside a document; OPT has its mask from its positions; micro-batches are rows of their own."""
+def test_gradients_are_those_of_the_padded_batch(
+    kind: str, parts: int, seen: list[tuple[int, ...]]
+) -> None:
+    """Sliding windows lie inside a document; OPT has its mask from its positions; micro-batches are
+    rows of their own."""
     model = tiny_model(kind, **CHANGES.get(kind, {}), max_position_embeddings=128)
-    control, batch = copy.deepcopy(model), padded()
+    control = copy.deepcopy(model)
+    batch = padded()
     plan = method("plain", compute_dtype="float32", gradient_accumulation_steps=parts)
     with Walker(model, plan, device="cpu") as walker:
         walker.timeline = []
         found = walker.gradients(batch)
     assert seen == [(1, 192) if parts == 1 else (2, 128)]
-    assert walker.timeline[0][0].shape == (Shape(4, 48) if parts == 1 else Shape(2, 64))  # so many tokens
+    assert walker.timeline[0][0].shape == (
+        Shape(4, 48) if parts == 1 else Shape(2, 64)
+    )  # so many tokens
     control(**batch, use_cache=False).loss.backward()
     for name, parameter in control.named_parameters():
         if parameter.grad is not None and name in found:
@@ -112,13 +130,15 @@ def test_gradients_are_those_of_the_padded_batch(kind: str, parts: int, seen: li
 
 
 def test_a_packed_row_is_walked_as_transformers_does() -> None:
-    """With a mask of its own a row is one document, whatever its positions; without one each token at position 0 begins one."""
+    """With a mask of its own a row is one document, whatever its positions; without one each token
+    at position 0 begins one."""
     ids = padded([64])["input_ids"]
     positions = torch.tensor([[*range(30), 0, *range(20), 0, 0, *range(11)]])
     ones = torch.ones_like(ids)
     for mask in (None, ones, ones.masked_fill(torch.arange(64) >= 60, 0)):
         second = {} if mask is None else {"attention_mask": mask}
-        model, batch = tiny_model("llama"), {"input_ids": ids, "position_ids": positions, "labels": ids, **second}
+        model = tiny_model("llama")
+        batch = {"input_ids": ids, "position_ids": positions, "labels": ids, **second}
         control = copy.deepcopy(model)
         control(**batch, use_cache=False).loss.backward()
         with Walker(model, method("plain", compute_dtype="float32"), device="cpu") as walker:
@@ -137,13 +157,17 @@ def test_a_packed_row_is_walked_as_transformers_does() -> None:
     ],
 )
 def test_what_is_no_batch_is_told(batch: Any) -> None:
-    with Walker(tiny_model("llama"), method("plain"), device="cpu") as walker, refused(ValueError, "batch"):
+    with (
+        Walker(tiny_model("llama"), method("plain"), device="cpu") as walker,
+        refused(ValueError, "batch"),
+    ):
         walker.step(batch)
 
 
 def test_what_draws_or_must_be_exact_is_walked_as_it_came(seen: list[tuple[int, ...]]) -> None:
-    """A prefix, whose keys no position begins anew; a dropout of an adapter, noise on embeddings, the model's own loss,
-    compiled blocks, zeroth order. What a run is foreseen by says the same, of these and of one that is walked by documents."""
+    """A prefix, whose keys no position begins anew; a dropout of an adapter, noise on embeddings,
+    the model's own loss, compiled blocks, zeroth order. What a run is foreseen by says the same, of
+    these and of one that is walked by documents."""
     for settings, lora in (
         ({"name": "mebp"}, PrefixSettings(num_virtual_tokens=3)),
         ({"name": "mebp"}, LoraSettings(rank=2, dropout=0.1)),
@@ -154,7 +178,8 @@ def test_what_draws_or_must_be_exact_is_walked_as_it_came(seen: list[tuple[int, 
         ({"name": "mebp"}, LoraSettings(rank=2)),
     ):
         assert seen == []
-        model, plan = tiny_model("llama", max_position_embeddings=128), method(**settings)
+        model = tiny_model("llama", max_position_embeddings=128)
+        plan = method(**settings)
         apart = UnitCosts(model.config, lora=lora).walks_documents(plan)
         with Walker(model, plan, lora=lora, device="cpu") as walker:
             walker.step(padded())
@@ -165,23 +190,33 @@ def test_what_draws_or_must_be_exact_is_walked_as_it_came(seen: list[tuple[int, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [1000, 20])
 @pytest.mark.parametrize("key_heads", [4, 2])
-def test_attention_by_documents_is_that_under_the_mask(dtype: torch.dtype, window: int, key_heads: int) -> None:
-    """Oracle: one call of the same function under the whole mask, in float64. Padding's rows are left out."""
-    positions = torch.cat([torch.arange(n) for n in (130, 7, 41)] + [torch.zeros(14, dtype=torch.int64)])
+def test_attention_by_documents_is_that_under_the_mask(
+    dtype: torch.dtype, window: int, key_heads: int
+) -> None:
+    """Oracle: one call of the same function under the whole mask, in float64. Padding's rows are
+    left out."""
+    positions = torch.cat(
+        [torch.arange(n) for n in (130, 7, 41)] + [torch.zeros(14, dtype=torch.int64)]
+    )
     document = (positions == 0).cumsum(0)
     apart = torch.arange(192)[:, None] - torch.arange(192)
     mask = ((document[:, None] == document) & (apart >= 0) & (apart < window))[None, None]
     heads = {"query": 4, "key": key_heads, "value": key_heads}
     given = {
-        name: torch.randn(1, 192, n, 16, dtype=dtype).transpose(1, 2).requires_grad_() for name, n in heads.items()
+        name: torch.randn(1, 192, n, 16, dtype=dtype).transpose(1, 2).requires_grad_()
+        for name, n in heads.items()
     }
     exact = {name: each.detach().double().requires_grad_() for name, each in given.items()}
     weight = torch.randn(1, 4, 192, 16).to(dtype) * (torch.arange(192) < 178)[:, None]
     mode = by_document(positions[None], dtype)
     assert isinstance(mode, ByDocument)
     with mode:
-        out = F.scaled_dot_product_attention(**given, attn_mask=mask, scale=0.3, enable_gqa=key_heads < 4)
-    expected = F.scaled_dot_product_attention(**exact, attn_mask=mask, scale=0.3, enable_gqa=key_heads < 4)
+        out = F.scaled_dot_product_attention(
+            **given, attn_mask=mask, scale=0.3, enable_gqa=key_heads < 4
+        )
+    expected = F.scaled_dot_product_attention(
+        **exact, attn_mask=mask, scale=0.3, enable_gqa=key_heads < 4
+    )
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
     torch.testing.assert_close(out[:, :, :178].double(), expected[:, :, :178], **close)
     out.backward(weight)

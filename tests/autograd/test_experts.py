@@ -1,4 +1,5 @@
-"""Oracle: `F.grouped_mm` and autograd on experts that are decoded whole. A mixture's experts in codes are read one by one."""
+"""Oracle: `F.grouped_mm` and autograd on experts that are decoded whole. A mixture's experts in
+codes are read one by one."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def test_rows_are_multiplied_with_their_experts_alone(codec: Codec, transposed: 
     encoded = experts(codec)
     dense = torch.empty(encoded.shape)
     encoded.read_into(dense)
-    lazy, offs = LazyParameter(encoded, torch.device("cpu")), torch.tensor([3, 3, 10, 11], dtype=torch.int32)
+    lazy = LazyParameter(encoded, torch.device("cpu"))
+    offs = torch.tensor([3, 3, 10, 11], dtype=torch.int32)
     x = torch.randn(12, encoded.shape[1 if transposed else 2])
     found = []
     for weight in (lazy, dense):
@@ -67,8 +69,10 @@ def test_rows_are_multiplied_with_their_experts_alone(codec: Codec, transposed: 
 def test_a_mixture_in_codes_learns_without_its_experts_whole(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the walk of the model whose weights are those that the codes stand for, decoded into a checkpoint."""
-    model, batch = _tiny(kind), random_batch()
+    """Oracle: the walk of the model whose weights are those that the codes stand for, decoded into
+    a checkpoint."""
+    model = _tiny(kind)
+    batch = random_batch()
     model.save_pretrained(tmp_path / "model")
     pack(tmp_path / "model", tmp_path / "store", Codec.INT4)
     whole = LazyParameter.decoded
@@ -79,7 +83,8 @@ def test_a_mixture_in_codes_learns_without_its_experts_whole(
 
     monkeypatch.setattr(LazyParameter, "decoded", decoded)
     with Walker(tmp_path / "store", method("mebp"), lora={"rank": 2}, device="cpu") as walker:
-        loss, gradients = walker.step(batch).loss, walker.gradients(batch)
+        loss = walker.step(batch).loss
+        gradients = walker.gradients(batch)
         source = walker.engine.model.source
         values = {name: torch.empty(source.shape(name)) for name in source.names()}
         for name, value in values.items():
@@ -87,7 +92,9 @@ def test_a_mixture_in_codes_learns_without_its_experts_whole(
     model.load_state_dict(values, strict=False)
     model.save_pretrained(tmp_path / "decoded")
     plan = method("mebp", frozen="disk × raw")
-    with Walker(tmp_path / "decoded", plan, lora={"rank": 2}, workdir=tmp_path, device="cpu") as walker:
+    with Walker(
+        tmp_path / "decoded", plan, lora={"rank": 2}, workdir=tmp_path, device="cpu"
+    ) as walker:
         assert walker.step(batch).loss == pytest.approx(loss, rel=1e-6)
         for name, gradient in walker.gradients(batch).items():
             assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name

@@ -1,4 +1,5 @@
-"""Oracle: the models' own forward, autograd and generation. Their later layers attend to keys and values of earlier ones."""
+"""Oracle: the models' own forward, autograd and generation. Their later layers attend to keys and
+values of earlier ones."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from tests.autograd.test_walker import PLANS, own_gradients
 from tests.models import random_batch
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "wide": {"num_kv_shared_layers": 12, "hidden_size_per_layer_input": 32, "use_double_wide_mlp": True},
+    "wide": {
+        "num_kv_shared_layers": 12,
+        "hidden_size_per_layer_input": 32,
+        "use_double_wide_mlp": True,
+    },
     "narrow": {"num_kv_shared_layers": 6, "hidden_size_per_layer_input": 32},
 }
 """Settings of Gemma 4: what its later layers have in place of keys and values of their own."""
@@ -39,7 +44,9 @@ def batch_of(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_gradients_through_shared_keys_and_values(kind: str, plan: dict[str, Any], tmp_path: Path) -> None:
+def test_gradients_through_shared_keys_and_values(
+    kind: str, plan: dict[str, Any], tmp_path: Path
+) -> None:
     model = family(kind)
     batch = batch_of(model)
     loss, expected = own_gradients(model, batch)
@@ -56,7 +63,8 @@ def test_gradients_through_shared_keys_and_values(kind: str, plan: dict[str, Any
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_frozen_writer_hands_its_gradient_on(kind: str, tmp_path: Path) -> None:
-    """The gradient of an adapter below the writer passes through its keys and values: PEFT's autograd is the oracle."""
+    """The gradient of an adapter below the writer passes through its keys and values: PEFT's
+    autograd is the oracle."""
     from peft import LoraConfig, get_peft_model
 
     model = family(kind)
@@ -84,7 +92,9 @@ def test_a_frozen_writer_hands_its_gradient_on(kind: str, tmp_path: Path) -> Non
 def test_generation_shares_keys_and_values(kind: str, name: str) -> None:
     model = family(kind)
     prompt_BS = torch.randint(3, 101, (2, 5), generator=torch.Generator().manual_seed(0))
-    expected = model.generate(prompt_BS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = model.generate(
+        prompt_BS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     with Walker(copy.deepcopy(model), method(name), training=False, device="cpu") as walker:
         written = walker.generate(prompt_BS, 8)
     assert written.tolist() == expected.tolist()
@@ -92,7 +102,8 @@ def test_generation_shares_keys_and_values(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_zeroth_order_on_disk_is_zeroth_order_in_memory(kind: str, tmp_path: Path) -> None:
-    """Oracle: the same steps with every weight resident, whose losses are the model's own at the same noise."""
+    """Oracle: the same steps with every weight resident, whose losses are the model's own at the
+    same noise."""
     model = family(kind)
     losses = {}
     for name, settings in (("mezo", {"noise": "gaussian"}), ("zo2", {"noise": "gaussian"})):
@@ -105,7 +116,8 @@ def test_zeroth_order_on_disk_is_zeroth_order_in_memory(kind: str, tmp_path: Pat
 
 
 def test_what_is_handed_on_is_foreseen() -> None:
-    """Oracle: the size of keys and values by arithmetic: two writers, each B × S × heads × width × 2, and their gradients."""
+    """Oracle: the size of keys and values by arithmetic: two writers, each B × S × heads × width ×
+    2, and their gradients."""
     from blockwalk.program.program import Shape
     from blockwalk.walk.unit_costs import UnitCosts
 
@@ -117,7 +129,9 @@ def test_what_is_handed_on_is_foreseen() -> None:
     shape = Shape(2, 9)
     saved = costs(plan, shape).of("prologue").saved
     model = family("wide")
-    shared = [layer.self_attn for layer in model.model.layers if layer.self_attn.store_full_length_kv]
+    shared = [
+        layer.self_attn for layer in model.model.layers if layer.self_attn.store_full_length_kv
+    ]
     elements = sum(2 * shape.tokens * attention.k_proj.out_features for attention in shared)
     assert len(shared) == 2
     assert saved >= 2 * 4 * elements

@@ -20,7 +20,9 @@ def adapted(kind: str, tied: bool) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(5)
-    config = LoraConfig(r=3, lora_alpha=7, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
+    config = LoraConfig(
+        r=3, lora_alpha=7, target_modules=["lm_head", "q_proj"], init_lora_weights=False
+    )
     return get_peft_model(tiny_model(kind, tied=tied), config)
 
 
@@ -33,7 +35,8 @@ def refuse(*_: Any, **__: Any) -> Any:
 def test_a_head_with_lora_has_a_chunked_loss(
     plan: str, kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, batch = adapted(kind, tied).eval(), random_batch()
+    model = adapted(kind, tied).eval()
+    batch = random_batch()
     loss = model(**batch, use_cache=False).loss
     loss.backward()
     expected = {
@@ -44,7 +47,9 @@ def test_a_head_with_lora_has_a_chunked_loss(
     with torch.no_grad():
         logits_BV = model(input_ids=batch["input_ids"], use_cache=False).logits[:, -1]
     settings = {"frozen": "disk × raw"} if plan == "mebp" else {}
-    with Walker(copy.deepcopy(model), method(plan, **settings), workdir=tmp_path, device="cpu") as walker:
+    with Walker(
+        copy.deepcopy(model), method(plan, **settings), workdir=tmp_path, device="cpu"
+    ) as walker:
         monkeypatch.setattr(CutModel, "logits", refuse)  # once the model is known to be cut right
         monkeypatch.setattr(CutModel, "own_loss", refuse)
         assert walker.evaluate(batch).loss == pytest.approx(float(loss.detach()), rel=1e-6)

@@ -1,8 +1,8 @@
-"""Oracle: the products of the decoded weight and autograd through them, in float64, within the bound on a product's rounding.
+"""Oracle: the products of the decoded weight and autograd through them, in float64, within the
+bound on a product's rounding.
 
-Not to the last bit of ``F.linear``: how a processor adds up a product depends on its shape (AMX, MKL), and a chunk has
-another shape than the whole.
-"""
+Not to the last bit of ``F.linear``: how a processor adds up a product depends on its shape (AMX,
+MKL), and a chunk has another shape than the whole."""
 
 from __future__ import annotations
 
@@ -25,19 +25,27 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def encoded_weight(shape: tuple[int, int], codec: Codec, dtype: torch.dtype, seed: int = 0) -> EncodedWeight:
+def encoded_weight(
+    shape: tuple[int, int], codec: Codec, dtype: torch.dtype, seed: int = 0
+) -> EncodedWeight:
     layout = Layout(shape, codec)
     buffer = encode(random(*shape, seed=seed), codec, torch.empty(layout.nbytes, dtype=torch.uint8))
     return EncodedWeight(buffer, layout, dtype)
 
 
-def assert_product(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """a [P, I] times b [I, O] within Higham's bound γ_I·|a|·|b| of float32 sums, and half a unit of the result's last place
-    (*Accuracy and Stability of Numerical Algorithms*, 2002, section 3.5)."""
-    a, b = a.detach().double().reshape(-1, a.shape[-1]), b.detach().double()
-    exact, size = a @ b, a.abs() @ b.abs()
+def assert_product(
+    got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
+    """a [P, I] times b [I, O] within Higham's bound γ_I·|a|·|b| of float32 sums, and half a unit of
+    the result's last place (*Accuracy and Stability of Numerical Algorithms*, 2002, section
+    3.5)."""
+    a = a.detach().double().reshape(-1, a.shape[-1])
+    b = b.detach().double()
+    exact = a @ b
+    size = a.abs() @ b.abs()
     if bias is not None:
-        exact, size = exact + bias.detach().double(), size + bias.detach().double().abs()
+        exact = exact + bias.detach().double()
+        size = size + bias.detach().double().abs()
     bound = (a.shape[1] + 1) * 2**-24 * size + torch.finfo(got.dtype).eps / 2 * exact.abs()
     assert ((got.detach().double().reshape(exact.shape) - exact).abs() <= 1.01 * bound).all()
 
@@ -51,7 +59,12 @@ CASES = [
     ((), (64, 70), True, False),
     ((1,), (256, 128), False, False),
     ((2, 1, 16), (70, 33), True, True),
-    ((256,), (264, 553), False, False),  # eight features beyond whole chunks: alone they would take another kernel
+    (
+        (256,),
+        (264, 553),
+        False,
+        False,
+    ),  # eight features beyond whole chunks: alone they would take another kernel
 ]
 
 
@@ -87,8 +100,11 @@ def test_forward_and_gradients(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_at_the_dimensions_of_a_model(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the product and its derivative, at dimensions where BLAS blocks its loops, cut as a large weight is cut."""
+def test_chunks_at_the_dimensions_of_a_model(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the product and its derivative, at dimensions where BLAS blocks its loops, cut as a
+    large weight is cut."""
     weight = encoded_weight((1088, 896), Codec.INT4, dtype)
     w_ND = weight.rows(0, 1088).clone()
     x = random(256, 896, seed=1, dtype=dtype).requires_grad_()
@@ -100,22 +116,33 @@ def test_chunks_at_the_dimensions_of_a_model(dtype: torch.dtype, monkeypatch: py
 
 
 def test_chunks_of_a_real_models_matrices_are_of_one_shape() -> None:
-    """Oracle: division. Qwen2.5-0.5B's, 1.5B's and Llama-3-8B's feed-forward, forward and backward; a width without a divisor
-    is cut nearly equally."""
+    """Oracle: division. Qwen2.5-0.5B's, 1.5B's and Llama-3-8B's feed-forward, forward and backward;
+    a width without a divisor is cut nearly equally."""
     for inner, outer in ((896, 4864), (1536, 8960), (4096, 14336)):
         for n_in, n_out in ((inner, outer), (outer, inner)):
             borders = _borders(n_in, n_out, torch.empty(1, n_in, dtype=torch.bfloat16))
-            assert len({stop - start for start, stop in pairwise(borders)}) == 1, (n_in, n_out, borders)
+            assert len({stop - start for start, stop in pairwise(borders)}) == 1, (
+                n_in,
+                n_out,
+                borders,
+            )
             assert 2 << 20 <= n_in * borders[1] * 2 <= DECODE_BYTES["cpu"]
-    widths = {b - a for a, b in pairwise(_borders(896, 7 * 11 * 13 * 64, torch.empty(1, 896, dtype=torch.bfloat16)))}
+    widths = {
+        b - a
+        for a, b in pairwise(
+            _borders(896, 7 * 11 * 13 * 64, torch.empty(1, 896, dtype=torch.bfloat16))
+        )
+    }
     assert max(widths) - min(widths) == 64
 
 
 def test_scratch_may_be_overwritten_before_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: autograd. Two layers share one scratch; the gradient of a sum is an expanded tensor."""
+    """Oracle: autograd. Two layers share one scratch; the gradient of a sum is an expanded
+    tensor."""
     monkeypatch.setitem(DECODE_BYTES, "cpu", 1 << 14)
     first, second = (
-        encoded_weight(shape, Codec.INT4, torch.float32, seed) for seed, shape in enumerate([(160, 96), (64, 160)])
+        encoded_weight(shape, Codec.INT4, torch.float32, seed)
+        for seed, shape in enumerate([(160, 96), (64, 160)])
     )
     dense = [weight.rows(0, weight.shape[0]).clone() for weight in (first, second)]
     x = random(5, 96, seed=3).requires_grad_()
@@ -167,15 +194,19 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: F.linear and autograd on the device, to rounding where its BLAS splits sums by shape."""
+    """Oracle: F.linear and autograd on the device, to rounding where its BLAS splits sums by
+    shape."""
     layout = Layout((1088, 896), Codec.INT4)
-    buffer = encode(random(1088, 896), Codec.INT4, torch.empty(layout.nbytes, dtype=torch.uint8)).cuda()
+    buffer = encode(
+        random(1088, 896), Codec.INT4, torch.empty(layout.nbytes, dtype=torch.uint8)
+    ).cuda()
     weight = EncodedWeight(buffer, layout, torch.float32)
     dense = weight.rows(0, 1088).clone()
     x = random(256, 896, seed=1).cuda().requires_grad_()
     for chunk_bytes in (DECODE_BYTES["cuda"], 1 << 20):
         monkeypatch.setitem(DECODE_BYTES, "cuda", chunk_bytes)
-        y, expected = lazy_linear(x, weight), F.linear(x, dense)
+        y = lazy_linear(x, weight)
+        expected = F.linear(x, dense)
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
         grads = [torch.autograd.grad(each.sum(), x)[0] for each in (y, expected)]
         torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-4)
@@ -184,9 +215,12 @@ def test_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_fused_adapter_is_peft_s_sum(dtype: torch.dtype, transposed: bool) -> None:
-    """Oracle: W·x + b + s·B·A·x written with F.linear, and autograd; in bfloat16 within its rounding of the float32 result."""
+    """Oracle: W·x + b + s·B·A·x written with F.linear, and autograd; in bfloat16 within its
+    rounding of the float32 result."""
     generator = torch.Generator().manual_seed(0)
-    w_ND, a_RD, b_NR = (torch.randn(*s, generator=generator) * 0.2 for s in ((96, 64), (4, 64), (96, 4)))
+    w_ND, a_RD, b_NR = (
+        torch.randn(*s, generator=generator) * 0.2 for s in ((96, 64), (4, 64), (96, 4))
+    )
     x, bias, grad = (torch.randn(*s, generator=generator) for s in ((2, 5, 64), (96,), (2, 5, 96)))
     exact = [t.to(dtype).double().requires_grad_() for t in (x, a_RD, b_NR)]
     w_used = w_ND.to(dtype).double()
@@ -196,7 +230,9 @@ def test_a_fused_adapter_is_peft_s_sum(dtype: torch.dtype, transposed: bool) -> 
     expected_grads = torch.autograd.grad(expected, exact, grad.to(dtype).double())
     leaves = [t.to(dtype).requires_grad_() for t in (x, a_RD, b_NR)]
     weight = DenseWeight((w_ND.t().contiguous() if transposed else w_ND).to(dtype))
-    y = lora_linear(leaves[0], weight, bias.to(dtype), leaves[1], leaves[2], 0.5, transposed=transposed)
+    y = lora_linear(
+        leaves[0], weight, bias.to(dtype), leaves[1], leaves[2], 0.5, transposed=transposed
+    )
     grads = torch.autograd.grad(y, leaves, grad.to(dtype))
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     for mine, theirs in zip((y, *grads), (expected, *expected_grads), strict=True):

@@ -1,5 +1,6 @@
-"""Oracle: autograd over the model in memory, on the batch as it came, under its mask. Rows beyond 2,048 tokens are walked
-without their padding, and without a mask: the numbers are those within rounding."""
+"""Oracle: autograd over the model in memory, on the batch as it came, under its mask. Rows beyond
+2,048 tokens are walked without their padding, and without a mask: the numbers are those within
+rounding."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from blockwalk.walk.unit_costs import UnitCosts
 from blockwalk.walk.walker import Walker
 from tests.models import tiny_model
 
-TOKENS, LENGTH = 2050, 2056
+TOKENS = 2050
+LENGTH = 2056
 
 
 def row(rows: int = 1, tokens: int = TOKENS) -> dict[str, Tensor]:
@@ -38,7 +40,9 @@ def masks_of(walker: Walker) -> list[Any]:
     """The masks that the first block is called with from now on."""
     masks: list[Any] = []
     (block,) = walker.engine.cut.modules(1)
-    block.register_forward_pre_hook(lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
+    block.register_forward_pre_hook(
+        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
     return masks
 
 
@@ -71,7 +75,8 @@ def test_a_long_row_has_no_mask_and_the_same_gradients(batch: dict[str, Tensor])
 
 @pytest.mark.parametrize("name", ["plain", "mebp"])
 def test_micro_batches_of_long_rows_end_where_each_ends(name: str) -> None:
-    """Rows of unequal length, one to a micro-batch: the step's loss is that of the batch as it came."""
+    """Rows of unequal length, one to a micro-batch: the step's loss is that of the batch as it
+    came."""
     batch = {key: torch.cat([row()[key], row(tokens=2033)[key]]) for key in row()}
     model = tiny_model("llama", num_hidden_layers=2)
     with torch.no_grad():
@@ -106,7 +111,16 @@ def test_zeroth_order_has_no_mask_either() -> None:
         {**one_document(), "position_ids": torch.arange(LENGTH)[None] % 1028},
         {name: each for name, each in row().items() if name != "attention_mask"},
     ],
-    ids=["short", "no padding", "on the left", "holes", "learns padding", "unequal", "two documents", "no mask"],
+    ids=[
+        "short",
+        "no padding",
+        "on the left",
+        "holes",
+        "learns padding",
+        "unequal",
+        "two documents",
+        "no mask",
+    ],
 )
 def test_other_batches_stay_as_they_are(batch: dict[str, Tensor]) -> None:
     assert cut_padding(batch) is batch
@@ -114,7 +128,9 @@ def test_other_batches_stay_as_they_are(batch: dict[str, Tensor]) -> None:
 
 def test_rows_of_unequal_length_keep_their_mask_under_a_models_own_loss() -> None:
     """The masks that the first block is called with: such a loss may read what is hidden."""
-    with Walker(tiny_model("llama", num_hidden_layers=1), method("plain", loss="model"), device="cpu") as walker:
+    with Walker(
+        tiny_model("llama", num_hidden_layers=1), method("plain", loss="model"), device="cpu"
+    ) as walker:
         masks = masks_of(walker)
         walker.evaluate(unequal())
     assert masks
@@ -132,10 +148,15 @@ def test_what_is_cut_off_is_padding_alone() -> None:
 
 def test_the_forecast_of_a_long_row_has_no_mask() -> None:
     """Closed form: the mask of S × S that the prologue would keep, a byte a pair."""
-    config, plan = tiny_model("llama", num_hidden_layers=1).config, method("plain")
+    config = tiny_model("llama", num_hidden_layers=1).config
+    plan = method("plain")
     kept = [
-        UnitCosts(config, padded=True, cut=cut)(plan, Shape(1, LENGTH)).of("prologue").saved for cut in (False, True)
+        UnitCosts(config, padded=True, cut=cut)(plan, Shape(1, LENGTH)).of("prologue").saved
+        for cut in (False, True)
     ]
     assert kept[0] - kept[1] >= LENGTH * LENGTH
-    short = [UnitCosts(config, padded=True, cut=cut)(plan, Shape(1, 64)).of("prologue").saved for cut in (False, True)]
+    short = [
+        UnitCosts(config, padded=True, cut=cut)(plan, Shape(1, 64)).of("prologue").saved
+        for cut in (False, True)
+    ]
     assert short[0] == short[1]

@@ -1,4 +1,5 @@
-"""Oracle: autograd through torch.nn.functional.cross_entropy on whole logits, and the loss of transformers' own models."""
+"""Oracle: autograd through torch.nn.functional.cross_entropy on whole logits, and the loss of
+transformers' own models."""
 
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ from tests.support.messages import refused
 
 @dataclass
 class Rows:
-    """A weight that keeps the protocol to the letter: what it returned is overwritten by the next call."""
+    """A weight that keeps the protocol to the letter: what it returned is overwritten by the next
+    call."""
 
     weight_VD: Tensor
 
     def __post_init__(self) -> None:
-        self.shape, self.dtype = tuple(self.weight_VD.shape), self.weight_VD.dtype
+        self.shape = tuple(self.weight_VD.shape)
+        self.dtype = self.weight_VD.dtype
         self._scratch = torch.empty_like(self.weight_VD)
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -50,13 +53,23 @@ class Reference:
 
 
 def reference(
-    hidden_ND: Tensor, labels_N: Tensor, head_VD: Tensor, bias_V: Tensor, scale: float, cap: float | None, factor: float
+    hidden_ND: Tensor,
+    labels_N: Tensor,
+    head_VD: Tensor,
+    bias_V: Tensor,
+    scale: float,
+    cap: float | None,
+    factor: float,
 ) -> Reference:
     leaves = [tensor.clone().requires_grad_() for tensor in (hidden_ND, head_VD, bias_V)]
-    logits_NV = (leaves[0] @ leaves[1].t() + leaves[2]).to(torch.promote_types(hidden_ND.dtype, torch.float32)) * scale
+    logits_NV = (leaves[0] @ leaves[1].t() + leaves[2]).to(
+        torch.promote_types(hidden_ND.dtype, torch.float32)
+    ) * scale
     if cap is not None:
         logits_NV = torch.tanh(logits_NV / cap) * cap
-    loss = torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="sum", ignore_index=IGNORE)
+    loss = torch.nn.functional.cross_entropy(
+        logits_NV, labels_N, reduction="sum", ignore_index=IGNORE
+    )
     return Reference(loss.detach(), *torch.autograd.grad(loss * factor, leaves))
 
 
@@ -66,7 +79,13 @@ def relative(ours: Tensor | None, theirs: Tensor) -> float:
 
 
 def random_case(
-    tokens: int, hidden: int, vocab: int, *, ignored: int = 0, dtype: torch.dtype = torch.float64, seed: int = 0
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    *,
+    ignored: int = 0,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     hidden_ND = torch.randn(tokens, hidden, generator=generator, dtype=torch.float64)
@@ -89,16 +108,38 @@ def random_case(
     seed=st.integers(0, 1000),
 )
 def test_any_shape_and_any_chunks(
-    tokens: int, hidden: int, vocab: int, chunk: int, ignored: int, scale: float, cap: float | None, seed: int
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    chunk: int,
+    ignored: int,
+    scale: float,
+    cap: float | None,
+    seed: int,
 ) -> None:
-    """Oracle: autograd in float64. One pass (frozen), two passes (head and bias trained) and the loss alone."""
-    hidden_ND, labels_N, head_VD, bias_V = random_case(tokens, hidden, vocab, ignored=min(ignored, tokens), seed=seed)
+    """Oracle: autograd in float64. One pass (frozen), two passes (head and bias trained) and the
+    loss alone."""
+    hidden_ND, labels_N, head_VD, bias_V = random_case(
+        tokens, hidden, vocab, ignored=min(ignored, tokens), seed=seed
+    )
     theirs = reference(hidden_ND, labels_N, head_VD, bias_V, scale, cap, 0.3)
-    options: dict[str, Any] = {"bias": bias_V, "scale": scale, "soft_cap": cap, "vocab_chunk": chunk}
-    head_grad, bias_grad = torch.ones_like(head_VD), torch.ones_like(bias_V)  # added to, not overwritten
+    options: dict[str, Any] = {
+        "bias": bias_V,
+        "scale": scale,
+        "soft_cap": cap,
+        "vocab_chunk": chunk,
+    }
+    head_grad = torch.ones_like(head_VD)  # added to, not overwritten
+    bias_grad = torch.ones_like(bias_V)
     one = chunked_cross_entropy(hidden_ND, labels_N, Rows(head_VD), grad_scale=0.3, **options)
     two = chunked_cross_entropy(
-        hidden_ND, labels_N, Rows(head_VD), grad_scale=0.3, head_grad=head_grad, bias_grad=bias_grad, **options
+        hidden_ND,
+        labels_N,
+        Rows(head_VD),
+        grad_scale=0.3,
+        head_grad=head_grad,
+        bias_grad=bias_grad,
+        **options,
     )
     (losses_N,) = chunked_losses([(hidden_ND, labels_N)], Rows(head_VD), **options)
     assert not losses_N[labels_N == IGNORE].any()
@@ -116,15 +157,27 @@ def test_any_shape_and_any_chunks(
     ("dtype", "loss_error", "grad_error"),
     [(torch.float32, 1e-6, 1e-6), (torch.float16, 1e-4, 2e-3), (torch.bfloat16, 1e-3, 1e-2)],
 )
-def test_every_compute_dtype(dtype: torch.dtype, loss_error: float, grad_error: float, cap: float | None) -> None:
-    """Oracle: autograd in the same dtype with float32 logits; 16 bits to the rounding of their products."""
+def test_every_compute_dtype(
+    dtype: torch.dtype, loss_error: float, grad_error: float, cap: float | None
+) -> None:
+    """Oracle: autograd in the same dtype with float32 logits; 16 bits to the rounding of their
+    products."""
     hidden_ND, labels_N, head_VD, bias_V = random_case(41, 48, 700, ignored=5, dtype=dtype)
     hidden_ND = hidden_ND * 0.3
     theirs = reference(hidden_ND, labels_N, head_VD, bias_V, 0.7, cap, 0.02)
-    options: dict[str, Any] = {"bias": bias_V, "scale": 0.7, "soft_cap": cap, "vocab_chunk": 128, "grad_scale": 0.02}
-    head_grad, bias_grad = torch.zeros(700, 48), torch.zeros(700)
+    options: dict[str, Any] = {
+        "bias": bias_V,
+        "scale": 0.7,
+        "soft_cap": cap,
+        "vocab_chunk": 128,
+        "grad_scale": 0.02,
+    }
+    head_grad = torch.zeros(700, 48)
+    bias_grad = torch.zeros(700)
     one = chunked_cross_entropy(hidden_ND, labels_N, Rows(head_VD), **options)
-    two = chunked_cross_entropy(hidden_ND, labels_N, Rows(head_VD), head_grad=head_grad, bias_grad=bias_grad, **options)
+    two = chunked_cross_entropy(
+        hidden_ND, labels_N, Rows(head_VD), head_grad=head_grad, bias_grad=bias_grad, **options
+    )
     for result in (one, two):
         assert relative(result.loss_sum, theirs.loss_sum) < loss_error
         assert result.grad_hidden_ND is not None
@@ -136,8 +189,9 @@ def test_every_compute_dtype(dtype: torch.dtype, loss_error: float, grad_error: 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_tokens_that_the_model_already_predicts(trained: bool) -> None:
-    """Oracle: autograd in float64 on the same bfloat16 values. With p of the label near 1 (here q = 1 − p is near 1e-3), p − y
-    taken after a 16-bit product would be off by as much as it is itself."""
+    """Oracle: autograd in float64 on the same bfloat16 values. With p of the label near 1 (here q =
+    1 − p is near 1e-3), p − y taken after a 16-bit product would be off by as much as it is
+    itself."""
     hidden_ND, labels_N, head_VD, bias_V = random_case(40, 64, 500, dtype=torch.bfloat16)
     hidden_ND = head_VD[labels_N] * 0.28 + hidden_ND * 0.1
     wide = [tensor.double() for tensor in (hidden_ND, head_VD, bias_V * 0)]
@@ -152,13 +206,20 @@ def test_tokens_that_the_model_already_predicts(trained: bool) -> None:
 
 
 def test_logits_far_apart() -> None:
-    """Oracle: autograd in float64, with logits up to ±2,000, where exp overflows and label probabilities vanish."""
+    """Oracle: autograd in float64, with logits up to ±2,000, where exp overflows and label
+    probabilities vanish."""
     hidden_ND, labels_N, head_VD, bias_V = random_case(30, 8, 90)
     theirs = reference(hidden_ND * 300, labels_N, head_VD, bias_V, 1.0, None, 1.0)
     head_grad = torch.zeros_like(head_VD)
     for grad in (None, head_grad):
         ours = chunked_cross_entropy(
-            hidden_ND * 300, labels_N, Rows(head_VD), grad_scale=1.0, bias=bias_V, head_grad=grad, vocab_chunk=16
+            hidden_ND * 300,
+            labels_N,
+            Rows(head_VD),
+            grad_scale=1.0,
+            bias=bias_V,
+            head_grad=grad,
+            vocab_chunk=16,
         )
         torch.testing.assert_close(ours.loss_sum, theirs.loss_sum, rtol=1e-12, atol=0)
         torch.testing.assert_close(ours.grad_hidden_ND, theirs.hidden_ND, rtol=1e-9, atol=1e-12)
@@ -166,9 +227,11 @@ def test_logits_far_apart() -> None:
 
 
 def test_lora_on_the_head() -> None:
-    """Oracle: autograd through h·Wᵀ + s·(h·Aᵀ)·Bᵀ: the head [W, B] on [h, s·h·Aᵀ], with the gradient of B's columns alone."""
+    """Oracle: autograd through h·Wᵀ + s·(h·Aᵀ)·Bᵀ: the head [W, B] on [h, s·h·Aᵀ], with the
+    gradient of B's columns alone."""
     hidden_ND, labels_N, head_VD, _ = random_case(33, 12, 120, ignored=4)
-    a_RD, b_VR = torch.randn(3, 12, dtype=torch.float64), torch.randn(120, 3, dtype=torch.float64)
+    a_RD = torch.randn(3, 12, dtype=torch.float64)
+    b_VR = torch.randn(120, 3, dtype=torch.float64)
     leaves = [tensor.clone().requires_grad_() for tensor in (hidden_ND, a_RD, b_VR)]
     logits_NV = leaves[0] @ head_VD.t() + 2.0 * (leaves[0] @ leaves[1].t()) @ leaves[2].t()
     loss = torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="sum")
@@ -213,13 +276,20 @@ SMALL = {
         ("phi", {}, {}),
     ],
 )
-def test_the_loss_of_the_models_themselves(kind: str, extra: dict[str, float], transform: dict[str, float]) -> None:
-    """Oracle: the model's own loss, logits and autograd in float32: soft-capped, scaled, divided and biased heads."""
+def test_the_loss_of_the_models_themselves(
+    kind: str, extra: dict[str, float], transform: dict[str, float]
+) -> None:
+    """Oracle: the model's own loss, logits and autograd in float32: soft-capped, scaled, divided
+    and biased heads."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     settings_ = {k: v for k, v in SMALL.items() if not (kind == "phi" and k == "head_dim")}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings_, **extra)).float().eval()
+    model = (
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings_, **extra))
+        .float()
+        .eval()
+    )
     head = model.get_output_embeddings()
     torch.nn.init.normal_(head.weight)  # logits far enough apart for a cap and a scale to show
     seen: list[Tensor] = []
@@ -249,11 +319,17 @@ def test_the_loss_of_the_models_themselves(kind: str, extra: dict[str, float], t
 
 
 def test_no_label_that_counts() -> None:
-    """Oracle: closed form. Nothing to predict: loss 0, no tokens, gradients 0 and the head's as they were."""
+    """Oracle: closed form. Nothing to predict: loss 0, no tokens, gradients 0 and the head's as
+    they were."""
     hidden_ND, _, head_VD, bias_V = random_case(6, 4, 10)
     head_grad = torch.full_like(head_VD, 2.0)
     ours = chunked_cross_entropy(
-        hidden_ND, torch.full((6,), IGNORE), Rows(head_VD), grad_scale=1.0, bias=bias_V, head_grad=head_grad
+        hidden_ND,
+        torch.full((6,), IGNORE),
+        Rows(head_VD),
+        grad_scale=1.0,
+        bias=bias_V,
+        head_grad=head_grad,
     )
     assert float(ours.loss_sum) == 0.0
     assert torch.equal(ours.grad_hidden_ND, torch.zeros_like(hidden_ND))
@@ -273,7 +349,9 @@ def test_what_it_refuses() -> None:
     with pytest.raises(AssertionError):
         chunked_cross_entropy(hidden_ND.float(), labels_N, Rows(head_VD), grad_scale=1.0)
     with refused(AssertionError, "torch.float64"):
-        chunked_cross_entropy(hidden_ND, labels_N, Rows(head_VD), grad_scale=1.0, head_grad=torch.zeros(10, 4))
+        chunked_cross_entropy(
+            hidden_ND, labels_N, Rows(head_VD), grad_scale=1.0, head_grad=torch.zeros(10, 4)
+        )
     with pytest.raises(AssertionError):
         chunked_cross_entropy(hidden_ND, labels_N, Rows(head_VD), grad_scale=1.0, soft_cap=0.0)
 
@@ -294,29 +372,42 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_never_whole(dtype: torch.dtype, trained: bool) -> None:
-    """Oracle: closed form. No storage that an operation writes (torch's dispatcher counts) is near the logits' bytes, and what
-    the scratch holds with a chunk of the head is within the budget, for token counts below and above one chunk."""
+    """Oracle: closed form. No storage that an operation writes (torch's dispatcher counts) is near
+    the logits' bytes, and what the scratch holds with a chunk of the head is within the budget, for
+    token counts below and above one chunk."""
     for tokens, hidden, vocab in ((300, 8, 60_000), (1500, 8, 9_000)):
         hidden_ND, labels_N, head_VD, _ = random_case(tokens, hidden, vocab, dtype=dtype)
         head_grad = torch.zeros(vocab, hidden) if trained else None
-        token_chunk, vocab_chunk = chunk_sizes(tokens, hidden, vocab, dtype.itemsize, soft_cap=False)
+        token_chunk, vocab_chunk = chunk_sizes(
+            tokens, hidden, vocab, dtype.itemsize, soft_cap=False
+        )
         assert token_chunk < tokens or vocab_chunk < vocab
         scratch = ScratchArena()
         with _Largest() as largest:
             chunked_cross_entropy(
-                hidden_ND, labels_N, Rows(head_VD), grad_scale=1.0, head_grad=head_grad, scratch=scratch
+                hidden_ND,
+                labels_N,
+                Rows(head_VD),
+                grad_scale=1.0,
+                head_grad=head_grad,
+                scratch=scratch,
             )
         held = scratch.nbytes
         assert largest.nbytes <= LOSS_BUDGET["cpu"] / 2 < tokens * vocab * 4 / 5
         assert held + vocab_chunk * hidden * dtype.itemsize <= LOSS_BUDGET["cpu"]
-        chunked_cross_entropy(hidden_ND, labels_N, Rows(head_VD), grad_scale=1.0, head_grad=head_grad, scratch=scratch)
+        chunked_cross_entropy(
+            hidden_ND, labels_N, Rows(head_VD), grad_scale=1.0, head_grad=head_grad, scratch=scratch
+        )
         assert scratch.nbytes == held
 
 
-@pytest.mark.parametrize(("hidden", "vocab"), [(896, 151_936), (2048, 151_936), (2560, 262_144), (5120, 32_000)])
+@pytest.mark.parametrize(
+    ("hidden", "vocab"), [(896, 151_936), (2048, 151_936), (2560, 262_144), (5120, 32_000)]
+)
 @pytest.mark.parametrize("tokens", [1, 255, 1023, 8191])
 def test_chunks_of_real_models_stay_within_the_budget(hidden: int, vocab: int, tokens: int) -> None:
-    """Oracle: closed form. The bytes of one chunk of head, logits and sums, counted here, in bfloat16 and with a soft cap."""
+    """Oracle: closed form. The bytes of one chunk of head, logits and sums, counted here, in
+    bfloat16 and with a soft cap."""
     token_chunk, vocab_chunk = chunk_sizes(tokens, hidden, vocab, 2, soft_cap=True)
     logits = token_chunk * vocab_chunk * (2 + 4 + 4)
     sums = token_chunk * hidden * (4 + 2 + 2)
@@ -327,11 +418,15 @@ def test_chunks_of_real_models_stay_within_the_budget(hidden: int, vocab: int, t
 
 
 def test_a_loss_alone_reads_the_head_once() -> None:
-    """Oracle: the loss that comes with a gradient, and each batch's by itself, to the last bit, and the vocabulary: a head that
-    is decoded or perturbed when it is read is made once, however many batches and chunks of tokens there are."""
+    """Oracle: the loss that comes with a gradient, and each batch's by itself, to the last bit, and
+    the vocabulary: a head that is decoded or perturbed when it is read is made once, however many
+    batches and chunks of tokens there are."""
     generator = torch.Generator().manual_seed(0)
     batches = [
-        (torch.randn(tokens, 768, generator=generator), torch.randint(0, 4000, (tokens,), generator=generator))
+        (
+            torch.randn(tokens, 768, generator=generator),
+            torch.randint(0, 4000, (tokens,), generator=generator),
+        )
         for tokens in (1500, 37, 700)
     ]
     read: list[int] = []

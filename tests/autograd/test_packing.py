@@ -1,4 +1,5 @@
-"""Oracle: transformers and autograd on each document by itself. A packed batch has their losses and their gradients."""
+"""Oracle: transformers and autograd on each document by itself. A packed batch has their losses and
+their gradients."""
 
 from __future__ import annotations
 
@@ -42,13 +43,16 @@ def documents(lengths: list[int] = LENGTHS) -> Encoded:
     total = sum(lengths)
     in_loss = draw.random(total) < 0.7
     in_loss[np.cumsum([0, *lengths[:-1]])] = False
-    return Encoded(draw.integers(3, 101, total).astype(np.int32), in_loss, np.cumsum([0, *lengths]), 0)
+    return Encoded(
+        draw.integers(3, 101, total).astype(np.int32), in_loss, np.cumsum([0, *lengths]), 0
+    )
 
 
 def alone(model: Any, dataset: Encoded) -> tuple[float, dict[str, torch.Tensor]]:
     """The mean loss over all documents' tokens, each document run by itself, and its gradients."""
     model = copy.deepcopy(model)
-    total, count = torch.zeros(()), 0
+    total = torch.zeros(())
+    count = 0
     for row in range(len(dataset)):
         batch = collate(dataset, [row])
         tokens = loss_tokens(batch)
@@ -56,20 +60,25 @@ def alone(model: Any, dataset: Encoded) -> tuple[float, dict[str, torch.Tensor]]
             total = total + model(**batch, use_cache=False).loss * tokens
             count += tokens
     (total / count).backward()
-    return float(total.detach()) / count, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(total.detach()) / count, {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt", "gpt2", "gemma2", "mixtral", "gpt_oss"])
 def test_packed_rows_are_their_documents(kind: str) -> None:
-    """Positions alone keep them apart; OPT and GPT-OSS build masks without them and are given some; the windows of Gemma 2
-    and GPT-OSS lie inside each."""
-    model, dataset = tiny_model(kind, **CHANGES.get(kind, {})), documents()
+    """Positions alone keep them apart; OPT and GPT-OSS build masks without them and are given some;
+    the windows of Gemma 2 and GPT-OSS lie inside each."""
+    model = tiny_model(kind, **CHANGES.get(kind, {}))
+    dataset = documents()
     packed = pack(dataset, 12)
     assert len(packed) == 3
     batch = collate(packed, range(len(packed)), padding_multiple=4)
     loss, gradients = alone(model, dataset)
     with blockwalk.Walker(model, blockwalk.method("plain", compute_dtype="float32")) as walker:
-        assert walker.engine.cut.anatomy.borders == ("mask" if kind in ("opt", "gpt_oss") else "positions")
+        assert walker.engine.cut.anatomy.borders == (
+            "mask" if kind in ("opt", "gpt_oss") else "positions"
+        )
         assert walker.evaluate(batch).loss == pytest.approx(loss, rel=1e-5)
         found = walker.gradients(batch)
     assert gradients.keys() - {"lm_head.weight"} <= found.keys()
@@ -79,15 +88,18 @@ def test_packed_rows_are_their_documents(kind: str) -> None:
 
 def test_zeroth_order_sees_documents_apart() -> None:
     """The loss of ``mezo`` and of its label scores, on packed rows of an OPT."""
-    model, dataset = tiny_model("opt", **CHANGES["opt"]), documents()
+    model = tiny_model("opt", **CHANGES["opt"])
+    dataset = documents()
     loss, _ = alone(model, dataset)
     with blockwalk.Walker(model, blockwalk.method("mezo", compute_dtype="float32")) as walker:
-        assert walker.evaluate(collate(pack(dataset, 12), [0, 1, 2])).loss == pytest.approx(loss, rel=1e-5)
+        assert walker.evaluate(collate(pack(dataset, 12), [0, 1, 2])).loss == pytest.approx(
+            loss, rel=1e-5
+        )
 
 
 def test_a_long_document_is_learnt_whole() -> None:
-    """Closed form: what is learnt of 25 tokens in rows of 8, each part beginning with the last token before it, is what is
-    learnt of them in one row, once each; so the counts agree."""
+    """Closed form: what is learnt of 25 tokens in rows of 8, each part beginning with the last
+    token before it, is what is learnt of them in one row, once each; so the counts agree."""
     dataset = documents([25, 3])
     packed = pack(dataset, 8)
     assert max(np.diff(packed.starts)) <= 8
@@ -96,12 +108,14 @@ def test_a_long_document_is_learnt_whole() -> None:
         assert packed.positions[packed.starts[index]] == 0
     assert int(packed.in_loss.sum()) == int(dataset.in_loss.sum())
     learnt = [packed.token_ids[i - 1 : i + 1].tolist() for i in np.flatnonzero(packed.in_loss)]
-    assert sorted(learnt) == sorted(dataset.token_ids[i - 1 : i + 1].tolist() for i in np.flatnonzero(dataset.in_loss))
+    assert sorted(learnt) == sorted(
+        dataset.token_ids[i - 1 : i + 1].tolist() for i in np.flatnonzero(dataset.in_loss)
+    )
 
 
 def test_best_fit_leaves_the_least_room() -> None:
-    """By hand: rows of 10 for documents of 6, 3, 5, 4, 2 tokens: 6 + 4 and 5 + 3 + 2 fill two rows; in their order they would
-    take three."""
+    """By hand: rows of 10 for documents of 6, 3, 5, 4, 2 tokens: 6 + 4 and 5 + 3 + 2 fill two rows;
+    in their order they would take three."""
     dataset = documents([6, 3, 5, 4, 2])
     dataset.in_loss[:] = True
     dataset.in_loss[dataset.starts[:-1]] = False
@@ -115,7 +129,8 @@ def test_best_fit_leaves_the_least_room() -> None:
 
 
 def test_a_model_that_mixes_documents_is_refused(tmp_path: Any) -> None:
-    """BLOOM has no positions to restart: its attention falls off with distance, counted in the mask."""
+    """BLOOM has no positions to restart: its attention falls off with distance, counted in the
+    mask."""
     model = tiny_model("bloom", hidden_size=32, n_layer=2, n_head=4)
     model.config.save_pretrained(tmp_path)
     assert CutModel(model, verify.certified_anatomy(model)).anatomy.borders == ""

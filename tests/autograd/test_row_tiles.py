@@ -1,5 +1,5 @@
-"""Oracles: autograd through torch's own linear layer and attention, in float64 and unpadded; the kernel's counters for memory;
-what torch dispatches.
+"""Oracles: autograd through torch's own linear layer and attention, in float64 and unpadded; the
+kernel's counters for memory; what torch dispatches.
 
 Module: numerics/row_tiles.
 """
@@ -50,14 +50,16 @@ def _close(found: torch.Tensor, wanted: torch.Tensor, rounding: float = 2**-8) -
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_are_those_of_the_whole_matrix(rows: int, columns: int) -> None:
     torch.manual_seed(rows)
-    a_PI, b_IO = torch.randn(rows, 384).bfloat16(), torch.randn(384, columns).bfloat16()
+    a_PI = torch.randn(rows, 384).bfloat16()
+    b_IO = torch.randn(384, columns).bfloat16()
     exact_PO = a_PI.double() @ b_IO.double()
     _close(row_tiles.product(a_PI, b_IO), exact_PO)
     onto_PO = torch.randn(rows, columns).bfloat16()
     wanted_PO = onto_PO.double() + 0.5 * exact_PO
     row_tiles.add_product(onto_PO, a_PI, b_IO, 0.5)
     _close(onto_PO, wanted_PO)
-    biased_PO, bias_O = torch.empty_like(onto_PO), torch.randn(columns).bfloat16()
+    biased_PO = torch.empty_like(onto_PO)
+    bias_O = torch.randn(columns).bfloat16()
     row_tiles.mm(a_PI, b_IO, biased_PO, bias_O)
     _close(biased_PO, exact_PO + bias_O.double())
     other_PO = torch.randn(rows, columns).bfloat16()
@@ -71,7 +73,10 @@ def test_wider_numbers_keep_their_bits(dtype: torch.dtype) -> None:
     assert torch.equal(row_tiles.product(a_PI, b_IO), a_PI @ b_IO)
     assert torch.equal(row_tiles.sum_of_outer(a_PI, c_PO), a_PI.t() @ c_PO)
     with NarrowProducts():
-        assert torch.equal(F.linear(a_PI, c_PO.t().contiguous()[:, :40]), F.linear(a_PI, c_PO.t().contiguous()[:, :40]))
+        assert torch.equal(
+            F.linear(a_PI, c_PO.t().contiguous()[:, :40]),
+            F.linear(a_PI, c_PO.t().contiguous()[:, :40]),
+        )
 
 
 @pytest.mark.usefixtures("processor")
@@ -106,7 +111,11 @@ def test_attention_of_a_filled_up_sequence_is_that_of_the_sequence(length: int, 
     torch.manual_seed(length)
     masks: dict[str, Callable[[], torch.Tensor]] = {
         "boolean": lambda: _padded(length),
-        "additive": lambda: torch.zeros(2, 1, length, length).masked_fill_(~_padded(length), float("-inf")).bfloat16(),
+        "additive": lambda: (
+            torch.zeros(2, 1, length, length)
+            .masked_fill_(~_padded(length), float("-inf"))
+            .bfloat16()
+        ),
         "one row": lambda: torch.arange(length).lt(length - 3).expand(2, 1, 1, length),
     }
     settings = {"is_causal": True} if mask == "causal" else {"attn_mask": masks[mask]()}
@@ -154,7 +163,9 @@ print(private() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 @pytest.mark.parametrize("method", ["mebp", "mezo"])
 def test_new_lengths_of_a_16_bit_model_take_no_memory(method: str) -> None:
-    done = subprocess.run([sys.executable, "-c", GROWTH, method], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", GROWTH, method], capture_output=True, text=True, check=True
+    )
     grown = float(
         done.stdout.split()[-1]
     )  # in MB, over 26 lengths: 180 (mebp), 190 (plain) and 60 (mezo) of untiled products
@@ -179,8 +190,11 @@ print((libc.mallinfo2().uordblks - before) / 32e6)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks glibc's allocator")
 def test_a_shape_is_kept_once() -> None:
-    """Oracle: the C allocator's own count. With a second copy in torch's cache a shape takes 0.6 MB."""
-    done = subprocess.run([sys.executable, "-c", SHAPES], capture_output=True, text=True, check=True)
+    """Oracle: the C allocator's own count. With a second copy in torch's cache a shape takes 0.6
+    MB."""
+    done = subprocess.run(
+        [sys.executable, "-c", SHAPES], capture_output=True, text=True, check=True
+    )
     assert float(done.stdout) < 0.45, f"{done.stdout.strip()} MB for each shape"
 
 
@@ -188,12 +202,15 @@ def test_a_shape_is_kept_once() -> None:
 @pytest.mark.parametrize("trains", ["input", "weight"])
 def test_a_linear_layer_keeps_what_its_gradients_read(trains: str) -> None:
     """Closed form: dL/dx reads the weight alone, dL/dW the input alone."""
-    x_PI, weight_OI = torch.randn(40, 96).bfloat16(), torch.randn(64, 96).bfloat16()
+    x_PI = torch.randn(40, 96).bfloat16()
+    weight_OI = torch.randn(64, 96).bfloat16()
     (x_PI if trains == "input" else weight_OI).requires_grad_()
     kept: list[torch.Size] = []
     with (
         NarrowProducts(),
-        torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda _: None),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor.shape), lambda _: None
+        ),
     ):
         F.linear(x_PI, weight_OI)
     assert kept == [weight_OI.shape if trains == "input" else x_PI.shape]
@@ -209,20 +226,30 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func._overloadpacket
         if packet in flop_registry or packet in _CPU_ATTENTION or packet is torch.ops.aten.addmm_:
-            self.dtypes |= {each.dtype for each in args if isinstance(each, torch.Tensor)} - {torch.bool}
+            self.dtypes |= {each.dtype for each in args if isinstance(each, torch.Tensor)} - {
+                torch.bool
+            }
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
     ("row", "dtype"),
-    [("plain", torch.bfloat16), ("mebp", torch.bfloat16), ("mezo", torch.bfloat16), ("mezo", torch.float16)],
+    [
+        ("plain", torch.bfloat16),
+        ("mebp", torch.bfloat16),
+        ("mezo", torch.bfloat16),
+        ("mezo", torch.float16),
+    ],
 )
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "gpt2"])
 def test_nothing_is_multiplied_in_numbers_that_the_processor_does_not_multiply(
     kind: str, row: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fused and plain attention, experts, layers that keep their weight as [in, out], adapters and losses."""
-    monkeypatch.setattr(row_tiles, "multiplied_in", lambda of: torch.promote_types(of, torch.float32))
+    """Fused and plain attention, experts, layers that keep their weight as [in, out], adapters and
+    losses."""
+    monkeypatch.setattr(
+        row_tiles, "multiplied_in", lambda of: torch.promote_types(of, torch.float32)
+    )
     lora = None if row == "mezo" else LoraSettings(rank=4)
     walker = Walker(tiny_model(kind).to(dtype), method(row), lora=lora)
     with Products() as products:

@@ -1,4 +1,5 @@
-"""Oracle: autograd. Leaving out a product that no gradient reads changes no gradient, not by a bit."""
+"""Oracle: autograd. Leaving out a product that no gradient reads changes no gradient, not by a
+bit."""
 
 from __future__ import annotations
 
@@ -30,10 +31,14 @@ def test_what_is_only_added_to_the_residual_stream_is_unread(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", UNREAD)
-def test_gradients_are_the_same_bits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_the_same_bits(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the same walk with every product computed; and a count of the products."""
-    model, batch = tiny_model(kind), random_batch()
-    product, computed = lazy_linear._product, 0
+    model = tiny_model(kind)
+    batch = random_batch()
+    product = lazy_linear._product
+    computed = 0
 
     def counted(a: torch.Tensor, weight: Weight, *rest: Any, **settings: Any) -> torch.Tensor:
         nonlocal computed
@@ -45,7 +50,9 @@ def test_gradients_are_the_same_bits(kind: str, tmp_path: Path, monkeypatch: pyt
     counts: dict[bool, int] = {}
     for leaves_out in (True, False):
         settings = {"lora": LoraSettings(rank=4), "workdir": tmp_path / str(leaves_out)}
-        with Walker(copy.deepcopy(model), method("mebp", recompute="all"), device="cpu", **settings) as walker:
+        with Walker(
+            copy.deepcopy(model), method("mebp", recompute="all"), device="cpu", **settings
+        ) as walker:
             if not leaves_out:
                 monkeypatch.setattr(walker.engine, "unread", lambda unit: [])
             computed = 0
@@ -59,9 +66,12 @@ def test_gradients_are_the_same_bits(kind: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_thread_leaves_out_its_own_products_alone() -> None:
-    """Oracle: torch's product. Two walkers in two threads recompute at the same time, and end in the other order."""
+    """Oracle: torch's product. Two walkers in two threads recompute at the same time, and end in
+    the other order."""
     weight = DenseWeight(torch.ones(64, 64))
-    x, entered, over = torch.ones(1, 64), threading.Event(), threading.Event()
+    x = torch.ones(1, 64)
+    entered = threading.Event()
+    over = threading.Event()
     inside: list[torch.Tensor] = []
 
     def other() -> None:

@@ -1,4 +1,5 @@
-"""Oracle: autograd through transformers and PEFT. Models with a vision tower, as the hub's folders have them, learn text."""
+"""Oracle: autograd through transformers and PEFT. Models with a vision tower, as the hub's folders
+have them, learn text."""
 
 from __future__ import annotations
 
@@ -57,11 +58,19 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def make(kind: str = "gemma3") -> Any:
     torch.manual_seed(0)
-    text = {**TEXT, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **KINDS[kind].get("text_config", {})}
+    text = {
+        **TEXT,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **KINDS[kind].get("text_config", {}),
+    }
     if (
         kind == "phi4_multimodal"
     ):  # its text stands in no part by itself, and its towers inside one that every text passes
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **text, **KINDS[kind])).float()
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, **text, **KINDS[kind])
+        ).float()
     config = AutoConfig.for_model(kind, **{**KINDS[kind], "text_config": text})
     return AutoModelForImageTextToText.from_config(config).float()
 
@@ -83,8 +92,10 @@ def batch_of_text() -> dict[str, torch.Tensor]:
 def test_adapters_of_a_model_with_a_vision_tower(
     targets: Any, options: dict[str, Any], in_text: int, in_vision: int, tmp_path: Path
 ) -> None:
-    """Oracle: PEFT's gradients of the same adapters; the counts of linear layers in the two configurations above."""
-    model, batch = make(), batch_of_text()
+    """Oracle: PEFT's gradients of the same adapters; the counts of linear layers in the two
+    configurations above."""
+    model = make()
+    batch = batch_of_text()
     model.save_pretrained(tmp_path / "model")
     lora = LoraSettings(rank=2, target_modules=targets, options=options)
     plan = method("mebp", frozen="disk × raw", optimizer={"learning_rate": 1e-2})
@@ -105,43 +116,59 @@ def test_adapters_of_a_model_with_a_vision_tower(
 
 
 @pytest.mark.parametrize(
-    ("kind", "adapted"), [("mistral3", 14), ("qwen2_5_vl", 14), ("llama4", 8), ("phi4_multimodal", 8)]
+    ("kind", "adapted"),
+    [("mistral3", 14), ("qwen2_5_vl", 14), ("llama4", 8), ("phi4_multimodal", 8)],
 )
 def test_a_model_with_pictures_learns_text(kind: str, adapted: int, tmp_path: Path) -> None:
-    """Oracle: PEFT's gradients, in transformers' whole class, which the saved adapter fits; the linear layers of the text but
-    those where a mixture's experts stand in any layer."""
-    model, batch = make(kind), batch_of_text()
+    """Oracle: PEFT's gradients, in transformers' whole class, which the saved adapter fits; the
+    linear layers of the text but those where a mixture's experts stand in any layer."""
+    model = make(kind)
+    batch = batch_of_text()
     try:
         model(**batch, use_cache=False)
     except AttributeError as error:  # llama4 in transformers 5.24.0
-        pytest.skip(f"transformers {transformers.__version__}: the model's own forward fails: {error}")
+        pytest.skip(
+            f"transformers {transformers.__version__}: the model's own forward fails: {error}"
+        )
     model.save_pretrained(tmp_path / "model")
     plan = method("mebp", frozen="disk × raw", optimizer={"learning_rate": 1e-2})
-    with Walker(tmp_path / "model", plan, lora={"rank": 2}, workdir=tmp_path, device="cpu") as walker:
+    with Walker(
+        tmp_path / "model", plan, lora={"rank": 2}, workdir=tmp_path, device="cpu"
+    ) as walker:
         walker.step(batch)
         walker.save_pretrained(tmp_path / "adapter")
         gradients = walker.gradients(batch)
         assert not [
-            p.name for p in walker.spec.params() if any(tower in p.name for tower in ("vision", "visual", "extend"))
+            p.name
+            for p in walker.spec.params()
+            if any(tower in p.name for tower in ("vision", "visual", "extend"))
         ]
     assert len(gradients) == 2 * adapted
     control = load_adapter(model, tmp_path / "adapter").train()
     control(**batch, use_cache=False).loss.backward()
-    named = {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in control.named_parameters()}
+    named = {
+        n.removeprefix("base_model.model.").replace(".default", ""): p
+        for n, p in control.named_parameters()
+    }
     for name, mine in gradients.items():
         assert (mine - named[name].grad).norm() <= 1e-5 * named[name].grad.norm(), name
 
 
 def test_what_text_does_not_reach_is_saved_as_it_came(tmp_path: Path) -> None:
-    """Oracle: transformers' own reading. Every parameter is trained but the tower's, which no text reaches."""
+    """Oracle: transformers' own reading. Every parameter is trained but the tower's, which no text
+    reaches."""
     make().save_pretrained(tmp_path / "model")
     plan = method("plain", optimizer={"learning_rate": 1e-2, "weight_decay": 0.1, "decay": "all"})
     with Walker(tmp_path / "model", plan, workdir=tmp_path, device="cpu") as walker:
         walker.step(batch_of_text())
         walker.save_pretrained(tmp_path / "saved")
     before = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").state_dict()
-    saved, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    saved, info = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "saved", output_loading_info=True
+    )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    changed = {name for name, value in saved.state_dict().items() if not torch.equal(value, before[name])}
+    changed = {
+        name for name, value in saved.state_dict().items() if not torch.equal(value, before[name])
+    }
     assert changed == {name for name in before if "vision" not in name and "projector" not in name}

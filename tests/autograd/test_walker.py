@@ -16,19 +16,28 @@ from tests.models import random_batch, tiny_model
 from tests.support.messages import refused
 
 
-def own_gradients(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+def own_gradients(
+    model: nn.Module, batch: dict[str, torch.Tensor]
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the model's own forward, by name."""
     model = copy.deepcopy(model).train()
     loss = model(**batch, use_cache=False).loss
     loss.backward()
-    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {"name": "plain"},
     "recomputed": {"name": "plain", "recompute": "all"},
     "mapped": {"name": "mebp", "frozen": "disk × raw"},
-    "mapped, host activations": {"name": "mebp", "frozen": "disk × raw", "activation": "host", "prefetch": 3},
+    "mapped, host activations": {
+        "name": "mebp",
+        "frozen": "disk × raw",
+        "activation": "host",
+        "prefetch": 3,
+    },
     "accumulated": {"name": "plain", "gradient_accumulation_steps": 2},
     "accumulated by block": {
         "name": "mebp",
@@ -42,8 +51,13 @@ PLANS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", ["llama", "opt", "gpt2", "gemma2"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_full_gradients_are_those_of_autograd(kind: str, tied: bool, plan: dict[str, Any], tmp_path: Path) -> None:
-    dropout = {"opt": {"dropout": 0.0}, "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
+def test_full_gradients_are_those_of_autograd(
+    kind: str, tied: bool, plan: dict[str, Any], tmp_path: Path
+) -> None:
+    dropout = {
+        "opt": {"dropout": 0.0},
+        "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    }
     model = tiny_model(kind, tied=tied, **dropout.get(kind, {}))
     batch = random_batch()
     loss, expected = own_gradients(model, batch)
@@ -59,12 +73,16 @@ def test_full_gradients_are_those_of_autograd(kind: str, tied: bool, plan: dict[
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_twenty_steps_are_those_of_torch_adamw(plan: dict[str, Any], tmp_path: Path) -> None:
-    """Control: torch.optim.AdamW on the model's own gradients; weights after 20 steps to rounding."""
+    """Control: torch.optim.AdamW on the model's own gradients; weights after 20 steps to
+    rounding."""
     model = tiny_model("llama", tied=True)
     control = copy.deepcopy(model).train()
-    optimizer = torch.optim.AdamW(control.parameters(), lr=1e-3, weight_decay=0.01, foreach=False, fused=False)
+    optimizer = torch.optim.AdamW(
+        control.parameters(), lr=1e-3, weight_decay=0.01, foreach=False, fused=False
+    )
     settings = {**plan, "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.01, "decay": "all"}}
-    losses, own = [], []
+    losses = []
+    own = []
     with Walker(copy.deepcopy(model), method(**settings), workdir=tmp_path, device="cpu") as walker:
         for step in range(20):
             batch = random_batch(seed=step)
@@ -102,15 +120,21 @@ def test_clipping_is_that_of_torch(tmp_path: Path) -> None:
 
 
 def test_all_plans_give_the_same_bits_after_five_steps(tmp_path: Path) -> None:
-    """Oracle: the plan with everything resident. Where bytes live changes nothing that is computed."""
+    """Oracle: the plan with everything resident. Where bytes live changes nothing that is
+    computed."""
     model = tiny_model("llama", tied=True)
     ends = {}
     for name, plan in PLANS.items():
         if "accumulated" in name:
             continue
-        with Walker(copy.deepcopy(model), method(**plan), workdir=tmp_path / name, device="cpu") as walker:
+        with Walker(
+            copy.deepcopy(model), method(**plan), workdir=tmp_path / name, device="cpu"
+        ) as walker:
             losses = [walker.step(random_batch(seed=step)).loss for step in range(5)]
-            ends[name] = (losses, {key: t.clone() for key, t in walker.engine.trained.masters.items()})
+            ends[name] = (
+                losses,
+                {key: t.clone() for key, t in walker.engine.trained.masters.items()},
+            )
     losses, masters = ends.pop("plain")
     for name, (other_losses, other) in ends.items():
         assert other_losses == losses, name
@@ -124,13 +148,18 @@ def test_dropout_is_recomputed_with_the_same_masks(tmp_path: Path) -> None:
     found = []
     for recompute in ("none", "all"):
         with Walker(
-            copy.deepcopy(model), method("plain", recompute=recompute), workdir=tmp_path, device="cpu"
+            copy.deepcopy(model),
+            method("plain", recompute=recompute),
+            workdir=tmp_path,
+            device="cpu",
         ) as walker:
             found.append(walker.gradients(batch))
     _, without = own_gradients(model.eval(), batch)
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     name = "transformer.wte.weight"
-    assert (found[0][name] - without[name]).norm() > 0.1 * without[name].norm(), "dropout changed nothing"
+    assert (found[0][name] - without[name]).norm() > 0.1 * without[name].norm(), (
+        "dropout changed nothing"
+    )
 
 
 def test_a_step_without_labels_is_refused(tmp_path: Path) -> None:
@@ -144,8 +173,10 @@ def test_a_step_without_labels_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_compute_dtype_leaves_the_rotary_frequencies_alone(tmp_path: Path) -> None:
-    """Oracle: the loss of transformers' own model whose parameters alone are bfloat16, as it loads them."""
-    model, batch = tiny_model("llama"), random_batch()
+    """Oracle: the loss of transformers' own model whose parameters alone are bfloat16, as it loads
+    them."""
+    model = tiny_model("llama")
+    batch = random_batch()
     own = copy.deepcopy(model)
     for parameter in own.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -157,11 +188,13 @@ def test_a_compute_dtype_leaves_the_rotary_frequencies_alone(tmp_path: Path) -> 
 
 
 def test_a_schedule_belongs_to_training(tmp_path: Path) -> None:
-    """Oracle: the model's own loss; and the order: what cannot be trained is refused before the model is opened."""
+    """Oracle: the model's own loss; and the order: what cannot be trained is refused before the
+    model is opened."""
     plan = method("plain", optimizer={"schedule": "cosine"})
     with refused(ValueError, "optimizer.total_steps 0"):
         Walker(tmp_path / "absent", plan)
-    model, batch = tiny_model("llama"), random_batch()
+    model = tiny_model("llama")
+    batch = random_batch()
     loss, _ = own_gradients(model, batch)
     with Walker(model, plan, training=False, device="cpu") as walker:
         assert walker.evaluate(batch).loss == pytest.approx(loss, rel=1e-6)

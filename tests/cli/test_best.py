@@ -1,4 +1,5 @@
-"""Oracle: a fold over the lines of ``evaluations.jsonl``, and the folders that are there; two ranks beside one."""
+"""Oracle: a fold over the lines of ``evaluations.jsonl``, and the folders that are there; two ranks
+beside one."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def checkpoints(out: Path) -> list[int]:
 def diverging(tiny_run: TinyRun, out: Path, **more: Any) -> dict[str, Any]:
     """A run whose rate is so high that its held-out loss rises again."""
     optimizer = {"learning_rate": 0.05}
-    return settings(tiny_run, out, optimizer=optimizer, eval_every=1, save_every=3, keep_checkpoints=1, **more)
+    return settings(
+        tiny_run, out, optimizer=optimizer, eval_every=1, save_every=3, keep_checkpoints=1, **more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +63,14 @@ def test_a_best_that_is_not_the_last_is_what_is_tried_and_noted(
     losses = figures(out)
     best = min((step for step in losses if step), key=lambda step: losses[step])
     assert best < 7
-    assert outcome.next_command.startswith(f"blockwalk generate {out} --adapter {out / f'checkpoint-{best:06d}'} ")
+    assert outcome.next_command.startswith(
+        f"blockwalk generate {out} --adapter {out / f'checkpoint-{best:06d}'} "
+    )
     capsys.readouterr()
-    assert main.main(["eval", str(out), "--json", "--adapter", str(out / f"checkpoint-{best:06d}")]) == 0
+    assert (
+        main.main(["eval", str(out), "--json", "--adapter", str(out / f"checkpoint-{best:06d}")])
+        == 0
+    )
     printed = capsys.readouterr()
     assert json.loads(printed.out)["loss"] == pytest.approx(losses[best], rel=1e-5)
     assert "--adapter" not in printed.err
@@ -90,7 +98,9 @@ def test_a_run_ends_after_evaluations_without_a_better_one(
 ) -> None:
     """Oracle: the same run without an end, whose figures say where it would have ended."""
     losses = figures(kept[0])
-    best, without, expected = 1, 0, 7
+    best = 1
+    without = 0
+    expected = 7
     for step in range(2, 8):
         best, without = (step, 0) if losses[step] < losses[best] else (best, without + 1)
         if without == 2:
@@ -110,7 +120,9 @@ def test_a_run_ends_after_evaluations_without_a_better_one(
     assert more.steps == 7
 
 
-def test_a_resumed_run_knows_its_best(tiny_run: TinyRun, kept: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_resumed_run_knows_its_best(
+    tiny_run: TinyRun, kept: tuple[Path, Any], tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     first = diverging(tiny_run, out, max_steps=3, keep_best="loss")
     blockwalk.train(first)
@@ -154,10 +166,23 @@ def test_what_cannot_be_kept_is_refused_before_any_work(
 def test_two_ranks_end_at_the_step_of_one(tiny_run: TinyRun, tmp_path: Path) -> None:
     def run(out: Path, *more: str) -> int:
         flags = tiny_run.arguments(out)
-        given = ["--optimizer.learning_rate", "0.05", "--eval_every", "1", "--max_steps", "8", "--early_stopping", "1"]
-        return main.main(["train", *flags, *given, "--keep_best", "accuracy", "--keep_checkpoints", "1", *more])
+        given = [
+            "--optimizer.learning_rate",
+            "0.05",
+            "--eval_every",
+            "1",
+            "--max_steps",
+            "8",
+            "--early_stopping",
+            "1",
+        ]
+        return main.main(
+            ["train", *flags, *given, "--keep_best", "accuracy", "--keep_checkpoints", "1", *more]
+        )
 
     assert run(tmp_path / "one", "--method", "plain", "--lora.rank", "8") == 0
-    assert run(tmp_path / "two", "--method", "zero3", "--nproc-per-node", "2", "--lora.rank", "8") == 0
+    assert (
+        run(tmp_path / "two", "--method", "zero3", "--nproc-per-node", "2", "--lora.rank", "8") == 0
+    )
     assert max(figures(tmp_path / "two")) == max(figures(tmp_path / "one")) < 8
     assert checkpoints(tmp_path / "two") == checkpoints(tmp_path / "one")

@@ -1,5 +1,5 @@
-"""Oracle: the files that the same run writes, line by line; TensorBoard's event file, read back by its own protocol buffers;
-autograd for a loss of the caller's own."""
+"""Oracle: the files that the same run writes, line by line; TensorBoard's event file, read back by
+its own protocol buffers; autograd for a loss of the caller's own."""
 
 from __future__ import annotations
 
@@ -42,15 +42,24 @@ def settings(tiny_run: TinyRun, out: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def told(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[blockwalk.Event]]:
+def told(
+    tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[blockwalk.Event]]:
     """A run of six steps that a callback ends after four, with a tracker beside it."""
-    out, events = tmp_path_factory.mktemp("run") / "out", []
+    out = tmp_path_factory.mktemp("run") / "out"
+    events = []
 
     def note(event: blockwalk.Event) -> bool:
         events.append(event)
         return event.name == "step" and event.step == 4
 
-    more = {"max_steps": 6, "eval_every": 2, "save_every": 2, "report_to": ["tensorboard"], "run_name": "first"}
+    more = {
+        "max_steps": 6,
+        "eval_every": 2,
+        "save_every": 2,
+        "report_to": ["tensorboard"],
+        "run_name": "first",
+    }
     outcome = blockwalk.train(settings(tiny_run, out, **more), callbacks=[note])
     assert (outcome.steps, outcome.stopped_by, outcome.after is not None) == (4, None, True)
     return out, events
@@ -61,11 +70,17 @@ def test_callbacks_are_told_what_the_files_hold(told: tuple[Path, list[blockwalk
     names = [event.name for event in events]
     assert (names[0], names[-1]) == ("begin", "end")
     assert events[0].values == json.loads((out / "forecast.json").read_text())
-    assert [event.values for event in events if event.name == "step"] == whole_lines(out / "metrics.jsonl")
-    assert [event.values for event in events if event.name == "evaluation"] == whole_lines(out / "evaluations.jsonl")
+    assert [event.values for event in events if event.name == "step"] == whole_lines(
+        out / "metrics.jsonl"
+    )
+    assert [event.values for event in events if event.name == "evaluation"] == whole_lines(
+        out / "evaluations.jsonl"
+    )
     assert [event.step for event in events if event.name == "evaluation"] == [0, 2, 4]
     saved = [event.values["saved_to"] for event in events if event.name in ("checkpoint", "end")]
-    assert saved == [str(out / name) for name in ("checkpoint-000002", "checkpoint-000004", "model")]
+    assert saved == [
+        str(out / name) for name in ("checkpoint-000002", "checkpoint-000004", "model")
+    ]
     assert all(Path(folder).is_dir() for folder in saved)
 
 
@@ -75,7 +90,8 @@ def test_a_tracker_gets_every_figure(told: tuple[Path, list[blockwalk.Event]]) -
     found: dict[str, dict[int, float]] = {}
     assert [path.name for path in (out / "trackers").iterdir()] == ["first"]
     for path in (out / "trackers").rglob("*tfevents*"):
-        data, at = path.read_bytes(), 0
+        data = path.read_bytes()
+        at = 0
         while at < len(data):  # length, checksum, event, checksum
             (size,) = struct.unpack_from("<Q", data, at)
             event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
@@ -92,7 +108,9 @@ def test_a_tracker_gets_every_figure(told: tuple[Path, list[blockwalk.Event]]) -
     assert found["forecast/tensor_bytes"][0] > 0
 
 
-@pytest.mark.parametrize(("environment", "project"), [({}, "blockwalk"), ({"WANDB_PROJECT": "mine"}, "mine")])
+@pytest.mark.parametrize(
+    ("environment", "project"), [({}, "blockwalk"), ({"WANDB_PROJECT": "mine"}, "mine")]
+)
 def test_a_tracker_is_told_its_project_and_the_runs_name(
     environment: dict[str, str], project: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +118,9 @@ def test_a_tracker_is_told_its_project_and_the_runs_name(
     from accelerate import PartialState, tracking
 
     told: dict[str, Any] = {}
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **names: told.update(names)))
+    monkeypatch.setitem(
+        sys.modules, "wandb", SimpleNamespace(init=lambda **names: told.update(names))
+    )
     PartialState(cpu=True)
     first, arguments = tracker_names("wandb", "my-run", environment)
     tracking.WandBTracker(first, **arguments).start()
@@ -131,26 +151,42 @@ def test_a_model_card_is_one_for_the_hub(
     assert main.main(["report", str(out), "--card"]) == 0
     assert f"blockwalk push {out} OWNER/NAME" in capsys.readouterr().out
     card = ModelCard.load(out / "model" / "README.md")
-    assert (card.data["library_name"], card.data["tags"]) == ("transformers", ["blockwalk", "plain"])
+    assert (card.data["library_name"], card.data["tags"]) == (
+        "transformers",
+        ["blockwalk", "plain"],
+    )
     losses = [line["loss"] for line in whole_lines(out / "metrics.jsonl")]
     tenth = math.ceil(len(losses) / 10)
-    first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
-    assert f"| training loss, means of the first and the last tenth | {first:.4f} → {last:.4f} |" in card.text
+    first = sum(losses[:tenth]) / tenth
+    last = sum(losses[-tenth:]) / tenth
+    assert (
+        f"| training loss, means of the first and the last tenth | {first:.4f} → {last:.4f} |"
+        in card.text
+    )
     (out / "again.yaml").write_text(card.text.partition("```yaml\n")[2].partition("```")[0])
-    again, run = config.load(out / "again.yaml"), config.load(out / "config.yaml")
+    again = config.load(out / "again.yaml")
+    run = config.load(out / "config.yaml")
     data = replace(again.data, train=run.data.train, eval=run.data.eval)
-    assert replace(again, model=run.model, data=data, output_dir=run.output_dir) == run, "but for this machine's paths"
+    assert replace(again, model=run.model, data=data, output_dir=run.output_dir) == run, (
+        "but for this machine's paths"
+    )
     assert str(out.parent) not in card.text
     assert (out / "model" / "loss.svg").read_text().startswith("<svg")
 
 
 def test_a_learning_rate_and_a_loss_of_ones_own() -> None:
-    """Autograd through the whole model, for a loss that counts wrong tokens double; rates given in the loop."""
+    """Autograd through the whole model, for a loss that counts wrong tokens double; rates given in
+    the loop."""
     torch.manual_seed(0)
-    batch = {"input_ids": (ids := torch.randint(0, 64, (2, 9))), "labels": ids, "attention_mask": torch.ones_like(ids)}
+    batch = {
+        "input_ids": (ids := torch.randint(0, 64, (2, 9))),
+        "labels": ids,
+        "attention_mask": torch.ones_like(ids),
+    }
 
     def loss(logits: torch.Tensor, batch: Any) -> torch.Tensor:
-        flat, labels = logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
+        flat = logits[:, :-1].float().flatten(0, 1)
+        labels = batch["labels"][:, 1:].flatten()
         each = torch.nn.functional.cross_entropy(flat, labels, reduction="none")
         return (each * (1 + (flat.argmax(-1) != labels))).mean()
 
@@ -158,7 +194,9 @@ def test_a_learning_rate_and_a_loss_of_ones_own() -> None:
     theirs = tiny_model("llama").float()
     theirs.load_state_dict(model.state_dict())
     loss(theirs(**{k: v for k, v in batch.items() if k != "labels"}).logits, batch).backward()
-    plan = blockwalk.method("plain", optimizer={"name": "sgd", "learning_rate": 9.0}, recompute="all")
+    plan = blockwalk.method(
+        "plain", optimizer={"name": "sgd", "learning_rate": 9.0}, recompute="all"
+    )
     with Walker(model, plan, objective=loss, device="cpu") as walker:
         found = walker.gradients(batch)
         losses = [walker.step(batch, learning_rate=rate).loss for rate in (0.0, 0.25, 0.0)]
@@ -170,7 +208,8 @@ def test_a_learning_rate_and_a_loss_of_ones_own() -> None:
 def test_a_dry_run_says_what_will_happen_and_writes_nothing(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the data file, whose first record is shown with its label word as what is learnt; the folder that is not made."""
+    """Oracle: the data file, whose first record is shown with its label word as what is learnt; the
+    folder that is not made."""
     arguments = ["train", *tiny_run.arguments(tmp_path / "out"), "--eval_every", "5", "--dry-run"]
     assert main.main([*arguments, "--data.eval", "", "--lora.rank", "5000", "--epochs", "3"]) == 0
     said = capsys.readouterr().out
@@ -188,20 +227,27 @@ def test_a_dry_run_says_what_will_happen_and_writes_nothing(
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"optimizer": {"schedule": "cosine", "warmup_steps": 0.1}}, "defaults: no clipping; other tools differ"),
+        (
+            {"optimizer": {"schedule": "cosine", "warmup_steps": 0.1}},
+            "defaults: no clipping; other tools differ",
+        ),
         ({"optimizer": {"schedule": "linear", "warmup_steps": 5, "max_grad_norm": 1}}, None),
         ({"optimizer": {"schedule": "constant", "warmup_steps": 0, "max_grad_norm": 0}}, None),
         ({"method": "mezo"}, None),
     ],
 )
-def test_defaults_that_differ_from_other_tools_are_said_unless_set(settings: dict[str, Any], line: str | None) -> None:
+def test_defaults_that_differ_from_other_tools_are_said_unless_set(
+    settings: dict[str, Any], line: str | None
+) -> None:
     """Oracle: the settings, by hand; zeroth order has the defaults of its original."""
     lines = list(outlook.usual_elsewhere(config.from_mapping(settings)))
     assert len(lines) == (line is not None)
     assert line is None or lines[0].startswith(line)
 
 
-def test_sequences_beyond_the_models_positions_are_noted(tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sequences_beyond_the_models_positions_are_noted(
+    tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the configuration of the model, which was made for 128."""
     assert main.main(["plan", "--model", str(tiny_run.model), "--data.max_length", "129"]) == 0
     says(capsys.readouterr().out, "129 128 positions")
@@ -226,8 +272,15 @@ def test_what_is_never_evaluated_is_noted(given: dict[str, str], tiny_run: TinyR
 def test_the_best_plan_is_a_file_that_trains_alike(
     steps: int, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the configuration that the printed YAML is read as: the run's own settings, under the best plan."""
-    given = [*tiny_run.arguments(tmp_path / "out"), "--max_steps", "7", "--optimizer.learning_rate", "3e-3"]
+    """Oracle: the configuration that the printed YAML is read as: the run's own settings, under the
+    best plan."""
+    given = [
+        *tiny_run.arguments(tmp_path / "out"),
+        "--max_steps",
+        "7",
+        "--optimizer.learning_rate",
+        "3e-3",
+    ]
     given += ["--gradient_accumulation_steps", str(steps), "--update.timing", "step"]
     assert main.main(["plan", *given, "--lora.rank", "4", "--hardware", "laptop"]) == 0
     text = capsys.readouterr().out.partition("as a file (run.yaml):\n\n")[2]
@@ -244,14 +297,18 @@ def test_the_best_plan_is_a_file_that_trains_alike(
 def test_every_figure_of_a_machine_that_nobody_measured_is_marked(
     measured: bool, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the lines themselves, but for those of the file that follows them, which is to be copied."""
+    """Oracle: the lines themselves, but for those of the file that follows them, which is to be
+    copied."""
     source = "measured by blockwalk doctor" if measured else "a datasheet"
     hardware.save(replace(hardware.load("rtx-4090"), source=source), tmp_path / "machine.yaml")
     given = [*tiny_run.arguments(tmp_path / "out"), "--lora.rank", "4", "--largest_batch"]
     given += ["--trace", str(tmp_path / "trace.json"), "--hardware", str(tmp_path / "machine.yaml")]
     assert main.main(["plan", *given]) == 0
     ranking, _, file = capsys.readouterr().out.partition("\n\n")
-    lines = [*ranking.splitlines(), *(line for line in file.splitlines() if line.endswith(":") and "run.yaml" in line)]
+    lines = [
+        *ranking.splitlines(),
+        *(line for line in file.splitlines() if line.endswith(":") and "run.yaml" in line),
+    ]
     lines.append(file.splitlines()[-1])
     assert len(lines) > 20
     assert [line for line in lines if ("(simulated)" in line) == measured] == []
@@ -260,15 +317,32 @@ def test_every_figure_of_a_machine_that_nobody_measured_is_marked(
 def test_a_larger_step_that_hides_its_link_is_a_file_as_well(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the micro-batches of the row in the printed ranking, each of as many sequences as were asked for."""
+    """Oracle: the micro-batches of the row in the printed ranking, each of as many sequences as
+    were asked for."""
     from blockwalk.train import config
 
-    machine = replace(hardware.load("h200"), name="slow link", host_to_device=hardware.Link(5e7), noise_rate=5e11)
+    machine = replace(
+        hardware.load("h200"), name="slow link", host_to_device=hardware.Link(5e7), noise_rate=5e11
+    )
     hardware.save(machine, tmp_path / "slow.yaml")
-    given = ["--lora", "false", "--budget", "4200000", "--batch_size", "1", "--data.max_length", "16"]
+    given = [
+        "--lora",
+        "false",
+        "--budget",
+        "4200000",
+        "--batch_size",
+        "1",
+        "--data.max_length",
+        "16",
+    ]
     model = str(Path(__file__).parents[2] / "examples/tiny-llama")
-    assert main.main(["plan", "--model", model, *given, "--hardware", str(tmp_path / "slow.yaml")]) == 0
-    ranking, _, text = capsys.readouterr().out.partition("the larger step as a file (run.yaml):\n\n")
+    assert (
+        main.main(["plan", "--model", model, *given, "--hardware", str(tmp_path / "slow.yaml")])
+        == 0
+    )
+    ranking, _, text = capsys.readouterr().out.partition(
+        "the larger step as a file (run.yaml):\n\n"
+    )
     (tmp_path / "run.yaml").write_text(text)
     run = config.load(tmp_path / "run.yaml")
     plan = run.plan
@@ -278,16 +352,26 @@ def test_a_larger_step_that_hides_its_link_is_a_file_as_well(
 
 
 def test_the_example_of_a_loop(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Oracle: PEFT's file names, and the losses that it prints."""
     monkeypatch.chdir(tmp_path)
     script = Path(__file__).parents[2] / "examples" / "loop.py"
-    turns = [{"role": role, "content": text} for role, text in (("user", "hot or cold?"), ("assistant", "warm."))]
+    turns = [
+        {"role": role, "content": text}
+        for role, text in (("user", "hot or cold?"), ("assistant", "warm."))
+    ]
     (tmp_path / "data.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 96)
     monkeypatch.setattr(sys, "argv", [str(script), str(tiny_run.model), "data.jsonl"])
     runpy.run_path(str(script), run_name="__main__")
-    found = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines() if "held out" in line]
+    found = [
+        float(line.rpartition(" ")[2])
+        for line in capsys.readouterr().out.splitlines()
+        if "held out" in line
+    ]
     assert len(found) == 2
     assert found[1] < found[0]
     assert (tmp_path / "loop-adapter" / "adapter_model.safetensors").is_file()

@@ -1,4 +1,5 @@
-"""Oracle: transformers, which loads a folder's tokenizer with its template and writes conversations; and gguf's own reader."""
+"""Oracle: transformers, which loads a folder's tokenizer with its template and writes
+conversations; and gguf's own reader."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from blockwalk.cli import main
 from tests.conftest import TinyRun
 
 TURNS = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-TEMPLATE = "{% for m in messages %}{{ m.role }}{{ mark }} {{ m.content }}{{ eos_token }}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}{{ mark }} {{ m.content }}{{ eos_token }}{% endfor %}"
+)
 ASKING = TEMPLATE + "{% if add_generation_prompt %}assistant{{ mark }} {% endif %}"
 
 
@@ -25,8 +28,19 @@ def data(tmp_path: Path) -> Path:
 
 
 def train(tiny_run: TinyRun, data: Path, out: Path, *more: str) -> int:
-    settings = ["--data.train", str(data), "--batch_size", "2", "--max_steps", "2", "--save_every", "1"]
-    return main.main(["train", "--model", str(tiny_run.model), "--output_dir", str(out), *settings, *more])
+    settings = [
+        "--data.train",
+        str(data),
+        "--batch_size",
+        "2",
+        "--max_steps",
+        "2",
+        "--save_every",
+        "1",
+    ]
+    return main.main(
+        ["train", "--model", str(tiny_run.model), "--output_dir", str(out), *settings, *more]
+    )
 
 
 def test_a_base_model_learns_chats_and_its_template_goes_along(
@@ -51,7 +65,12 @@ def test_a_base_model_learns_chats_and_its_template_goes_along(
     model = ["--model", str(tiny_run.model), "--method", "plain", "--max_new_tokens", "3"]
     mark = ["--data.chat_template_arguments", "{mark: is}"]
     capsys.readouterr()
-    assert main.main(["generate", *model, *mark, "--adapter", str(adapter), "--chat", "--prompt", "one"]) == 0
+    assert (
+        main.main(
+            ["generate", *model, *mark, "--adapter", str(adapter), "--chat", "--prompt", "one"]
+        )
+        == 0
+    )
     with_template = capsys.readouterr().out
     plain = "useris one</s>assistantis "
     assert main.main(["generate", *model, "--adapter", str(adapter), "--prompt", plain]) == 0
@@ -75,7 +94,19 @@ def test_what_was_trained_needs_the_file_of_its_template_no_more(
     template = tmp_path / "mine.jinja"
     template.write_text(ASKING)
     adapters = ["--lora.rank", lora] if lora else ["--lora", "false"]
-    assert train(tiny_run, data, out, "--method", "plain", "--data.chat_template", str(template), *adapters) == 0
+    assert (
+        train(
+            tiny_run,
+            data,
+            out,
+            "--method",
+            "plain",
+            "--data.chat_template",
+            str(template),
+            *adapters,
+        )
+        == 0
+    )
     asked = ["generate", str(out), "--chat", "--prompt", "one", "--max_new_tokens", "3"]
     capsys.readouterr()
     assert main.main(asked) == 0
@@ -92,11 +123,20 @@ def test_a_run_does_not_go_on_with_another_template(
     out = tmp_path / "run"
     template = tmp_path / "mine.jinja"
     template.write_text(ASKING)
-    assert train(tiny_run, data, out, "--method", "plain", "--data.chat_template", str(template)) == 0
+    assert (
+        train(tiny_run, data, out, "--method", "plain", "--data.chat_template", str(template)) == 0
+    )
     template.write_text(ASKING.replace("eos_token", "'!'"))
     name = str(template) if change == "file" else "chatml"
     capsys.readouterr()
-    more: list[Any] = ["--data.chat_template", name, "--resume_from_checkpoint", "latest", "--max_steps", "3"]
+    more: list[Any] = [
+        "--data.chat_template",
+        name,
+        "--resume_from_checkpoint",
+        "latest",
+        "--max_steps",
+        "3",
+    ]
     assert train(tiny_run, data, out, "--method", "plain", *more) == 2
     assert "the chat template" in capsys.readouterr().err
 
@@ -104,7 +144,8 @@ def test_a_run_does_not_go_on_with_another_template(
 def test_a_turn_ends_where_generation_stops(
     tiny_run: TinyRun, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A tokenizer of bytes has no ``<|im_end|>``: its end of text is learnt in that place, and a note says so."""
+    """A tokenizer of bytes has no ``<|im_end|>``: its end of text is learnt in that place, and a
+    note says so."""
     args = ["--data.chat_template", "chatml", "--method", "plain", "--dry-run"]
     assert train(tiny_run, data, tmp_path / "run", *args) == 0
     said = capsys.readouterr().out

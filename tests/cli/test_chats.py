@@ -1,4 +1,5 @@
-"""Oracle: transformers: its own greedy generation, its loading of a folder's templates, and its split of Mistral's texts."""
+"""Oracle: transformers: its own greedy generation, its loading of a folder's templates, and its
+split of Mistral's texts."""
 
 from __future__ import annotations
 
@@ -45,7 +46,16 @@ def test_the_learnt_end_of_a_turn_stops_generation_and_is_merged(
     data = tmp_path / "chat.jsonl"
     data.write_text(json.dumps({"messages": TURNS}) + "\n")
     run = ["--model", str(model), "--method", "plain", "--output_dir", str(tmp_path / "run")]
-    settings = ["--data.train", str(data), "--batch_size", "1", "--max_steps", "1", "--lora.rank", "2"]
+    settings = [
+        "--data.train",
+        str(data),
+        "--batch_size",
+        "1",
+        "--max_steps",
+        "1",
+        "--lora.rank",
+        "2",
+    ]
     assert main.main(["train", *run, *settings]) == 0
     said = capsys.readouterr()
     says(said.out + said.err, "<s> </s>")
@@ -58,13 +68,28 @@ def test_the_learnt_end_of_a_turn_stops_generation_and_is_merged(
     ids = AutoTokenizer.from_pretrained(model)("fresh", return_tensors="pt")
     loaded = AutoModelForCausalLM.from_pretrained(merged)
     whole = loaded.generate(**ids, max_new_tokens=9, do_sample=False)[0]
-    (adapter / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, whole[-4].item()]}))
-    until = loaded.generate(**ids, max_new_tokens=9, do_sample=False, eos_token_id=[1, whole[-4].item()])[0]
+    (adapter / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [1, whole[-4].item()]})
+    )
+    until = loaded.generate(
+        **ids, max_new_tokens=9, do_sample=False, eos_token_id=[1, whole[-4].item()]
+    )[0]
     assert len(until) < len(whole)
     capsys.readouterr()
-    asked = ["--model", str(model), "--method", "plain", "--adapter", str(adapter), "--prompt", "fresh"]
+    asked = [
+        "--model",
+        str(model),
+        "--method",
+        "plain",
+        "--adapter",
+        str(adapter),
+        "--prompt",
+        "fresh",
+    ]
     assert main.main(["generate", *asked, "--max_new_tokens", "9"]) == 0
-    text = AutoTokenizer.from_pretrained(model).decode(until[ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    text = AutoTokenizer.from_pretrained(model).decode(
+        until[ids["input_ids"].shape[1] :], skip_special_tokens=True
+    )
     assert capsys.readouterr().out == text + "\n"
 
 
@@ -79,10 +104,21 @@ def test_a_prompt_that_begins_with_the_begin_token_gets_no_second(
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = tokenizer("fresh", return_tensors="pt")
     assert ids["input_ids"][0, 0] == 0
-    whole = AutoModelForCausalLM.from_pretrained(model).generate(**ids, max_new_tokens=9, do_sample=False)[0]
+    whole = AutoModelForCausalLM.from_pretrained(model).generate(
+        **ids, max_new_tokens=9, do_sample=False
+    )[0]
     text = tokenizer.decode(whole[ids["input_ids"].shape[1] :], skip_special_tokens=True)
     for prompt in ("fresh", "<s>fresh"):
-        asked = ["--model", str(model), "--method", "plain", "--prompt", prompt, "--max_new_tokens", "9"]
+        asked = [
+            "--model",
+            str(model),
+            "--method",
+            "plain",
+            "--prompt",
+            prompt,
+            "--max_new_tokens",
+            "9",
+        ]
         assert main.main(["generate", *asked]) == 0
         assert capsys.readouterr().out == text + "\n"
 
@@ -101,7 +137,15 @@ def test_a_token_without_a_row_is_refused_by_every_command(
     run = ["--model", str(model), "--method", "plain"]
     for command, where in (
         (
-            ["train", *run, "--data.train", str(data), "--output_dir", str(tmp_path / "r"), "--dry-run"],
+            [
+                "train",
+                *run,
+                "--data.train",
+                str(data),
+                "--output_dir",
+                str(tmp_path / "r"),
+                "--dry-run",
+            ],
             f"{data} line 2",
         ),
         (["eval", *run, "--data.eval", str(data)], f"{data} line 2"),
@@ -126,7 +170,8 @@ def test_further_templates_come_with_a_merged_model(model: Path, tmp_path: Path)
 
 
 def test_the_pattern_of_mistral_is_mended(tmp_path: Path) -> None:
-    """transformers mends a vocabulary above 100,000 tokens whose configuration is of a version up to 4.57."""
+    """transformers mends a vocabulary above 100,000 tokens whose configuration is of a version up
+    to 4.57."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import AutoTokenizer
 
@@ -134,10 +179,14 @@ def test_the_pattern_of_mistral_is_mended(tmp_path: Path) -> None:
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = ["<unk>", "<s>", "</s>", *letters, *(f"filler{number}" for number in range(100_100))]
-    backend = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, [], unk_token="<unk>"))
+    backend = Tokenizer(
+        models.BPE({name: number for number, name in enumerate(names)}, [], unk_token="<unk>")
+    )
     split = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(split, "isolated"), level])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(split, "isolated"), level]
+    )
     backend.save(str(tmp_path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -146,7 +195,9 @@ def test_the_pattern_of_mistral_is_mended(tmp_path: Path) -> None:
     text = "GreenApples 12345"
 
     def pieces(tokenizer: Any) -> list[str]:
-        return [piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+        return [
+            piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        ]
 
     mended = pieces(AutoTokenizer.from_pretrained(tmp_path, fix_mistral_regex=True))
     assert mended != pieces(AutoTokenizer.from_pretrained(tmp_path))

@@ -15,7 +15,9 @@ from tests.support.messages import refused
 
 STATE: dict[str, Any] = {
     "model.lora_A.weight": torch.arange(6, dtype=torch.float32),
-    "optimizer.first": torch.randn(24, generator=torch.Generator().manual_seed(1))[::2],  # not contiguous
+    "optimizer.first": torch.randn(24, generator=torch.Generator().manual_seed(1))[
+        ::2
+    ],  # not contiguous
     "large": torch.arange(3 << 20, dtype=torch.int32),  # several checksums
     "half": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
     "count": torch.tensor([7]),
@@ -48,13 +50,19 @@ def test_round_trip(tmp_path: Path) -> None:
     assert loaded.ledger == Mark(3, "0" * 16)
     assert_same(loaded.walker)
     stored = load_file(tmp_path / "checkpoint-000003" / "rank-00000.safetensors")
-    assert all(torch.equal(stored[f"{name}@0"], STATE[name]) for name in ("large", "mask", "optimizer.first"))
+    assert all(
+        torch.equal(stored[f"{name}@0"], STATE[name])
+        for name in ("large", "mask", "optimizer.first")
+    )
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 999_999, 1_000_000):  # names that do not sort like numbers
         write(tmp_path, step)
-    assert [p.name for p in run_checkpoint.whole(tmp_path)] == ["checkpoint-999999", "checkpoint-1000000"]
+    assert [p.name for p in run_checkpoint.whole(tmp_path)] == [
+        "checkpoint-999999",
+        "checkpoint-1000000",
+    ]
     assert {p.name for p in tmp_path.iterdir()} == {"checkpoint-999999", "checkpoint-1000000"}
 
 
@@ -69,7 +77,9 @@ def test_latest_sees_whole_checkpoints_only(tmp_path: Path) -> None:
         found = run_checkpoint.prepare(tmp_path, "latest", overwrite=False)
         assert found.checkpoint == str(good)
         (said,) = found.damaged
-        assert said.endswith("checkpoint-000009/state.json is missing; going on from checkpoint-000004")
+        assert said.endswith(
+            "checkpoint-000009/state.json is missing; going on from checkpoint-000004"
+        )
         assert list(tmp_path.glob(".*.partial")), "a run that may still be refused touches nothing"
         sweeping.sweep(tmp_path)
     assert not list(tmp_path.glob(".*")), "a killed writer's leftovers are swept"
@@ -84,7 +94,8 @@ def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
-    first, second = write(tmp_path, 5), write(tmp_path, 10)
+    first = write(tmp_path, 5)
+    second = write(tmp_path, 10)
     for resume in ("", str(first)):
         with refused(ValueError, "overwrite_output_dir: true"):
             run_checkpoint.prepare(tmp_path, resume, overwrite=False)
@@ -98,27 +109,46 @@ def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
     there = [first, second]
     assert start(str(second), False) == str(second)
     assert start(str(first), True) == str(first)
-    assert run_checkpoint.whole(tmp_path) == [first], "what came after the checkpoint is another run's future"
+    assert run_checkpoint.whole(tmp_path) == [first], (
+        "what came after the checkpoint is another run's future"
+    )
     there = [first]
     assert start("", True) is None
     assert run_checkpoint.whole(tmp_path) == []
-    assert run_checkpoint.whole(tmp_path / run_checkpoint.REPLACED) == [tmp_path / run_checkpoint.REPLACED / first.name]
+    assert run_checkpoint.whole(tmp_path / run_checkpoint.REPLACED) == [
+        tmp_path / run_checkpoint.REPLACED / first.name
+    ]
     third = write(tmp_path, 2)
-    assert set(tmp_path.iterdir()) == {third, tmp_path / marks.MARK}, "what it replaced goes when it is whole"
+    assert set(tmp_path.iterdir()) == {third, tmp_path / marks.MARK}, (
+        "what it replaced goes when it is whole"
+    )
     with refused(ValueError, "nowhere"):
         run_checkpoint.prepare(tmp_path, str(tmp_path / "nowhere"), overwrite=True)
 
 
 def test_settings_that_give_the_state_its_meaning_must_agree() -> None:
-    saved = {"model": "a", "max_steps": 5, "data": {"train": "x", "max_length": 8}, "output_dir": "o"}
-    assert not run_checkpoint.changed_settings(saved, {**saved, "prefix": plain_values(PrefixSettings())}), (
-        "an older checkpoint"
-    )
+    saved = {
+        "model": "a",
+        "max_steps": 5,
+        "data": {"train": "x", "max_length": 8},
+        "output_dir": "o",
+    }
+    assert not run_checkpoint.changed_settings(
+        saved, {**saved, "prefix": plain_values(PrefixSettings())}
+    ), "an older checkpoint"
     older = {**saved, "lora": {"rank": 4}, "data": {"train": "x", "max_length": 8}}
-    newer = {**older, "lora": {"rank": 4, "dropout": 0.0}, "data": {**older["data"], "packing": False}}
-    assert not run_checkpoint.changed_settings(older, newer), "an older checkpoint knows fewer settings of a section"
+    newer = {
+        **older,
+        "lora": {"rank": 4, "dropout": 0.0},
+        "data": {**older["data"], "packing": False},
+    }
+    assert not run_checkpoint.changed_settings(older, newer), (
+        "an older checkpoint knows fewer settings of a section"
+    )
     with refused(ValueError, "data.packing False True"):
-        run_checkpoint.changed_settings(older, {**newer, "data": {**newer["data"], "packing": True}})
+        run_checkpoint.changed_settings(
+            older, {**newer, "data": {**newer["data"], "packing": True}}
+        )
     with refused(ValueError, "prefix.num_virtual_tokens 0 5"):
         run_checkpoint.changed_settings(saved, {**saved, "prefix": plain_values(PrefixSettings(5))})
     changed = run_checkpoint.changed_settings(saved, {**saved, "max_steps": 9, "output_dir": "p"})

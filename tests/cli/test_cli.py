@@ -1,4 +1,5 @@
-"""Oracle: the documented exit codes, the interpreter's list of imported modules, and byte counts worked out by hand."""
+"""Oracle: the documented exit codes, the interpreter's list of imported modules, and byte counts
+worked out by hand."""
 
 import subprocess
 import sys
@@ -10,7 +11,13 @@ from blockwalk.cli import main
 from tests.conftest import TinyRun
 from tests.support.messages import says
 
-D, M, V, L, HEADS, KV, HEAD = 64, 128, 96, 3, 4, 2, 16
+D = 64
+M = 128
+V = 96
+L = 3
+HEADS = 4
+KV = 2
+HEAD = 16
 BLOCK = D * HEADS * HEAD * 2 + 2 * D * KV * HEAD + 3 * D * M + 2 * D
 PARAMETERS = V * D + L * BLOCK + D
 
@@ -45,7 +52,9 @@ def test_help_imports_no_torch() -> None:
         "heavy = {'torch', 'transformers', 'peft', 'numpy', 'datasets'} & sys.modules.keys()\n"
         "sys.exit(', '.join(heavy) or 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     for command in main.COMMANDS:
         assert f"\n    {command.name} " in done.stdout
@@ -53,7 +62,9 @@ def test_help_imports_no_torch() -> None:
 
 
 def test_python_m_blockwalk() -> None:
-    done = subprocess.run([sys.executable, "-m", "blockwalk", "nonsense"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "blockwalk", "nonsense"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     says(done.stderr, "nonsense")
 
@@ -61,22 +72,34 @@ def test_python_m_blockwalk() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--optimiser.learning_rate", "1"], "optimiser.learning_rate optimizer.learning_rate"),
+        (
+            ["train", "--optimiser.learning_rate", "1"],
+            "optimiser.learning_rate optimizer.learning_rate",
+        ),
         (["train", "--bach_size", "1"], "--bach_size batch_size"),
         (["train", "--seed"], "--seed value"),
         (["train", "absent.yaml"], "absent.yaml"),
-        (["train", "--model", "m", "--optimizer.learning_rate", "fast"], "optimizer.learning_rate fast"),
+        (
+            ["train", "--model", "m", "--optimizer.learning_rate", "fast"],
+            "optimizer.learning_rate fast",
+        ),
         (["train"], "model missing"),
         (["train", "--model", "m"], "data.train missing"),
         (["plan"], "model missing"),
         (["plan", "--model", "no/such/folder"], "model: no/such/folder"),
         (["eval", "--model", "m"], "data.eval missing"),
         (["plan", "--model", ".", "--hardware", "here"], "config.json"),
-        (["plan", "--model", "m", "--update.flush_every", "4"], "update.flush_every 4 update.timing block deferred"),
+        (
+            ["plan", "--model", "m", "--update.flush_every", "4"],
+            "update.flush_every 4 update.timing block deferred",
+        ),
     ],
 )
 def test_what_the_user_got_wrong(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert main.main(arguments) == 2
     error = capsys.readouterr().err
@@ -91,7 +114,8 @@ def test_what_the_user_got_wrong(
 def test_what_is_no_model_is_refused_before_anything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the exit code, and the interpreter's list of modules: no torch, so no tokenizer, no data and no network."""
+    """Oracle: the exit code, and the interpreter's list of modules: no torch, so no tokenizer, no
+    data and no network."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -107,16 +131,33 @@ def test_what_is_no_model_is_refused_before_anything_is_loaded(
         "empty": "empty model.safetensors model.safetensors.index.json pytorch_model.bin",
     }
     script = (
-        "import sys; from blockwalk.cli.main import main; sys.exit(main(sys.argv[1:]) + 9 * ('torch' in sys.modules))"
+        "import sys; from blockwalk.cli.main import main; sys.exit(main(sys.argv[1:]) + 9 *"
+        " ('torch' in sys.modules))"
     )
     for name, message in expected.items():
-        for arguments in (["train", "--data.train", "d"], ["eval", "--data.eval", "d"], ["generate", "--prompt", "a"]):
+        for arguments in (
+            ["train", "--data.train", "d"],
+            ["eval", "--data.eval", "d"],
+            ["generate", "--prompt", "a"],
+        ):
             assert main.main([*arguments, "--model", name]) == 2
             error = capsys.readouterr().err
             says(error, message)
             assert error.count("\n") == 1
-    arguments = ["train", "--data.train", "d", "--model", "gguf", "--nproc-per-node", "2", "--method", "fcdp"]
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
+    arguments = [
+        "train",
+        "--data.train",
+        "d",
+        "--model",
+        "gguf",
+        "--nproc-per-node",
+        "2",
+        "--method",
+        "fcdp",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert not Path("runs").exists()
 
@@ -130,7 +171,9 @@ def test_here_is_what_doctor_wrote(
     says(capsys.readouterr().err, "blockwalk doctor")
 
 
-def test_settings_and_other_arguments_may_come_in_any_order(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_and_other_arguments_may_come_in_any_order(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arguments in (
         ["plan", "--program", "--model", model, "--lora=false", "--method", "plain"],
         ["--model", model, "plan", "--lora=false", "--method", "plain", "--program"],
@@ -144,7 +187,17 @@ def plan_rows(out: str) -> dict[str, str]:
 
 
 def test_plan_counts_every_byte(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--model", model, "--method", "plain", "--lora", "false", "--batch_size", "2"]
+    arguments = [
+        "plan",
+        "--model",
+        model,
+        "--method",
+        "plain",
+        "--lora",
+        "false",
+        "--batch_size",
+        "2",
+    ]
     arguments += ["--data.max_length", "40", "--recompute", "all"]
     assert main.main(arguments) == 0
     rows = plan_rows(capsys.readouterr().out)
@@ -154,8 +207,11 @@ def test_plan_counts_every_byte(model: str, capsys: pytest.CaptureFixture[str]) 
     assert f" {L * 2 * 40 * D * 4 / 1000:.1f} kB" in rows["activation"]
 
 
-def test_plan_is_of_one_ranks_part_of_the_batch(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Closed form: 16 sequences cut in 4; FZOO's 9 forwards do not divide over 8 ranks: the mesh is printed."""
+def test_plan_is_of_one_ranks_part_of_the_batch(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Closed form: 16 sequences cut in 4; FZOO's 9 forwards do not divide over 8 ranks: the mesh is
+    printed."""
     few = ["plan", "--model", model, "--method", "distzo2", "--batch_size", "16"]
     assert main.main([*few, "--mesh.world", "4", "--mesh.data", "4"]) == 0
     assert "one step     4 × 512 tokens" in capsys.readouterr().out
@@ -175,7 +231,14 @@ def test_every_weight_is_not_trained_from_rounded_values(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the exit code for configurations, and the folder that was not made."""
-    arguments = ["train", *tiny_run.arguments(tmp_path / "out"), "--method", "mebp", "--lora", "false"]
+    arguments = [
+        "train",
+        *tiny_run.arguments(tmp_path / "out"),
+        "--method",
+        "mebp",
+        "--lora",
+        "false",
+    ]
     assert main.main([*arguments, "--frozen", "disk × int4a"]) == 2
     says(capsys.readouterr().err, "disk int4a adapters")
     assert not (tmp_path / "out").exists()
@@ -203,8 +266,11 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert f" {platform.python_version()}\n" in out
 
 
-def test_failures_while_running_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder that cannot be made, for a file stands in its place: not the configuration's fault alone, yet named."""
+def test_failures_while_running_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that cannot be made, for a file stands in its place: not the configuration's fault
+    alone, yet named."""
     (tmp_path / "file").write_text("")
     assert main.main(["pack", str(tmp_path / "absent"), str(tmp_path / "file" / "out")]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -1,5 +1,5 @@
-"""Oracle: what crafted files are made to do: a folder that appears, a file elsewhere that is read, memory that is taken. None
-of it happens, and one line says which file is wrong."""
+"""Oracle: what crafted files are made to do: a folder that appears, a file elsewhere that is read,
+memory that is taken. None of it happens, and one line says which file is wrong."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def test_the_oracle_hears(tmp_path: Path) -> None:
 def made(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter's run, a zeroth-order run, its exported ledger, and a block store."""
     folder = tmp_path_factory.mktemp("made")
-    for name, method in (("mebp", "mebp --lora.rank 2"), ("mezo", "mezo --optimizer.learning_rate 1e-5")):
+    for name, method in (
+        ("mebp", "mebp --lora.rank 2"),
+        ("mezo", "mezo --optimizer.learning_rate 1e-5"),
+    ):
         flags = f"--method {method} --max_steps 2 --save_every 1".split()
         assert main.main(["train", *tiny_run.arguments(folder / name), *flags]) == 0
     pack(tiny_run.model, folder / "store", Codec.INT4)
@@ -90,14 +93,28 @@ def evaluate(tiny_run: TinyRun, folder: Path, *more: str) -> list[str]:
 def test_a_pickle_in_place_of_every_file_of_a_run(
     bomb: bytes, runs: Path, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The checkpoint before a planted one is taken up; without its ledger a run is refused; what is beside them is replaced."""
-    for name, method in (("mebp", "mebp --lora.rank 2"), ("mezo", "mezo --optimizer.learning_rate 1e-5")):
+    """The checkpoint before a planted one is taken up; without its ledger a run is refused; what is
+    beside them is replaced."""
+    for name, method in (
+        ("mebp", "mebp --lora.rank 2"),
+        ("mezo", "mezo --optimizer.learning_rate 1e-5"),
+    ):
         resume = f"--method {method} --max_steps 3 --resume_from_checkpoint latest".split()
-        files = [path for path in sorted((runs / name).rglob("*")) if path.is_file() and path.stat().st_size]
+        files = [
+            path
+            for path in sorted((runs / name).rglob("*"))
+            if path.is_file() and path.stat().st_size
+        ]
         newest = [path for path in files if path.parent.name == "checkpoint-000002"]
         chain = [path for path in files if path.name == "ledger.jsonl"]
-        marks = [path for path in files if path.name == ".blockwalk"]  # without one a run's result is anybody's
-        beside = [path for path in files if path not in (*chain, *marks) and "checkpoint-" not in path.parent.name]
+        marks = [
+            path for path in files if path.name == ".blockwalk"
+        ]  # without one a run's result is anybody's
+        beside = [
+            path
+            for path in files
+            if path not in (*chain, *marks) and "checkpoint-" not in path.parent.name
+        ]
         assert len(newest) == 3
         assert len(beside) > 5
         for number, planted in enumerate((beside, newest, chain, marks)):
@@ -108,31 +125,44 @@ def test_a_pickle_in_place_of_every_file_of_a_run(
             if planted is beside:
                 assert main.main(["report", str(folder)]) == main.BAD_INPUT
             if planted is marks:
-                refused(["train", *tiny_run.arguments(folder), *resume], "overwrite_output_dir", capsys)
+                refused(
+                    ["train", *tiny_run.arguments(folder), *resume], "overwrite_output_dir", capsys
+                )
             elif planted and planted is chain:
                 refused(["train", *tiny_run.arguments(folder), *resume], "ledger.jsonl", capsys)
             elif planted:
-                assert main.main(["train", *tiny_run.arguments(folder), *resume]) == 0, capsys.readouterr().err
+                assert main.main(["train", *tiny_run.arguments(folder), *resume]) == 0, (
+                    capsys.readouterr().err
+                )
                 assert main.main(["report", str(folder)]) == 0
 
 
 def test_a_pickle_for_an_adapter_a_store_a_ledger_a_model_or_records(
     bomb: bytes, runs: Path, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    adapter, model = runs / "mebp" / "adapter", tmp_path / "model"
+    adapter = runs / "mebp" / "adapter"
+    model = tmp_path / "model"
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         kept = (adapter / name).read_bytes()
         (adapter / name).write_bytes(bomb)
         refused(evaluate(tiny_run, tmp_path / "out", "--adapter", str(adapter)), name, capsys)
         (adapter / name).write_bytes(kept)
-    (adapter / "adapter_model.bin").write_bytes(bomb)  # PEFT's older form, beside the one that is read
+    (adapter / "adapter_model.bin").write_bytes(
+        bomb
+    )  # PEFT's older form, beside the one that is read
     assert main.main(evaluate(tiny_run, tmp_path / "out", "--adapter", str(adapter))) == 0
     (adapter / "adapter_model.safetensors").unlink()
-    refused(evaluate(tiny_run, tmp_path / "out", "--adapter", str(adapter)), "adapter_model.safetensors", capsys)
+    refused(
+        evaluate(tiny_run, tmp_path / "out", "--adapter", str(adapter)),
+        "adapter_model.safetensors",
+        capsys,
+    )
     for path in [*sorted((runs / "store").glob("unit-*")), runs / "store" / "store.json"]:
         kept = path.read_bytes()
         path.write_bytes(bomb)
-        refused(evaluate(tiny_run, tmp_path / "out", "--model", str(runs / "store")), path.name, capsys)
+        refused(
+            evaluate(tiny_run, tmp_path / "out", "--model", str(runs / "store")), path.name, capsys
+        )
         path.write_bytes(kept)
     for name in (str(runs / "exported"), str(runs / "mezo" / "ledger.jsonl")):
         Path(name).write_bytes(bomb)
@@ -148,10 +178,14 @@ def test_a_pickle_for_an_adapter_a_store_a_ledger_a_model_or_records(
     torch.save({"weight": Bomb(tmp_path / "executed")}, tmp_path / "zipped")
     for data in (bomb, (tmp_path / "zipped").read_bytes()):
         (model / "pytorch_model.bin").write_bytes(data)
-        refused(evaluate(tiny_run, tmp_path / "out", "--model", str(model)), "pytorch_model.bin", capsys)
+        refused(
+            evaluate(tiny_run, tmp_path / "out", "--model", str(model)), "pytorch_model.bin", capsys
+        )
     (tmp_path / "records.jsonl").write_bytes(bomb)
     refused(
-        evaluate(tiny_run, tmp_path / "out", "--data.eval", str(tmp_path / "records.jsonl")), "records.jsonl", capsys
+        evaluate(tiny_run, tmp_path / "out", "--data.eval", str(tmp_path / "records.jsonl")),
+        "records.jsonl",
+        capsys,
     )
 
 
@@ -163,14 +197,23 @@ def test_code_that_a_model_brings_is_not_run(
     shutil.copytree(tiny_run.model, model)
     (model / "own.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'executed')!r})\n")
     config = json.loads((model / "config.json").read_text())
-    own = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": ["own.Tokenizer", None]}
+    own = {
+        "AutoConfig": "own.Config",
+        "AutoModelForCausalLM": "own.Model",
+        "AutoTokenizer": ["own.Tokenizer", None],
+    }
     for kind in (config["model_type"], "of-their-own"):
-        (model / "config.json").write_text(json.dumps({**config, "auto_map": own, "model_type": kind}))
+        (model / "config.json").write_text(
+            json.dumps({**config, "auto_map": own, "model_type": kind})
+        )
         settings = json.loads((tiny_run.model / "tokenizer_config.json").read_text())
         (model / "tokenizer_config.json").write_text(
             json.dumps({**settings, "auto_map": own, "tokenizer_class": "Own"})
         )
-        assert main.main(evaluate(tiny_run, tmp_path / "out", "--model", str(model))) in (0, main.BAD_INPUT)
+        assert main.main(evaluate(tiny_run, tmp_path / "out", "--model", str(model))) in (
+            0,
+            main.BAD_INPUT,
+        )
         assert "Traceback" not in capsys.readouterr().err
     assert not (tmp_path / "executed").exists()
 
@@ -179,7 +222,8 @@ def test_code_that_a_model_brings_is_not_run(
 def test_tags_and_aliases_of_yaml(
     command: str, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """PyYAML's own loader would call the function; aliases of aliases are two to the sixtieth values."""
+    """PyYAML's own loader would call the function; aliases of aliases are two to the sixtieth
+    values."""
     file = tmp_path / "crafted.yaml"
     laughs = "\n".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60))
     for text in (
@@ -213,8 +257,10 @@ def resealed(path: Path, change: Callable[[Any], None]) -> None:
 def test_files_that_lead_elsewhere_or_say_too_much(
     bomb: bytes, runs: Path, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Path traversal, offsets outside a file, headers longer than the file, a ledger that unpacks to a thousand times it."""
-    model, store = tmp_path / "model", runs / "store"
+    """Path traversal, offsets outside a file, headers longer than the file, a ledger that unpacks
+    to a thousand times it."""
+    model = tmp_path / "model"
+    store = runs / "store"
     shutil.copytree(tiny_run.model, model)
     (model / "model.safetensors").unlink()
     at_model = evaluate(tiny_run, tmp_path / "out", "--model", str(model))
@@ -240,7 +286,9 @@ def test_files_that_lead_elsewhere_or_say_too_much(
         (model / "model.safetensors").write_bytes(data)
         refused(at_model, str(model), capsys)
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "bitsandbytes"}}))
+    (model / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "bitsandbytes"}})
+    )
     for note in (
         bomb,
         b"[" * 100_000,
@@ -286,18 +334,36 @@ def test_files_that_lead_elsewhere_or_say_too_much(
     ]
     for change in changes:
         resealed(table, change)
-        flags = ["--method", "mezo", "--max_steps", "3", "--resume_from_checkpoint", str(table.parent)]
+        flags = [
+            "--method",
+            "mezo",
+            "--max_steps",
+            "3",
+            "--resume_from_checkpoint",
+            str(table.parent),
+        ]
         there = [*tiny_run.arguments(runs / "mezo"), *flags]
         refused(["train", *there], "rank-00000|rank-00001", capsys)
         table.write_bytes(kept)
     (runs / "exported").write_bytes(gzip.compress(bytes(1 << 26)))
-    refused(["replay", str(tiny_run.model), str(runs / "exported"), str(tmp_path / "replayed")], "exported", capsys)
+    refused(
+        ["replay", str(tiny_run.model), str(runs / "exported"), str(tmp_path / "replayed")],
+        "exported",
+        capsys,
+    )
 
 
 def gguf(*values: tuple[bytes, int, bytes], tensors: tuple[bytes, ...] = ()) -> bytes:
-    """A GGUF file of metadata, each a name, a kind and a value's bytes, and of tensors' descriptions."""
+    """A GGUF file of metadata, each a name, a kind and a value's bytes, and of tensors'
+    descriptions."""
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values))
-    return b"".join([head, *(text(name) + struct.pack("<I", kind) + value for name, kind, value in values), *tensors])
+    return b"".join(
+        [
+            head,
+            *(text(name) + struct.pack("<I", kind) + value for name, kind, value in values),
+            *tensors,
+        ]
+    )
 
 
 def text(value: bytes) -> bytes:
@@ -306,10 +372,17 @@ def text(value: bytes) -> bytes:
 
 LLAMA = (b"general.architecture", 8, text(b"llama"))
 TENSOR = text(b"t") + struct.pack("<IQIQ", 1, 4, 0, 0)
-NUMBERS = {b"block_count": 1, b"embedding_length": 256, b"feed_forward_length": 4, b"attention.head_count": 7}
+NUMBERS = {
+    b"block_count": 1,
+    b"embedding_length": 256,
+    b"feed_forward_length": 4,
+    b"attention.head_count": 7,
+}
 GGUF = {
     "no blocks": gguf(LLAMA, tensors=(TENSOR,)),
-    "endless blocks": gguf(LLAMA, (b"llama.block_count", 4, struct.pack("<I", 2**32 - 1)), tensors=(TENSOR,)),
+    "endless blocks": gguf(
+        LLAMA, (b"llama.block_count", 4, struct.pack("<I", 2**32 - 1)), tensors=(TENSOR,)
+    ),
     "heads that do not divide": gguf(
         LLAMA,
         *((b"llama." + name, 4, struct.pack("<I", value)) for name, value in NUMBERS.items()),
@@ -323,7 +396,9 @@ GGUF = {
     "alignment in words": gguf(LLAMA, (b"general.alignment", 8, text(b"x"))),
     "parts in words": gguf(LLAMA, (b"split.count", 8, text(b"x"))),
     "endless dimensions": gguf(LLAMA, tensors=(text(b"t") + struct.pack("<I", 2**31),)),
-    "an endless tensor": gguf(LLAMA, tensors=(text(b"t") + struct.pack("<IQQIQ", 2, 2**63, 2**63, 0, 0),)),
+    "an endless tensor": gguf(
+        LLAMA, tensors=(text(b"t") + struct.pack("<IQQIQ", 2, 2**63, 2**63, 0, 0),)
+    ),
     "a tensor elsewhere": gguf(LLAMA, tensors=(text(b"t") + struct.pack("<IQIQ", 1, 4, 0, 2**63),)),
     "nothing": b"GGUF",
     "a pickle": b"",
@@ -335,10 +410,16 @@ def test_a_gguf_file(
     kind: str, bomb: bytes, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "crafted.gguf").write_bytes(GGUF[kind] or bomb)
-    refused(evaluate(tiny_run, tmp_path / "out", "--model", str(tmp_path / "crafted.gguf")), "crafted.gguf", capsys)
+    refused(
+        evaluate(tiny_run, tmp_path / "out", "--model", str(tmp_path / "crafted.gguf")),
+        "crafted.gguf",
+        capsys,
+    )
 
 
-def test_numbers_that_do_not_go_together(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_that_do_not_go_together(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the file's name, where transformers has an exception of its own."""
     shutil.copytree(tiny_run.model, model := tmp_path / "crafted")
     settings = json.loads((model / "config.json").read_text())
@@ -346,16 +427,21 @@ def test_numbers_that_do_not_go_together(tiny_run: TinyRun, tmp_path: Path, caps
     refused(evaluate(tiny_run, tmp_path / "out", "--model", str(model)), "crafted", capsys)
 
 
-def test_markup_in_a_run_is_text_in_its_page(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_markup_in_a_run_is_text_in_its_page(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: Python's HTML parser, which finds the page's own elements alone."""
-    run, bad = runs / "mebp", "</title><script>alert(1)</script><img src=x onerror=alert(1)>"
+    run = runs / "mebp"
+    bad = "</title><script>alert(1)</script><img src=x onerror=alert(1)>"
     before = {tag for tag, _ in Page(_report(run)).tags}
     lines = atomic_files.whole_lines(run / "metrics.jsonl")
     for line in lines:
         line["bytes_moved"] = {bad: 7}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     forecast = json.loads((run / "forecast.json").read_text())
-    atomic_files.write_json(run / "forecast.json", {**forecast, "peaks": {bad: 1}, "versions": {bad: bad}})
+    atomic_files.write_json(
+        run / "forecast.json", {**forecast, "peaks": {bad: 1}, "versions": {bad: bad}}
+    )
     trace = json.loads((run / "trace.json").read_text())
     for event in trace["traceEvents"]:
         event.update(name=bad, cat=bad, args={"name": bad})
@@ -387,10 +473,20 @@ def _report(run: Path) -> str:
 def test_a_cache_that_somebody_else_wrote(
     bomb: bytes, tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Entries of the cache folder are made again; compiled kernels have tests of their own (closed_form/test_native.py)."""
+    """Entries of the cache folder are made again; compiled kernels have tests of their own
+    (closed_form/test_native.py)."""
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("BLOCKWALK_NATIVE", "0")
-    at = evaluate(tiny_run, tmp_path / "out", "--frozen", "disk × int4", "--lora.rank", "2", "--method", "mebp")
+    at = evaluate(
+        tiny_run,
+        tmp_path / "out",
+        "--frozen",
+        "disk × int4",
+        "--lora.rank",
+        "2",
+        "--method",
+        "mebp",
+    )
     from blockwalk.cutting import verify
     from blockwalk.tiers.model_folder import identity
 

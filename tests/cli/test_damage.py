@@ -1,4 +1,5 @@
-"""Oracle: the bytes that were written. Files of a checkpoint that are not those are named, and nothing in them is run."""
+"""Oracle: the bytes that were written. Files of a checkpoint that are not those are named, and
+nothing in them is run."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Bomb:
 @pytest.fixture(scope="module")
 def walkers() -> Any:
     """A walker of each kind of state, by the estimator's name, after a step."""
-    made = {name: Walker(tiny_model("llama"), method(name), device="cpu") for name in ("plain", "mezo")}
+    made = {
+        name: Walker(tiny_model("llama"), method(name), device="cpu") for name in ("plain", "mezo")
+    }
     for walker in made.values():
         walker.step(random_batch())
     yield made
@@ -47,7 +50,8 @@ def save(walker: Walker, output_dir: Path) -> Path:
     if walker.plan.method == "mezo":
         made = run_checkpoint.Checkpoint(1, walker.state_dict(), {}, {}, ledger=Mark(1, ""))
         return run_checkpoint.save(output_dir, made)
-    path, made = run_checkpoint.path_of(output_dir, 1), run_checkpoint.Checkpoint(1, {}, {}, {})
+    path = run_checkpoint.path_of(output_dir, 1)
+    made = run_checkpoint.Checkpoint(1, {}, {}, {})
     walker.save_state(path, beside={run_checkpoint.SCALARS: run_checkpoint.scalars_text(made)})
     return path
 
@@ -85,7 +89,9 @@ def test_a_pickle_in_a_checkpoint_is_not_opened(
 @pytest.mark.parametrize("damage", ["bit", "cut", "empty", "missing"])
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("name", ["plain", "mezo"])
-def test_a_damaged_file_is_named(name: str, file: str, damage: str, walkers: dict[str, Walker], tmp_path: Path) -> None:
+def test_a_damaged_file_is_named(
+    name: str, file: str, damage: str, walkers: dict[str, Walker], tmp_path: Path
+) -> None:
     """Oracle: one bit in the middle of a file, its end, all of it."""
     path = save(walkers[name], tmp_path)
     resume(walkers[name], path)
@@ -103,16 +109,28 @@ def test_a_damaged_file_is_named(name: str, file: str, damage: str, walkers: dic
 def test_a_log_with_a_flipped_bit_is_named(
     log: str, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the file's name, in one line, for a bit of every byte but the last newline: names, values, steps, digests and
-    borders of lines. A changed "step" dropped the lines after it without a word."""
+    """Oracle: the file's name, in one line, for a bit of every byte but the last newline: names,
+    values, steps, digests and borders of lines. A changed "step" dropped the lines after it without
+    a word."""
     run = tmp_path / "run"
-    settings = ["train", *tiny_run.arguments(run), "--method", "plain", "--save_every", "2", "--eval_every", "1"]
+    settings = [
+        "train",
+        *tiny_run.arguments(run),
+        "--method",
+        "plain",
+        "--save_every",
+        "2",
+        "--eval_every",
+        "1",
+    ]
     assert main.main([*settings, "--max_steps", "2"]) == 0
     before = (run / log).read_bytes()
     lines = atomic_files.whole_lines(run / log)
     assert [line["step"] for line in lines] == ([1, 2] if log == "metrics.jsonl" else [0, 1, 2])
     for at in range(len(before)):
-        (run / log).write_bytes(before[:at] + bytes([before[at] ^ (1 << at % 8)]) + before[at + 1 :])
+        (run / log).write_bytes(
+            before[:at] + bytes([before[at] ^ (1 << at % 8)]) + before[at + 1 :]
+        )
         if at == len(before) - 1:
             assert atomic_files.whole_lines(run / log) == lines
         else:

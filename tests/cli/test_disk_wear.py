@@ -1,4 +1,5 @@
-"""Oracle: the kernel's count of bytes that a process wrote (``write_bytes`` of ``/proc/self/io``), and a closed form."""
+"""Oracle: the kernel's count of bytes that a process wrote (``write_bytes`` of ``/proc/self/io``),
+and a closed form."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def foreseen(arguments: list[str]) -> tuple[RunConfig, Forecast]:
 def test_a_line_of_the_plan_says_what_a_run_writes(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Closed form: float32 parameters and two moments, saved twice in six steps, and the model at the end."""
+    """Closed form: float32 parameters and two moments, saved twice in six steps, and the model at
+    the end."""
     arguments = [*tiny_run.arguments(tmp_path / "run"), *ADAMW, "--max_steps", "6"]
     run, forecast = foreseen(arguments)
     parameters = forecast.model.numel(trainable=True)
@@ -46,20 +48,30 @@ def test_a_line_of_the_plan_says_what_a_run_writes(
     says(line, "600.0 TB step")
 
 
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel does not count bytes that a process writes")
+@pytest.mark.skipif(
+    not Path("/proc/self/io").exists(),
+    reason="the kernel does not count bytes that a process writes",
+)
 @pytest.mark.parametrize("method", [ZO2, ADAMW])
-def test_a_run_writes_no_more_than_was_said(method: tuple[str, ...], tiny_run: TinyRun, tmp_path: Path) -> None:
+def test_a_run_writes_no_more_than_was_said(
+    method: tuple[str, ...], tiny_run: TinyRun, tmp_path: Path
+) -> None:
     """A page more for each file that is made, and logs, are not part of the figure."""
     arguments = [*tiny_run.arguments(tmp_path / "run"), *method, "--max_steps", "6"]
     run, forecast = foreseen(arguments)
     expected = disk_wear.written_bytes(run, forecast, 6)
     script = (
         "import sys; from blockwalk.cli.main import main; code = main(sys.argv[1:]);"
-        "print(dict(line.split(': ') for line in open('/proc/self/io').read().splitlines())['write_bytes']); sys.exit(code)"
+        "print(dict(line.split(': ') for line in"
+        " open('/proc/self/io').read().splitlines())['write_bytes']); sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", script, "train", *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, "train", *arguments], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     written = int(done.stdout.split()[-1])
     if written == 0:
-        pytest.skip("the temporary folder lies on a file system whose writes the kernel does not count")
+        pytest.skip(
+            "the temporary folder lies on a file system whose writes the kernel does not count"
+        )
     assert 0.4 * expected <= written <= 1.2 * expected + (1 << 20)

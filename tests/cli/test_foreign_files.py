@@ -1,4 +1,5 @@
-"""Oracle: the names and digests of files that no run made, before runs that are refused, that end, and that are killed."""
+"""Oracle: the names and digests of files that no run made, before runs that are refused, that end,
+and that are killed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,16 @@ from blockwalk.system import atomic_files, links, own_text
 from tests.conftest import TinyRun
 from tests.support.messages import refused, says
 
-LORA = ("--method", "mebp", "--frozen", "disk", "--lora.rank", "4", "--optimizer.learning_rate", "1e-3")
+LORA = (
+    "--method",
+    "mebp",
+    "--frozen",
+    "disk",
+    "--lora.rank",
+    "4",
+    "--optimizer.learning_rate",
+    "1e-3",
+)
 PLAIN = ("--method", "plain", "--optimizer.learning_rate", "1e-3")
 ZO2 = ("--method", "zo2", "--trainable", "disk", "--optimizer.learning_rate", "1e-5")
 OVER = ("--overwrite_output_dir", "true")
@@ -53,7 +63,9 @@ NAMES = (
 
 
 def train(tiny_run: TinyRun, folder: Path, *settings: str) -> int:
-    return main.main(["train", *tiny_run.arguments(folder), "--max_steps", "4", "--save_every", "2", *settings])
+    return main.main(
+        ["train", *tiny_run.arguments(folder), "--max_steps", "4", "--save_every", "2", *settings]
+    )
 
 
 def fill(folder: Path, *names: str) -> dict[str, str]:
@@ -86,12 +98,15 @@ def refused_line(capsys: pytest.CaptureFixture[str], code: int, *words: object) 
 def test_a_folder_full_of_other_peoples_names(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, method = tmp_path / "run", ZO2
+    folder = tmp_path / "run"
+    method = ZO2
     before = fill(folder, *NAMES)
     assert train(tiny_run, folder, *method, "--budget", "10kB") == 3
     assert contents(folder) == before, "a refused run"
     assert train(tiny_run, folder, *method) == 0, capsys.readouterr().err
-    assert train(tiny_run, folder, *method, *LATEST, "--max_steps", "6") == 0, capsys.readouterr().err
+    assert train(tiny_run, folder, *method, *LATEST, "--max_steps", "6") == 0, (
+        capsys.readouterr().err
+    )
     after = contents(folder)
     assert {name: after.get(name) for name in before} == before, "two runs that ended"
     refused_line(capsys, train(tiny_run, folder, *method, *OVER), folder / "replaced", "output_dir")
@@ -126,16 +141,28 @@ def test_a_result_is_replaced_by_its_own_run_or_when_that_is_set(
     for checkpoint in run_checkpoint.whole(folder):
         shutil.rmtree(checkpoint)
     for settings in ((), LATEST):
-        refused_line(capsys, train(tiny_run, folder, *LORA, *settings), str(folder / "adapter"), "overwrite_output_dir")
+        refused_line(
+            capsys,
+            train(tiny_run, folder, *LORA, *settings),
+            str(folder / "adapter"),
+            "overwrite_output_dir",
+        )
     assert contents(folder / "adapter") == second
     elsewhere = tmp_path / "other"
     shutil.copytree(folder / "adapter", elsewhere / "adapter")
-    refused_line(capsys, train(tiny_run, elsewhere, *LORA, *LATEST), str(elsewhere / "adapter"), "output_dir")
+    refused_line(
+        capsys, train(tiny_run, elsewhere, *LORA, *LATEST), str(elsewhere / "adapter"), "output_dir"
+    )
     assert train(tiny_run, folder, *LORA, *OVER) == 0
-    assert contents(folder / "adapter")["adapter_model.safetensors"] == first["adapter_model.safetensors"]
+    assert (
+        contents(folder / "adapter")["adapter_model.safetensors"]
+        == first["adapter_model.safetensors"]
+    )
 
 
-def test_a_source_is_never_written_over(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_source_is_never_written_over(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The base model is the result's place, holds it, or lies around it, by any of its names."""
     folder = tmp_path / "q"
     shutil.copytree(tiny_run.model, folder / "model")
@@ -172,20 +199,33 @@ def test_places_that_only_the_kernel_knows_to_be_one(tmp_path: Path) -> None:
     try:
         for place, verb in (("mounted", "is"), ("mounted/out", "lies in")):
             with refused(ValueError, f"{place} {verb} model"):
-                places.refuse_overlap(tmp_path / place, {"the model": [tmp_path / "model"]}, "output")
+                places.refuse_overlap(
+                    tmp_path / place, {"the model": [tmp_path / "model"]}, "output"
+                )
         with refused(ValueError, "model"):
             places.refuse_overlap(tmp_path, {"the model": [tmp_path / "mounted"]}, "output")
-        places.refuse_overlap(tmp_path / "elsewhere", {"the model": [tmp_path / "mounted"]}, "output")
+        places.refuse_overlap(
+            tmp_path / "elsewhere", {"the model": [tmp_path / "mounted"]}, "output"
+        )
     finally:
         assert os.system(f"umount {tmp_path}/mounted") == 0
 
 
-def test_commands_write_over_nothing(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, model = tmp_path / "run", tmp_path / "model"
+def test_commands_write_over_nothing(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    model = tmp_path / "model"
     shutil.copytree(tiny_run.model, model)
-    assert train(tiny_run, run, *ZO2, "--model", str(model), "--trainable", "host", "--save_every", "0") == 0
+    assert (
+        train(
+            tiny_run, run, *ZO2, "--model", str(model), "--trainable", "host", "--save_every", "0"
+        )
+        == 0
+    )
     assert train(tiny_run, tmp_path / "lora", *LORA) == 0
-    adapter, ledger = tmp_path / "lora/adapter", run / "ledger.jsonl"
+    adapter = tmp_path / "lora/adapter"
+    ledger = run / "ledger.jsonl"
     (tmp_path / "out").mkdir()
     fill(tmp_path / "out", "Modelfile", "made.gguf.part")
     fill(adapter, "README.md")
@@ -230,7 +270,8 @@ CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync", "remove")
 
 
 def killed_at(point: int, work: Callable[[], None]) -> bool:
-    """Whether a child that is killed at its ``point``-th call that changes a folder did not come to its end."""
+    """Whether a child that is killed at its ``point``-th call that changes a folder did not come to
+    its end."""
     if (child := os.fork()) == 0:
         count = [0]
 
@@ -278,7 +319,9 @@ def test_neither_the_old_nor_the_new_folder_is_lost_to_a_kill(tmp_path: Path) ->
 
 def test_a_folder_of_ours_is_known_until_it_is_gone(tmp_path: Path) -> None:
     """Oracle: SIGKILL before every call of its removal in turn."""
-    folder, killed, point = tmp_path / "replaced", True, 0
+    folder = tmp_path / "replaced"
+    killed = True
+    point = 0
     while killed and point < 50:
         point += 1
         shutil.rmtree(folder, ignore_errors=True)
@@ -290,11 +333,21 @@ def test_a_folder_of_ours_is_known_until_it_is_gone(tmp_path: Path) -> None:
     assert point > 5
 
 
-def test_links_are_not_followed(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_links_are_not_followed(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "secret").write_text("oauth_token: SECRET\n")
-    for name, link in (("a", ".lock"), ("b", "adapter"), ("c", "config.yaml"), ("d", "scratch"), ("e", "../loop")):
+    for name, link in (
+        ("a", ".lock"),
+        ("b", "adapter"),
+        ("c", "config.yaml"),
+        ("d", "scratch"),
+        ("e", "../loop"),
+    ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / link).symlink_to("../nowhere" if link in ("scratch", "../loop") else "../secret")
+        (tmp_path / name / link).symlink_to(
+            "../nowhere" if link in ("scratch", "../loop") else "../secret"
+        )
     for name, output in (("a", "a"), ("b", "b"), ("c", "c"), ("d", "d"), ("e", "loop")):
         code = train(tiny_run, tmp_path / output, *LORA)
         refused_line(capsys, code, str(tmp_path / output), "link ../")
@@ -313,7 +366,8 @@ def test_links_are_not_followed(tiny_run: TinyRun, tmp_path: Path, capsys: pytes
 def test_scratch_and_checkpoints_may_lie_on_another_disk(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, disk = tmp_path / "run", tmp_path / "disk"
+    folder = tmp_path / "run"
+    disk = tmp_path / "disk"
     before = fill(disk, "weights-x/a", "joined-x/a", ".x.partial", "weights-0123456789ab/a")
     folder.mkdir()
     (folder / "scratch").symlink_to(disk)
@@ -325,7 +379,10 @@ def test_scratch_and_checkpoints_may_lie_on_another_disk(
         checkpoint.symlink_to(tmp_path / checkpoint.name)
     kept = contents(tmp_path / "checkpoint-000002")
     assert train(tiny_run, folder, *ZO2, *LATEST, "--max_steps", "8") == 0, capsys.readouterr().err
-    assert [path.name for path in run_checkpoint.whole(folder)] == ["checkpoint-000006", "checkpoint-000008"]
+    assert [path.name for path in run_checkpoint.whole(folder)] == [
+        "checkpoint-000006",
+        "checkpoint-000008",
+    ]
     assert contents(tmp_path / "checkpoint-000002") == kept, "a link goes, and where it leads stays"
     assert train(tiny_run, folder, *PLAIN, *OVER) == 0, capsys.readouterr().err
     assert (folder / "scratch").is_symlink()
@@ -333,16 +390,24 @@ def test_scratch_and_checkpoints_may_lie_on_another_disk(
 
 
 def test_a_page_and_an_upload_read_no_link_that_leads_out(
-    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, sent = tmp_path / "made", []
+    made = tmp_path / "made"
+    sent = []
     monkeypatch.setattr(card.hub, "create", lambda repo: None)
-    monkeypatch.setattr(card.hub, "upload", lambda repo, files: sent.append(sorted(files)) or "page")
+    monkeypatch.setattr(
+        card.hub, "upload", lambda repo, files: sent.append(sorted(files)) or "page"
+    )
     assert train(tiny_run, made, *LORA) == 0
     (tmp_path / "secret").write_text("oauth_token: SECRET\n")
     (tmp_path / "project").mkdir()
     (tmp_path / "project/README.md").write_text("mine")
-    for number, name in enumerate(("config.yaml", "metrics.jsonl", "forecast.json", "trace.json", "evaluations.jsonl")):
+    for number, name in enumerate(
+        ("config.yaml", "metrics.jsonl", "forecast.json", "trace.json", "evaluations.jsonl")
+    ):
         run = tmp_path / f"run {number}"
         shutil.copytree(made, run)
         (run / name).unlink()
@@ -368,7 +433,8 @@ def test_a_page_and_an_upload_read_no_link_that_leads_out(
 def test_held_out_records_that_changed_are_named(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held_out, run = tmp_path / "ev.jsonl", tmp_path / "run"
+    held_out = tmp_path / "ev.jsonl"
+    run = tmp_path / "run"
     records = [{"text": f"{word}.", "label": "good"} for word in ("fresh", "kind", "clean")]
     held_out.write_text("".join(json.dumps(record) + "\n" for record in records))
     arguments = (*LORA, "--data.eval", str(held_out))
@@ -388,7 +454,8 @@ def test_held_out_records_that_changed_are_named(
     assert not [line for line in said.splitlines() if line.startswith("held-out") and " → " in line]
     assert main.main(["report", str(run)]) == 0
     lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
-    first, last = lines[0]["loss"], lines[-1]["loss"]
+    first = lines[0]["loss"]
+    last = lines[-1]["loss"]
     page = (run / "report.html").read_text()
     assert f"{first:.4f} → {last:.4f}" not in page
     assert f"{last:.4f} → {last:.4f}" in page

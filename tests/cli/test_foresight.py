@@ -1,4 +1,5 @@
-"""Oracle: the program that the run executes, the kernel's refusal of memory, and the exit codes that the help promises."""
+"""Oracle: the program that the run executes, the kernel's refusal of memory, and the exit codes
+that the help promises."""
 
 from __future__ import annotations
 
@@ -52,8 +53,20 @@ def test_the_tokenizer_has_gone_before_the_models_own_code_comes(
 
     monkeypatch.setattr(ready, "tokenizer_of", load)
     require = open_model.build_skeleton
-    monkeypatch.setattr(open_model, "build_skeleton", lambda *given: gone.append(read[0]() is None) or require(*given))
-    arguments = [*tiny_run.arguments(tmp_path / "run"), "--method", "mebp", "--max_steps", "1", "--lora.rank", "4"]
+    monkeypatch.setattr(
+        open_model,
+        "build_skeleton",
+        lambda *given: gone.append(read[0]() is None) or require(*given),
+    )
+    arguments = [
+        *tiny_run.arguments(tmp_path / "run"),
+        "--method",
+        "mebp",
+        "--max_steps",
+        "1",
+        "--lora.rank",
+        "4",
+    ]
     for more in ([], ["--dry-run"]):
         assert main.main(["train", *arguments, *more]) == 0
         assert gone
@@ -63,17 +76,33 @@ def test_the_tokenizer_has_gone_before_the_models_own_code_comes(
 
 
 def test_a_real_step_and_its_forecast_have_the_same_lanes_and_names(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What takes no time in one of the two has no event there; the ops that compute take time in both."""
+    """What takes no time in one of the two has no event there; the ops that compute take time in
+    both."""
     monkeypatch.chdir(tmp_path)
     hardware.save(hardware.load("laptop"), tmp_path / "hardware.yaml")
-    more = ["--method", "mebp", "--max_steps", "3", "--lora.rank", "4", "--trace", str(tmp_path / "trace.json")]
+    more = [
+        "--method",
+        "mebp",
+        "--max_steps",
+        "3",
+        "--lora.rank",
+        "4",
+        "--trace",
+        str(tmp_path / "trace.json"),
+    ]
     assert main.main(["train", *tiny_run.arguments(tmp_path / "run"), *more]) == 0
     both = events(tmp_path / "trace.json")
     assert both.keys() == {"foreseen", "measured"}
     kinds = ("PROLOGUE", "FORWARD", "LOSS", "BACKWARD", "UPDATE")
-    named = {pid: [(e["tid"], e["name"]) for e in found if e["cat"] in kinds] for pid, found in both.items()}
+    named = {
+        pid: [(e["tid"], e["name"]) for e in found if e["cat"] in kinds]
+        for pid, found in both.items()
+    }
     assert named["foreseen"] == named["measured"]
     assert len(named["measured"]) >= 3 * 2
     assert (tmp_path / "run" / "trace.json").read_bytes() == (tmp_path / "trace.json").read_bytes()
@@ -86,13 +115,19 @@ def test_a_real_step_and_its_forecast_have_the_same_lanes_and_names(
 
 
 def test_a_run_is_foreseen_at_the_lengths_of_its_data(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Oracle: the program's own shapes, by hand from the records' bytes: one of 400 tokens among 31 of 20. Side by
-    side the first step has 512 tokens, 128 to a row; the seven others gain nothing, and are padded to 24."""
+    """Oracle: the program's own shapes, by hand from the records' bytes: one of 400 tokens among 31
+    of 20. Side by side the first step has 512 tokens, 128 to a row; the seven others gain nothing,
+    and are padded to 24."""
     monkeypatch.chdir(tmp_path)
     hardware.save(hardware.load("laptop"), tmp_path / "hardware.yaml")
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in [400, *[20] * 31]))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"text": "a" * n}) + "\n" for n in [400, *[20] * 31])
+    )
     settings = [
         "--model",
         str(tiny_run.model),
@@ -110,7 +145,9 @@ def test_a_run_is_foreseen_at_the_lengths_of_its_data(
     def of(cls: type[StepForecast], *given: Any, **named: Any) -> StepForecast:
         found: StepForecast = compiled(cls, *given, **named)
         assert found.usual is not None
-        shapes.append((found.forecast.program.shape, found.usual.program.shape, found.usual.seconds))
+        shapes.append(
+            (found.forecast.program.shape, found.usual.program.shape, found.usual.seconds)
+        )
         return found
 
     monkeypatch.setattr(StepForecast, "of", classmethod(of))
@@ -124,28 +161,63 @@ def test_a_run_is_foreseen_at_the_lengths_of_its_data(
 
 @pytest.mark.parametrize(
     ("settings", "tokens"),
-    [({}, 336), ({"data.packing": True, "data.max_length": 512}, 408), ({"data.eval": "data.jsonl"}, 336)],
+    [
+        ({}, 336),
+        ({"data.packing": True, "data.max_length": 512}, 408),
+        ({"data.eval": "data.jsonl"}, 336),
+    ],
 )
 def test_where_padding_is_walked_it_is_foreseen(
-    settings: dict[str, Any], tokens: int, tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    tokens: int,
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By hand, tokens to a row: the examples lie side by side; rows of documents are padded."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in [400, *[300] * 31]))
-    run = {"model": str(tiny_run.model), "data.train": "data.jsonl", "batch_size": 4, "output_dir": "run"}
-    found = ready.prepare(config.from_mapping({**run, "method": "mebp", "lora.rank": 4, "max_steps": 8, **settings}))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"text": "a" * n}) + "\n" for n in [400, *[300] * 31])
+    )
+    run = {
+        "model": str(tiny_run.model),
+        "data.train": "data.jsonl",
+        "batch_size": 4,
+        "output_dir": "run",
+    }
+    found = ready.prepare(
+        config.from_mapping({**run, "method": "mebp", "lora.rank": 4, "max_steps": 8, **settings})
+    )
     assert found.foreseen.program.shape == Shape(4, tokens)
 
 
 @pytest.mark.parametrize(("batches", "micro_batches"), [(1, 1), (4, 4), (100, 16)])
 def test_an_evaluation_is_foreseen_as_it_visits_blocks(
-    batches: int, micro_batches: int, tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batches: int,
+    micro_batches: int,
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By hand: padded batches of two, the longest of 400 tokens and its end; a visit has no more than there are records."""
+    """By hand: padded batches of two, the longest of 400 tokens and its end; a visit has no more
+    than there are records."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in [400, *[300] * 31]))
-    run = {"model": str(tiny_run.model), "data.train": "data.jsonl", "batch_size": 4, "output_dir": "run"}
-    run |= {"data.eval": "data.jsonl", "eval_batch_size": 2, "eval_batches": batches, "method": "mebp", "lora.rank": 4}
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"text": "a" * n}) + "\n" for n in [400, *[300] * 31])
+    )
+    run = {
+        "model": str(tiny_run.model),
+        "data.train": "data.jsonl",
+        "batch_size": 4,
+        "output_dir": "run",
+    }
+    run |= {
+        "data.eval": "data.jsonl",
+        "eval_batch_size": 2,
+        "eval_batches": batches,
+        "method": "mebp",
+        "lora.rank": 4,
+    }
     found = ready.prepare(config.from_mapping({**run, "max_steps": 8})).foreseen
     assert found.visit is not None
     assert (found.visit.shape, found.visit.step_kind) == (Shape(2, 408), StepKind.EVALUATE)
@@ -157,10 +229,13 @@ def test_an_evaluation_is_foreseen_as_it_visits_blocks(
 def test_blocks_that_do_not_stay_do_not_stay_in_a_usual_step(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the fetches of the longest step, by whose memory the number of blocks that stay is chosen."""
+    """Oracle: the fetches of the longest step, by whose memory the number of blocks that stay is
+    chosen."""
     monkeypatch.chdir(tmp_path)
     hardware.save(hardware.load("laptop"), tmp_path / "hardware.yaml")
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in [400, *[20] * 31]))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"text": "a" * n}) + "\n" for n in [400, *[20] * 31])
+    )
     run = {
         "model": str(tiny_run.model),
         "data.train": "data.jsonl",
@@ -173,18 +248,28 @@ def test_blocks_that_do_not_stay_do_not_stay_in_a_usual_step(
     found = ready.prepare(config.from_mapping({**settings, "budget": most}))
     assert found.usual is not None
     fetches = [
-        sum(op.kind is OpKind.FETCH for op in each.ops) for each in (found.foreseen.program, found.usual.program)
+        sum(op.kind is OpKind.FETCH for op in each.ops)
+        for each in (found.foreseen.program, found.usual.program)
     ]
     assert fetches == [3, 3]
 
 
 def test_the_process_is_foreseen_and_what_is_counted_is_said(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Oracle: the kernel's counters. The first line names the device. Without doctor's measurements the second foresees the
-    peak of the whole process, which is more than it holds when the model is open, and less than twice the measured one."""
+    """Oracle: the kernel's counters. The first line names the device. Without doctor's measurements
+    the second foresees the peak of the whole process, which is more than it holds when the model is
+    open, and less than twice the measured one."""
     monkeypatch.chdir(tmp_path)
-    assert main.main(["train", *tiny_run.arguments(tmp_path / "run"), "--method", "mebp", "--max_steps", "3"]) == 0
+    assert (
+        main.main(
+            ["train", *tiny_run.arguments(tmp_path / "run"), "--method", "mebp", "--max_steps", "3"]
+        )
+        == 0
+    )
     device, *said = capsys.readouterr().out.splitlines()
     assert device.startswith("device: cpu")
     assert said[0].startswith("memory: ")
@@ -201,7 +286,8 @@ def test_the_process_is_foreseen_and_what_is_counted_is_said(
 def test_what_a_process_holds_beside_the_model_is_foreseen() -> None:
     """Oracle: the size of an allocation, as a tokenizer or a data set would be."""
     with Walker(tiny_model("llama"), method("plain"), device="cpu") as walker:
-        before, programs = process_bytes(), (walker.program(StepKind.TRAIN, Shape(2, 10), foresee=True),)
+        before = process_bytes()
+        programs = (walker.program(StepKind.TRAIN, Shape(2, 10), foresee=True),)
         forecast = Forecast(walker.plan, walker.spec, programs)
         alone = StepForecast.of(forecast, before=before)
         held = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -214,20 +300,37 @@ def test_what_a_process_holds_beside_the_model_is_foreseen() -> None:
 
 
 def test_a_plan_over_its_budget_names_the_next_one_that_fits(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The plan that is named fits the same budget when it is tried."""
     monkeypatch.chdir(tmp_path)
-    settings = [*tiny_run.arguments(tmp_path / "run"), "--max_steps", "1", "--budget", "3MB", "--lora", "false"]
+    settings = [
+        *tiny_run.arguments(tmp_path / "run"),
+        "--max_steps",
+        "1",
+        "--budget",
+        "3MB",
+        "--lora",
+        "false",
+    ]
     assert main.main(["train", *settings, "--method", "plain"]) == 3
     said = capsys.readouterr().err
     says(said, "method:")
-    named = dict(part.split(": ") for part in said.partition("fits: ")[2].partition(" (")[0].split(", "))
-    flags = [part for key, value in named.items() for part in (f"--{key}", value.replace("True", "true"))]
+    named = dict(
+        part.split(": ") for part in said.partition("fits: ")[2].partition(" (")[0].split(", ")
+    )
+    flags = [
+        part for key, value in named.items() for part in (f"--{key}", value.replace("True", "true"))
+    ]
     assert main.main(["train", *settings, *flags]) == 0
 
 
-def test_a_run_that_is_refused_memory_says_what_was_foreseen_and_measured(tiny_run: TinyRun, tmp_path: Path) -> None:
+def test_a_run_that_is_refused_memory_says_what_was_foreseen_and_measured(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
     """The kernel refuses: the data segment may not grow once the model is open."""
     code = (
         "import resource, sys\n"
@@ -236,13 +339,16 @@ def test_a_run_that_is_refused_memory_says_what_was_foreseen_and_measured(tiny_r
         "from blockwalk.system.process_memory import process_bytes\n"
         "step = walker.Walker.step\n"
         "def bounded(self, batch, **more):\n"
-        "    used = int(open('/proc/self/status').read().partition('VmData:')[2].split()[0]) * 1024\n"
+        "    used = int(open('/proc/self/status').read().partition('VmData:')[2].split()[0]) *"
+        " 1024\n"
         "    resource.setrlimit(resource.RLIMIT_DATA, (used + (128 << 20),) * 2)\n"
         "    return step(self, batch, **more)\n"
         "walker.Walker.step = bounded\n"
         "sys.exit(main.main(sys.argv[1:]))\n"
     )
-    (tmp_path / "long.jsonl").write_text("".join(json.dumps({"text": "fresh bread " * 150}) + "\n" for _ in range(8)))
+    (tmp_path / "long.jsonl").write_text(
+        "".join(json.dumps({"text": "fresh bread " * 150}) + "\n" for _ in range(8))
+    )
     settings = {
         "model": tiny_run.model, "output_dir": tmp_path / "run", "data.train": tmp_path / "long.jsonl", "method": "plain",
         "lora": "false", "batch_size": 8, "data.max_length": 2048, "max_steps": 2,

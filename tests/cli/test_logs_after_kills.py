@@ -1,5 +1,6 @@
-"""Oracle: the files of a run that nobody killed. Killed ones, at chosen places, and resumed, must leave every line of their
-logs once, all fields that no clock decides alike; signals are answered with what the operating system's exit codes say."""
+"""Oracle: the files of a run that nobody killed. Killed ones, at chosen places, and resumed, must
+leave every line of their logs once, all fields that no clock decides alike; signals are answered
+with what the operating system's exit codes say."""
 
 from __future__ import annotations
 
@@ -32,12 +33,30 @@ from tests.support.messages import says
 
 MEASURED = ("seconds", "tokens_per_second", "peak_bytes", "bytes_moved", "digest")
 ZO2 = ["--method", "zo2", "--trainable", "disk", "--optimizer.learning_rate", "1e-5"]
-MEBP = ["--method", "mebp", "--frozen", "disk", "--lora.dropout", "0.1", "--optimizer.learning_rate", "1e-2"]
+MEBP = [
+    "--method",
+    "mebp",
+    "--frozen",
+    "disk",
+    "--lora.dropout",
+    "0.1",
+    "--optimizer.learning_rate",
+    "1e-2",
+]
 INT8 = ["--method", "mebp", "--frozen", "disk × int8"]
 
 
 def train(tiny_run: TinyRun, folder: Path, *settings: str) -> int:
-    common = ["--max_steps", "6", "--eval_every", "2", "--save_every", "3", "--resume_from_checkpoint", "latest"]
+    common = [
+        "--max_steps",
+        "6",
+        "--eval_every",
+        "2",
+        "--save_every",
+        "3",
+        "--resume_from_checkpoint",
+        "latest",
+    ]
     return main.main(["train", *tiny_run.arguments(folder), *common, *settings])
 
 
@@ -54,7 +73,9 @@ def child(work: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def before(place: Any, name: str, harm: Callable[[], object], when: Callable[..., bool] = lambda *_: True) -> None:
+def before(
+    place: Any, name: str, harm: Callable[[], object], when: Callable[..., bool] = lambda *_: True
+) -> None:
     """Do harm before a function is called with arguments that ``when`` holds for."""
     call = getattr(place, name)
 
@@ -79,13 +100,18 @@ def files(folder: Path) -> dict[str, Any]:
     }
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
-        found[name] = [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+        found[name] = [
+            {key: value for key, value in line.items() if key not in MEASURED} for line in lines
+        ]
     return found
 
 
 @pytest.mark.parametrize("settings", [ZO2, MEBP], ids=["zo2", "mebp"])
-def test_logs_are_those_of_an_undisturbed_run(settings: list[str], tiny_run: TinyRun, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+def test_logs_are_those_of_an_undisturbed_run(
+    settings: list[str], tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     assert train(tiny_run, whole, *settings) == 0
 
     def evaluates(step: int) -> Callable[..., bool]:
@@ -98,7 +124,11 @@ def test_logs_are_those_of_an_undisturbed_run(settings: list[str], tiny_run: Tin
         (MetricsLog, "write", on_line(0, "evaluations.jsonl")),
         (MetricsLog, "write", on_line(1, "metrics.jsonl")),  # zeroth order: the ledger has the step
         (evaluation.HeldOut, "evaluate", evaluates(2)),
-        (timeline, "write", lambda _, events: "measured" in str(events)),  # the ledger has the traced step
+        (
+            timeline,
+            "write",
+            lambda _, events: "measured" in str(events),
+        ),  # the ledger has the traced step
         (checkpoint, "prune", lambda *_: True),  # a checkpoint was just written
         (MetricsLog, "write", on_line(4, "evaluations.jsonl")),
         (checkpoint, "prune", lambda path, *_: (path / "checkpoint-000006").exists()),
@@ -122,7 +152,8 @@ def test_logs_are_those_of_an_undisturbed_run(settings: list[str], tiny_run: Tin
     assert main.main(["report", str(killed)]) == 0
     (killed / "report.html").unlink()
     (killed / "loss.svg").unlink()
-    found, expected = files(killed), files(whole)
+    found = files(killed)
+    expected = files(whole)
     assert found["metrics.jsonl"] == expected["metrics.jsonl"]
     assert found["evaluations.jsonl"] == expected["evaluations.jsonl"]
     assert [line["step"] for line in found["evaluations.jsonl"]] == [0, 2, 4, 6]
@@ -137,7 +168,8 @@ def stop() -> None:
 def test_a_signal_ends_an_evaluation_which_the_resumed_run_makes(
     settings: list[str], tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole = tmp_path / "whole"
+    stopped = tmp_path / "stopped"
     assert train(tiny_run, whole, *settings) == 0
     for step in (0, 2, 6):
         batches: list[int] = []
@@ -145,7 +177,12 @@ def test_a_signal_ends_an_evaluation_which_the_resumed_run_makes(
         def work(step: int = step, batches: list[int] = batches) -> int:
             call = "label_losses"
             before(training_walker.Walker, call, stop, lambda walker, _: walker.steps_done == step)
-            before(training_walker.Walker, call, lambda: batches.append(1), lambda walker, _: walker.steps_done == step)
+            before(
+                training_walker.Walker,
+                call,
+                lambda: batches.append(1),
+                lambda walker, _: walker.steps_done == step,
+            )
             code = train(tiny_run, stopped, *settings)
             assert len(batches) == 1, "no other batch was begun"
             return code
@@ -156,18 +193,21 @@ def test_a_signal_ends_an_evaluation_which_the_resumed_run_makes(
         assert left is not None
         assert run_checkpoint.step_of(left) == step, "what was done is saved"
     assert train(tiny_run, stopped, *settings) == 0
-    found, expected = files(stopped), files(whole)
+    found = files(stopped)
+    expected = files(whole)
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         assert found[name] == expected[name]
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [(encode, "_flatten"), (store_writer, "encode"), (disk_folder.CheckpointFolder, "__init__")]
+    ("place", "name"),
+    [(encode, "_flatten"), (store_writer, "encode"), (disk_folder.CheckpointFolder, "__init__")],
 )
 def test_a_signal_before_the_run_began_leaves_nothing(
     place: Any, name: str, tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """While records are tokenised, weights packed, the model opened: answered where the process stands."""
+    """While records are tokenised, weights packed, the model opened: answered where the process
+    stands."""
     folder = tmp_path / "run"
 
     def work() -> int:
@@ -182,12 +222,14 @@ def test_a_signal_before_the_run_began_leaves_nothing(
 def test_a_signal_within_a_call_of_the_tokenizer(
     tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the exit code of a process whose tokenizer never comes back from its library, which waits for a mutex that is
-    locked: no signal ends such a call, and none was answered before it ended."""
+    """Oracle: the exit code of a process whose tokenizer never comes back from its library, which
+    waits for a mutex that is locked: no signal ends such a call, and none was answered before it
+    ended."""
     folder = tmp_path / "run"
 
     def waits(*_: Any, **__: Any) -> None:
-        library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # a normal mutex, all zeros
+        library = ctypes.CDLL(None)  # a normal mutex, all zeros
+        mutex = ctypes.create_string_buffer(64)
         library.pthread_mutex_lock(mutex)
         Timer(0.5, stop).start()
         library.pthread_mutex_lock(mutex)

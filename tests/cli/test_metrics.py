@@ -33,7 +33,9 @@ def test_file_backed_pages_are_not_counted(tmp_path: Path) -> None:
         assert sum(mapped[:: mmap.PAGESIZE]) == 64 * MIB // mmap.PAGESIZE  # touch every page
         assert process_bytes() - before < 8 * MIB
         resident = psutil.Process().memory_info().rss
-        assert peak_resident_bytes() >= resident > process_bytes() + 60 * MIB, "what top shows has them"
+        assert peak_resident_bytes() >= resident > process_bytes() + 60 * MIB, (
+            "what top shows has them"
+        )
 
 
 def test_the_sampler_sees_a_peak_that_is_gone(tmp_path: Path) -> None:
@@ -42,7 +44,9 @@ def test_the_sampler_sees_a_peak_that_is_gone(tmp_path: Path) -> None:
         held = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for start in range(0, 64 * MIB, MIB):
             held[start : start + MIB] = b"\1" * MIB
-        for _ in range(100_000):  # let the thread run while the map is held: no deadline, it needs a single turn
+        for _ in range(
+            100_000
+        ):  # let the thread run while the map is held: no deadline, it needs a single turn
             if memory.highest - base >= 60 * MIB:
                 break
             process_bytes()
@@ -67,11 +71,15 @@ def lines(path: Path) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize(("keep_until", "kept"), [(-1, []), (2, [1, 2]), (9, [1, 2, 3])])
 @pytest.mark.parametrize("torn", ['{"step": 4, "lo', "\0\0\n", '\0\0\n{"step": 5}\n'])
-def test_a_resumed_log_ends_at_the_checkpoint(tmp_path: Path, torn: str, keep_until: int, kept: list[int]) -> None:
+def test_a_resumed_log_ends_at_the_checkpoint(
+    tmp_path: Path, torn: str, keep_until: int, kept: list[int]
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n' + torn)
     log = MetricsLog(path, source=path, keep_until=keep_until)
     assert [line["step"] for line in lines(path)] == kept
     log.write({"step": 7})
-    assert lines(path)[-1].items() >= {"step": 7}.items(), "a line can be read as soon as it is written"
+    assert lines(path)[-1].items() >= {"step": 7}.items(), (
+        "a line can be read as soon as it is written"
+    )
     log.close()

@@ -1,5 +1,5 @@
-"""Oracle: the exit codes that the help promises, and for each of many mistakes the words that name it and what to change: one
-line, no traceback, and no folder left behind."""
+"""Oracle: the exit codes that the help promises, and for each of many mistakes the words that name
+it and what to change: one line, no traceback, and no folder left behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from tests.conftest import TinyRun
 SETTINGS: list[tuple[str, str]] = [
     ("--batch_size 0", "batch_size is 0; it must be at least 1"),
     ("--batch_size many", "batch_size is 'many'; it takes a whole number"),
-    ("--batch_size 6 --gradient_accumulation_steps 4", "gradient_accumulation_steps=4 does not divide"),
+    (
+        "--batch_size 6 --gradient_accumulation_steps 4",
+        "gradient_accumulation_steps=4 does not divide",
+    ),
     ("--epochs 0", "epochs is 0.0; it must be above 0, such as 3 or 0.5"),
     ("--max_steps -1", "Write: --max_steps 0"),
     ("--log_every 0", "log_every is 0"),
@@ -47,7 +50,10 @@ SETTINGS: list[tuple[str, str]] = [
     ("--frozen floppy", "frozen"),
     ("--frozen disk×int3", "frozen"),
     ("--frozen.codec int3", "frozen.codec is 'int3'; it takes one of"),
-    ("--optimizer_state disk×int8", "optimizer_state is disk × int8 × nobody, and is kept in 32 bits"),
+    (
+        "--optimizer_state disk×int8",
+        "optimizer_state is disk × int8 × nobody, and is kept in 32 bits",
+    ),
     ("--activation disk×bf16", "set activation: disk × raw"),
     ("--prefetch -1", "prefetch"),
     ("--budget lots", "budget is 'lots'; it takes a size, such as 18GB"),
@@ -64,7 +70,10 @@ SETTINGS: list[tuple[str, str]] = [
     ("--cache.tier tape --method fcdp", "cache.tier"),
     ("--seed 1.5", "seed is '1.5'; it takes a whole number"),
     ("--bf16", "Write: --compute_dtype bfloat16"),
-    ("--data.columns.prompt q", "data.columns is one value, such as [prompt=question, completion=answer]"),
+    (
+        "--data.columns.prompt q",
+        "data.columns is one value, such as [prompt=question, completion=answer]",
+    ),
     ("--data.columns {prompt:question}", "write [prompt=question, completion=answer]"),
     ("--data.max_length {a:b}", "data.max_length is '{a:b}'; it takes a whole number"),
     ("--bogus", "unknown argument '--bogus'"),
@@ -81,8 +90,16 @@ RECORDS: list[tuple[str, str, str]] = [
     ("", '{"prompt": "a"}\n', "completion"),
     ("", '{"messages": []}\n', "needs a chat template"),
     ("", '{"words": "a"}\n', "line 1: expected the fields of a format: 'messages'"),
-    ("--data.template=It:{text}{label} --data.label_words a,b", '{"text": "x", "label": "c"}\n', "it must be one of"),
-    ("--data.template={label}It --data.label_words a,b", '{"text": "x", "label": "a"}\n', "before {label}"),
+    (
+        "--data.template=It:{text}{label} --data.label_words a,b",
+        '{"text": "x", "label": "c"}\n',
+        "it must be one of",
+    ),
+    (
+        "--data.template={label}It --data.label_words a,b",
+        '{"text": "x", "label": "a"}\n',
+        "before {label}",
+    ),
     ("--data.format poem", '{"text": "x"}\n', "poem"),
 ]
 """Flags, a data file (empty: none), and words of the answer."""
@@ -124,12 +141,32 @@ def test_a_wrong_setting(
 def test_a_warm_up_without_room_is_refused_by_a_dry_run(
     place: Path, tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["train", "--model", str(tiny_run.model), "--data.train", str(tiny_run.train), "--data.format", "text"]
-    flags = ["--max_steps", "3", "--optimizer.schedule", "cosine", "--optimizer.warmup_steps", "10", "--dry-run"]
-    refused([*given, *flags], "optimizer.warmup_steps is 10, more than the 3 steps of the run", capsys)
+    given = [
+        "train",
+        "--model",
+        str(tiny_run.model),
+        "--data.train",
+        str(tiny_run.train),
+        "--data.format",
+        "text",
+    ]
+    flags = [
+        "--max_steps",
+        "3",
+        "--optimizer.schedule",
+        "cosine",
+        "--optimizer.warmup_steps",
+        "10",
+        "--dry-run",
+    ]
+    refused(
+        [*given, *flags], "optimizer.warmup_steps is 10, more than the 3 steps of the run", capsys
+    )
 
 
-@pytest.mark.parametrize("shorter", [["--max_steps", "3"], ["--epochs", "0.1", "--batch_size", "4"]])
+@pytest.mark.parametrize(
+    "shorter", [["--max_steps", "3"], ["--epochs", "0.1", "--batch_size", "4"]]
+)
 def test_a_run_that_the_command_line_shortens_warms_up_as_long_as_it_lasts(
     shorter: list[str],
     place: Path,
@@ -137,18 +174,26 @@ def test_a_run_that_the_command_line_shortens_warms_up_as_long_as_it_lasts(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Oracle: the learning rates of the run's log, step by step: i / n of the highest after i of n steps."""
+    """Oracle: the learning rates of the run's log, step by step: i / n of the highest after i of n
+    steps."""
     file = Path("run.yaml")
     file.write_text(
-        f"{{model: {tiny_run.model}, data: {{train: {tiny_run.train}, format: text}}, method: plain, batch_size: 4,"
-        " output_dir: out, max_steps: 0, epochs: 2, optimizer: {learning_rate: 1, schedule: cosine, warmup_steps: 10}}"
+        f"{{model: {tiny_run.model}, data: {{train: {tiny_run.train}, format: text}}, method:"
+        " plain, batch_size: 4,"
+        " output_dir: out, max_steps: 0, epochs: 2, optimizer: {learning_rate: 1, schedule:"
+        " cosine, warmup_steps: 10}}"
     )
     assert main.main(["train", str(file), *shorter]) == 0, capsys.readouterr().err
-    rates = [json.loads(line)["learning_rate"] for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    rates = [
+        json.loads(line)["learning_rate"]
+        for line in Path("out/metrics.jsonl").read_text().splitlines()
+    ]
     assert rates == pytest.approx([step / len(rates) for step in range(len(rates))])
     assert len(rates) < 4
     (said,) = [each.getMessage() for each in caplog.records if "warmup_steps" in each.getMessage()]
-    assert said.startswith(f"optimizer.warmup_steps is 10 in run.yaml, and this run has {len(rates)} steps")
+    assert said.startswith(
+        f"optimizer.warmup_steps is 10 in run.yaml, and this run has {len(rates)} steps"
+    )
     file.write_text(file.read_text().replace("max_steps: 0", "max_steps: 3"))
     assert main.main(["train", str(file), "--output_dir", "other"]) == 2, "both stand in the file"
     assert "warmup_steps is 10, more than the 3 steps" in capsys.readouterr().err
@@ -163,22 +208,46 @@ def test_a_library_that_misses_kernels_of_its_own_is_not_heard(place: Path) -> N
 @pytest.mark.parametrize(("debugs", "heard"), [("", False), ("1", True)])
 def test_a_walk_in_python_hears_no_missing_kernels(debugs: str, heard: bool) -> None:
     """Oracle: the level of the library's log in a process of its own that imports the walker."""
-    code = "import blockwalk.walk.walker, logging; print(logging.getLogger('bitsandbytes.backends.cpu.ops').isEnabledFor(30))"
+    code = (
+        "import blockwalk.walk.walker, logging;"
+        " print(logging.getLogger('bitsandbytes.backends.cpu.ops').isEnabledFor(30))"
+    )
     environment = {**os.environ, "BLOCKWALK_DEBUG": debugs}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
     assert done.stdout.split() == [str(heard)]
 
 
-def test_a_prompt_of_bytes_that_are_no_text(place: Path, tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(["generate", "--model", str(tiny_run.model), "--prompt", "x\udcff"], "--prompt holds bytes", capsys)
+def test_a_prompt_of_bytes_that_are_no_text(
+    place: Path, tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(
+        ["generate", "--model", str(tiny_run.model), "--prompt", "x\udcff"],
+        "--prompt holds bytes",
+        capsys,
+    )
 
 
 @pytest.mark.parametrize(("flags", "text", "words"), RECORDS)
 def test_wrong_data(
-    flags: str, text: str, words: str, place: Path, tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]
+    flags: str,
+    text: str,
+    words: str,
+    place: Path,
+    tiny_run: TinyRun,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (place / "data.jsonl").write_text(text)
-    given = ["train", "--model", str(tiny_run.model), "--data.train", "data.jsonl", "--output_dir", "out"]
+    given = [
+        "train",
+        "--model",
+        str(tiny_run.model),
+        "--data.train",
+        "data.jsonl",
+        "--output_dir",
+        "out",
+    ]
     refused([*given, *flags.split()], words, capsys)
 
 
@@ -202,7 +271,9 @@ def test_wrong_data(
         (["replay", "absent", "ledger.jsonl", "out"], "ledger.jsonl"),
     ],
 )
-def test_a_wrong_file(arguments: list[str], words: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_file(
+    arguments: list[str], words: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (place / "list.yaml").write_text("- model: a\n")
     (place / "twice.yaml").write_text("model: a\nmodel: b\n")
     (place / "empty.yaml").write_text("")

@@ -1,5 +1,5 @@
-"""Oracle: the run that never moved: a run resumed under other names has its losses, and one with other content is refused with
-the part that the test changed."""
+"""Oracle: the run that never moved: a run resumed under other names has its losses, and one with
+other content is refused with the part that the test changed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ from tests.support.messages import refused, says
 
 
 def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 class Moved:
-    """A run of one step in a folder of its own, from a model and data of its own, to be resumed after a change."""
+    """A run of one step in a folder of its own, from a model and data of its own, to be resumed
+    after a change."""
 
     def __init__(self, tiny_run: TinyRun, folder: Path, *settings: str) -> None:
-        self.folder, self.model, self.data = folder, folder / "model", folder / "data.jsonl"
+        self.folder = folder
+        self.model = folder / "model"
+        self.data = folder / "data.jsonl"
         folder.mkdir()
         shutil.copytree(tiny_run.model, self.model)
         shutil.copyfile(tiny_run.train, self.data)
@@ -35,7 +40,14 @@ class Moved:
 
     def train(self, steps: int, *changed: str) -> int:
         """The exit code of the run, resumed where it can be."""
-        names = ["--model", str(self.model), "--data.train", str(self.data), "--resume_from_checkpoint", "latest"]
+        names = [
+            "--model",
+            str(self.model),
+            "--data.train",
+            str(self.data),
+            "--resume_from_checkpoint",
+            "latest",
+        ]
         steps_of = ["--max_steps", str(steps), "--optimizer.total_steps", "2"]
         return main.main(["train", *self.settings, *names, *steps_of, *changed])
 
@@ -81,7 +93,11 @@ def stayed(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @pytest.mark.parametrize(
     ("settings", "change"),
-    [*((SETTINGS[0], change) for change in RENAMED), (SETTINGS[1], "model moved"), (SETTINGS[1], "data moved")],
+    [
+        *((SETTINGS[0], change) for change in RENAMED),
+        (SETTINGS[1], "model moved"),
+        (SETTINGS[1], "data moved"),
+    ],
 )
 def test_a_run_goes_on_under_other_names(
     settings: str, change: str, stayed: dict[str, list[float]], tiny_run: TinyRun, tmp_path: Path
@@ -91,7 +107,9 @@ def test_a_run_goes_on_under_other_names(
     assert losses(moved.folder / "run") == stayed[settings]
 
 
-def test_the_line_says_what_is_equal(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_says_what_is_equal(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Moved(tiny_run, tmp_path / "run", "--method", "plain", "--lora.rank", "2")
     model_moved(run)
     data_moved(run)
@@ -143,14 +161,24 @@ def test_a_refusal_says_what_changed(
     assert sorted(path.name for path in (run.folder / "run").rglob("*")) == before
 
 
-def test_a_chat_template_is_named(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, data = tmp_path / "model", tmp_path / "chat.jsonl"
+def test_a_chat_template_is_named(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    data = tmp_path / "chat.jsonl"
     shutil.copytree(tiny_run.model, model)
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     data.write_text(8 * (json.dumps({"messages": turns}) + "\n"))
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     (model / "chat_template.jinja").write_text(template)
-    names = ["--model", str(model), "--data.train", str(data), "--output_dir", str(tmp_path / "run")]
+    names = [
+        "--model",
+        str(model),
+        "--data.train",
+        str(data),
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
     train = ["train", *names, "--method", "plain", "--lora.rank", "2", "--max_steps", "1"]
     assert main.main(train) == 0
     (model / "chat_template.jinja").write_text(template.replace(": ", " = "))
@@ -160,9 +188,14 @@ def test_a_chat_template_is_named(tiny_run: TinyRun, tmp_path: Path, capsys: pyt
 
 def test_words_that_training_ranks_must_stay() -> None:
     """The digest of the examples has the right words alone."""
-    saved = {"zo": {"objective": "accuracy"}, "data": {"label_words": ["good", "bad"], "train": "a"}}
+    saved = {
+        "zo": {"objective": "accuracy"},
+        "data": {"label_words": ["good", "bad"], "train": "a"},
+    }
     now = {**saved, "data": {**saved["data"], "train": "b"}}
-    assert run_checkpoint.changed_settings(saved, now, same_data=True) == ["data.train: a → b; the same examples"]
+    assert run_checkpoint.changed_settings(saved, now, same_data=True) == [
+        "data.train: a → b; the same examples"
+    ]
     now = {**saved, "data": {"label_words": ["good", "worse"], "train": "a"}}
     with refused(ValueError, "data.label_words"):
         run_checkpoint.changed_settings(saved, now, same_data=True)
@@ -171,10 +204,20 @@ def test_words_that_training_ranks_must_stay() -> None:
 def test_a_gguf_file_of_another_name_is_the_same_model(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another file of that name is not; a digest with the name in it, as earlier versions made it, is known again."""
+    """Another file of that name is not; a digest with the name in it, as earlier versions made it,
+    is known again."""
     pytest.importorskip("gguf")
-    settings = [*tiny_run.arguments(tmp_path / "run"), "--data.eval", "", "--method", "plain", "--lora.rank", "2"]
-    file, renamed = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    settings = [
+        *tiny_run.arguments(tmp_path / "run"),
+        "--data.eval",
+        "",
+        "--method",
+        "plain",
+        "--lora.rank",
+        "2",
+    ]
+    file = tmp_path / "a.gguf"
+    renamed = tmp_path / "b.gguf"
     assert main.main(["gguf", str(tiny_run.model), str(file), "--dtype", "f32"]) == 0
     steps = ["--optimizer.total_steps", "2", "--resume_from_checkpoint", "latest"]
     assert main.main(["train", *settings, "--model", str(file), "--max_steps", "1", *steps]) == 0
@@ -186,7 +229,8 @@ def test_a_gguf_file_of_another_name_is_the_same_model(
     assert main.main(["train", *settings, "--model", str(renamed), "--max_steps", "3", *steps]) == 2
     assert "holds other weights" in capsys.readouterr().err
     renamed.write_bytes(content)
-    named, unnamed = weights_digest(renamed, by_name=True), weights_digest(renamed)
+    named = weights_digest(renamed, by_name=True)
+    unnamed = weights_digest(renamed)
     assert named != unnamed
     assert same_weights(renamed, named)
     assert same_weights(renamed, unnamed)

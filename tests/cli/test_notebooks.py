@@ -1,4 +1,5 @@
-"""Oracle: the notebooks' own cells, run in order as they stand, in the folder that they ask for; PEFT's file."""
+"""Oracle: the notebooks' own cells, run in order as they stand, in the folder that they ask for;
+PEFT's file."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
     monkeypatch.chdir(folder)
     shutil.copytree(ROOT / "examples", "examples")
     cells = json.loads((folder / "examples" / name).read_text(encoding="utf-8"))["cells"]
-    assert all(not cell["outputs"] for cell in cells if cell["cell_type"] == "code"), "saved without outputs"
+    assert all(not cell["outputs"] for cell in cells if cell["cell_type"] == "code"), (
+        "saved without outputs"
+    )
     names: dict[str, Any] = {}
     for cell in cells:
         if cell["cell_type"] == "code":

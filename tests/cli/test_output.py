@@ -1,4 +1,5 @@
-"""Oracle: the operating system: its full device, its pipes that nobody reads, its closed descriptors, and bytes on a pipe."""
+"""Oracle: the operating system: its full device, its pipes that nobody reads, its closed
+descriptors, and bytes on a pipe."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def ended(process: int, seconds: float = 60) -> int | None:
 
 
 def streams(out: int, errors: int) -> None:
-    """Put descriptors in the place of this process's standard output and error, −1 for closed ones."""
+    """Put descriptors in the place of this process's standard output and error, −1 for closed
+    ones."""
     for fd, number, name in ((out, 1, "stdout"), (errors, 2, "stderr")):
         if fd < 0:
             os.close(number)
@@ -84,7 +86,9 @@ def bad_output(request: pytest.FixtureRequest) -> Iterator[int]:
     os.close(fd)
 
 
-def test_output_that_cannot_be_written_does_not_end_a_run(bad_output: int, tiny_run: TinyRun, tmp_path: Path) -> None:
+def test_output_that_cannot_be_written_does_not_end_a_run(
+    bad_output: int, tiny_run: TinyRun, tmp_path: Path
+) -> None:
     """Standard error too; and no file gets the number of a closed descriptor."""
     arguments = ["train", *tiny_run.arguments(tmp_path), "--method", "plain", "--max_steps", "2"]
 
@@ -114,7 +118,10 @@ def test_a_stream_without_a_buffer_does_not_wait_for_ever() -> None:
 
 def test_a_command_whose_result_is_lost_has_failed(tiny_run: TinyRun, tmp_path: Path) -> None:
     def work() -> int:
-        streams(os.open("/dev/full", os.O_WRONLY), os.open(tmp_path / "errors", os.O_CREAT | os.O_WRONLY))
+        streams(
+            os.open("/dev/full", os.O_WRONLY),
+            os.open(tmp_path / "errors", os.O_CREAT | os.O_WRONLY),
+        )
         return main.main(["env"])
 
     assert ended(forked(work)) == 1
@@ -124,16 +131,27 @@ def test_a_command_whose_result_is_lost_has_failed(tiny_run: TinyRun, tmp_path: 
 def test_a_signal_is_answered_while_nobody_reads(tiny_run: TinyRun, tmp_path: Path) -> None:
     """Standard error on the same pipe; the run goes on once its patience is over."""
     read, write = full_pipe()
-    arguments = ["train", *tiny_run.arguments(tmp_path), "--method", "plain", "--max_steps", "1000000"]
+    arguments = [
+        "train",
+        *tiny_run.arguments(tmp_path),
+        "--method",
+        "plain",
+        "--max_steps",
+        "1000000",
+    ]
 
     def work() -> int:
         terminal.PATIENCE = 1.0
         streams(write, write)
         return main.main(arguments)
 
-    process, metrics = forked(work), tmp_path / "metrics.jsonl"
+    process = forked(work)
+    metrics = tmp_path / "metrics.jsonl"
     deadline = time.monotonic() + 60
-    while not (metrics.is_file() and metrics.read_text().count("\n") > 20) and time.monotonic() < deadline:
+    while (
+        not (metrics.is_file() and metrics.read_text().count("\n") > 20)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     os.kill(process, signal.SIGTERM)
     assert ended(process, 30) == 143
@@ -151,7 +169,9 @@ def test_a_terminal_that_is_not_utf_8(encoding: str, tiny_run: TinyRun, tmp_path
             streams(out, out)
             for stream in (sys.stdout, sys.stderr):
                 stream.reconfigure(encoding=encoding, errors="strict")  # type: ignore[union-attr]
-            return main.main([name, *tiny_run.arguments(tmp_path / "run"), "--method", "plain", *command])
+            return main.main(
+                [name, *tiny_run.arguments(tmp_path / "run"), "--method", "plain", *command]
+            )
 
         assert ended(forked(work)) == 0, (tmp_path / f"{name}.said").read_text(encoding)
 
@@ -166,10 +186,18 @@ def test_text_is_cleaned() -> None:
 def test_what_a_record_holds_does_not_reach_a_terminal(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Plain lines and rich's, an error's line with a file's name in it, and rich's markup and emoji names."""
+    """Plain lines and rich's, an error's line with a file's name in it, and rich's markup and emoji
+    names."""
     data = tmp_path / f"data{EVIL}.jsonl"
     data.write_text(json.dumps({"text": f"hi {EVIL}", "label": "good"}) * 1)
-    arguments = ["train", *tiny_run.arguments(tmp_path / "run"), "--data.train", str(data), "--batch_size", "1"]
+    arguments = [
+        "train",
+        *tiny_run.arguments(tmp_path / "run"),
+        "--data.train",
+        str(data),
+        "--batch_size",
+        "1",
+    ]
     assert main.main([*arguments, "--max_steps", "1", "--method", "plain"]) == 0
     data.write_text("{")
     assert main.main([*arguments, "--overwrite_output_dir", "true"]) == 2
@@ -181,7 +209,9 @@ def test_what_a_record_holds_does_not_reach_a_terminal(
     from rich.console import Console
 
     progress = Progress(1, done=0, log_every=1)
-    progress._bar = type("Bar", (), {"console": Console(file=rich_out, force_terminal=True, width=200)})
+    progress._bar = type(
+        "Bar", (), {"console": Console(file=rich_out, force_terminal=True, width=200)}
+    )
     progress.say(f"[bold]{EVIL} :boom:")
     progress.show_learnt("record", [(EVIL, True)])
     assert "[bold]\\x1b]0;title" in rich_out.getvalue()

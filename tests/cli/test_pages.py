@@ -1,6 +1,7 @@
-"""Oracle: README.md and the pages of docs/. Every command line runs as it stands, page by page, in one folder with the files
-that the page shows and a small model in the place of large ones, or says what it needs; the schema of Kubernetes' objects; the
-command line's own help for each command that a page names."""
+"""Oracle: README.md and the pages of docs/. Every command line runs as it stands, page by page, in
+one folder with the files that the page shows and a small model in the place of large ones, or says
+what it needs; the schema of Kubernetes' objects; the command line's own help for each command that
+a page names."""
 
 from __future__ import annotations
 
@@ -31,7 +32,13 @@ BEFORE = {
 }
 """Runs of another page that a page goes on from."""
 
-ALWAYS = {"README.md", "how-to/commands.md", "how-to/run-it.md", "how-to/what-you-own.md", "how-to/add-a-method.md"}
+ALWAYS = {
+    "README.md",
+    "how-to/commands.md",
+    "how-to/run-it.md",
+    "how-to/what-you-own.md",
+    "how-to/add-a-method.md",
+}
 """Pages that `make test` runs, in about 120 s of one core; `make docs-run` runs them all."""
 
 RUN = """model: Qwen/Qwen2.5-3B
@@ -50,18 +57,27 @@ CHANGES = {"methods/distzo2.md": {"method: mebp": "method: distzo2", "lora: {ran
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder: the examples with fewer steps, 16 records, run.yaml, and what ``doctor`` finds on a laptop."""
+    """The working folder: the examples with fewer steps, 16 records, run.yaml, and what ``doctor``
+    finds on a laptop."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    monkeypatch.setattr(machine, "measure", lambda *_, **__: machine.Findings(hardware.load("laptop"), ()))
+    monkeypatch.setattr(
+        machine, "measure", lambda *_, **__: machine.Findings(hardware.load("laptop"), ())
+    )
     shutil.copytree(ROOT / "examples", "examples")
     for path in Path("examples/data").iterdir():
         records = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        path.write_text("".join(records[: {"sentiment_train.jsonl": 160}.get(path.name, 16)]), encoding="utf-8")
+        path.write_text(
+            "".join(records[: {"sentiment_train.jsonl": 160}.get(path.name, 16)]), encoding="utf-8"
+        )
     for path in Path("examples").glob("*.yaml"):
         text = path.read_text(encoding="utf-8")
-        shorter = re.sub(r"^(max_steps|eval_every|save_every): \d+", r"\1: 4", text, flags=re.MULTILINE)
-        path.write_text(re.sub(r"^epochs: \d+", "epochs: 1", shorter, flags=re.MULTILINE), encoding="utf-8")
+        shorter = re.sub(
+            r"^(max_steps|eval_every|save_every): \d+", r"\1: 4", text, flags=re.MULTILINE
+        )
+        path.write_text(
+            re.sub(r"^epochs: \d+", "epochs: 1", shorter, flags=re.MULTILINE), encoding="utf-8"
+        )
     shutil.copy("examples/data/cards_train.jsonl", "train.jsonl")
     shutil.copy("examples/data/cards_heldout.jsonl", "heldout.jsonl")
     shutil.copy("examples/tiny-llama/config.json", "config.json")
@@ -89,7 +105,9 @@ def call(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     if words[1] in ("merge", "replay"):
         assert any(list(Path(output).glob("*.safetensors")) for output in outputs[1:]), words
     elif words[1] == "train" and not {"--dry-run", "--nnodes", "--join"} & {*words}:
-        text = "".join(Path(word).read_text(encoding="utf-8") for word in outputs if word.endswith(".yaml"))
+        text = "".join(
+            Path(word).read_text(encoding="utf-8") for word in outputs if word.endswith(".yaml")
+        )
         named = re.findall(r"--output_dir (\S+)", " ".join(words)) or re.findall(
             r"^output_dir: (\S+)", text, re.MULTILINE
         )
@@ -98,7 +116,8 @@ def call(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Write the YAML files of a page, put a small model under every name of the hub, and run the page's commands."""
+    """Write the YAML files of a page, put a small model under every name of the hub, and run the
+    page's commands."""
     path = ROOT / page if page == "README.md" else ROOT / "docs" / page
     text = path.read_text(encoding="utf-8")
     for name in {*HUB_NAMES.findall(text), *HUB_NAMES.findall(RUN)}:
@@ -120,8 +139,14 @@ def run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def parameters() -> list[object]:
     """Return the pages that show commands; those that only `make docs-run` runs are marked."""
-    later = pytest.mark.skipif(not os.environ.get("BLOCKWALK_DOCS_RUN"), reason="make docs-run runs this page")
-    names = [shown(page) for page in PAGES if any(c.needs is None for c in commands(page.read_text(encoding="utf-8")))]
+    later = pytest.mark.skipif(
+        not os.environ.get("BLOCKWALK_DOCS_RUN"), reason="make docs-run runs this page"
+    )
+    names = [
+        shown(page)
+        for page in PAGES
+        if any(c.needs is None for c in commands(page.read_text(encoding="utf-8")))
+    ]
     return [pytest.param(name, marks=[] if name in ALWAYS else later) for name in names]
 
 
@@ -144,8 +169,12 @@ def test_a_command_that_is_not_run_says_what_it_needs() -> None:
     counts: collections.Counter[str] = collections.Counter()
     for page in PAGES:
         for command in commands(page.read_text(encoding="utf-8")):
-            assert command.needs is None or command.needs in REASONS, f"{shown(page)}: {command.line}: {command.needs}"
-            counts[command.needs or ("run" if shown(page) in ALWAYS else "run by make docs-run")] += 1
+            assert command.needs is None or command.needs in REASONS, (
+                f"{shown(page)}: {command.line}: {command.needs}"
+            )
+            counts[
+                command.needs or ("run" if shown(page) in ALWAYS else "run by make docs-run")
+            ] += 1
     print(", ".join(f"{reason}: {count}" for reason, count in counts.most_common()))
     assert counts["run"] >= 10
     assert set(BEFORE) | ALWAYS <= {shown(page) for page in PAGES}
@@ -169,7 +198,8 @@ def test_yaml_files_of_how_to_pages_have_names() -> None:
 
 
 def test_every_command_that_is_named_is_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the help of the command: each word after `blockwalk` is a command, each flag one that it lists."""
+    """Oracle: the help of the command: each word after `blockwalk` is a command, each flag one that
+    it lists."""
     helps: dict[str, str] = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
@@ -183,12 +213,17 @@ def test_every_command_that_is_named_is_one(capsys: pytest.CaptureFixture[str]) 
                 assert end.value.code == 0, f"{page.name}: blockwalk {command}"
                 helps[command] = capsys.readouterr().out
             for flag in re.findall(r"(?<=\s)(--[a-z][\w.-]*)", rest.partition("#")[0]):
-                assert re.search(rf"{re.escape(flag)}\b", helps[command]), f"{page.name}: blockwalk {command} {flag}"
+                assert re.search(rf"{re.escape(flag)}\b", helps[command]), (
+                    f"{page.name}: blockwalk {command} {flag}"
+                )
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples/cluster").iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples/cluster").iterdir()), ids=lambda path: path.name
+)
 def test_files_for_clusters_can_be_read(path: Path) -> None:
-    """Oracle: bash, Python's compiler, the YAML parser. What was tried with real launchers stands on the page."""
+    """Oracle: bash, Python's compiler, the YAML parser. What was tried with real launchers stands
+    on the page."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".sh":
         assert subprocess.run(["bash", "-n", str(path)], capture_output=True).returncode == 0
@@ -199,7 +234,8 @@ def test_files_for_clusters_can_be_read(path: Path) -> None:
 
 
 def test_the_job_of_kubernetes_is_one() -> None:
-    """Oracle: Kubeflow Trainer's own models of its objects, which leave out what the schema does not have."""
+    """Oracle: Kubeflow Trainer's own models of its objects, which leave out what the schema does
+    not have."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     found = yaml.safe_load((ROOT / "examples/cluster/kubeflow.yaml").read_text(encoding="utf-8"))
     assert models.TrainerV1alpha1TrainJob.from_dict(found).to_dict() == found

@@ -1,4 +1,5 @@
-"""Oracle: the text of a layout, written out by hand, and greedy answers to it; commands pasted from errors."""
+"""Oracle: the text of a layout, written out by hand, and greedy answers to it; commands pasted from
+errors."""
 
 from __future__ import annotations
 
@@ -20,15 +21,25 @@ from tests.conftest import TinyRun
 
 def trained(tiny_run: TinyRun, folder: Path, **data: Any) -> Any:
     records = folder / "pairs.jsonl"
-    records.write_text((json.dumps({"instruction": "hi", "input": "you", "output": "ho"}) + "\n") * 8)
-    named = {"model": str(tiny_run.model), "data": {"train": str(records), **data}, "output_dir": str(folder / "run")}
-    return blockwalk.train({**named, "batch_size": 4, "max_steps": 1, "method": "plain", "lora": {"rank": 2}})
+    records.write_text(
+        (json.dumps({"instruction": "hi", "input": "you", "output": "ho"}) + "\n") * 8
+    )
+    named = {
+        "model": str(tiny_run.model),
+        "data": {"train": str(records), **data},
+        "output_dir": str(folder / "run"),
+    }
+    return blockwalk.train(
+        {**named, "batch_size": 4, "max_steps": 1, "method": "plain", "lora": {"rank": 2}}
+    )
 
 
 def test_a_prompt_is_put_into_the_layout_that_was_learnt(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = trained(tiny_run, tmp_path, prompt=["Q: {instruction} with {input}\nA: ", "Q: {instruction}\nA: "])
+    outcome = trained(
+        tiny_run, tmp_path, prompt=["Q: {instruction} with {input}\nA: ", "Q: {instruction}\nA: "]
+    )
     run = str(tmp_path / "run")
     assert shlex.split(outcome.next_command) == ["blockwalk", "generate", run, "--prompt", "Hello"]
     capsys.readouterr()
@@ -86,9 +97,15 @@ def test_a_run_in_place_of_a_model_is_told_how_to_merge(
 ) -> None:
     """Oracle: the command in the error, pasted, which writes the model."""
     trained(tiny_run, tmp_path, prompt="Q: {instruction}\nA: ")
-    run, out = str(tmp_path / "run"), str(tmp_path / "merged")
+    run = str(tmp_path / "run")
+    out = str(tmp_path / "merged")
     capsys.readouterr()
-    for given in (["merge", run, out], ["merge", str(tiny_run.model), run], ["merge", run], ["gguf", run, out]):
+    for given in (
+        ["merge", run, out],
+        ["merge", str(tiny_run.model), run],
+        ["merge", run],
+        ["gguf", run, out],
+    ):
         assert main.main(given) == 2
         error = capsys.readouterr().err
         found = re.search(r"blockwalk (merge .*?)(;|$)", error.strip())

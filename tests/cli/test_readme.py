@@ -1,5 +1,5 @@
-"""Oracle: README.md. Its Python runs as it stands and writes what it promises, with a small model in the place of the large
-one; what it names is there. Its commands are run by ``test_pages.py``."""
+"""Oracle: README.md. Its Python runs as it stands and writes what it promises, with a small model
+in the place of the large one; what it names is there. Its commands are run by ``test_pages.py``."""
 
 import re
 import shutil
@@ -21,7 +21,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copytree(ROOT / "examples/tiny-llama", name, dirs_exist_ok=True)
     shutil.copytree(ROOT / "examples", "examples")
     for name in ("train.jsonl", "heldout.jsonl"):
-        records = (ROOT / "examples/data/cards_train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        records = (
+            (ROOT / "examples/data/cards_train.jsonl")
+            .read_text(encoding="utf-8")
+            .splitlines(keepends=True)
+        )
         Path(name).write_text("".join(records[:16]), encoding="utf-8")
     return tmp_path
 
@@ -39,7 +43,10 @@ def test_python_runs_as_it_stands(place: Path, capsys: pytest.CaptureFixture[str
 
 def test_what_else_is_named_is_there() -> None:
     """Oracle: the repository, and the machines that ship."""
-    for path in [*re.findall(r"\]\(([^)]+)\)", README), *re.findall(r"(benchmarks/\w+\.py)", README)]:
+    for path in [
+        *re.findall(r"\]\(([^)]+)\)", README),
+        *re.findall(r"(benchmarks/\w+\.py)", README),
+    ]:
         assert "://" in path or (ROOT / path.partition("#")[0]).exists(), path
     for name in hardware.names():
         assert name not in README or hardware.load(name).device_bytes

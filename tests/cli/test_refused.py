@@ -1,4 +1,5 @@
-"""Oracle: the names and digests of a folder's files before a run that is refused, or killed, and after it."""
+"""Oracle: the names and digests of a folder's files before a run that is refused, or killed, and
+after it."""
 
 from __future__ import annotations
 
@@ -24,13 +25,17 @@ OVER = ["--overwrite_output_dir", "true"]
 
 
 def train(tiny_run: TinyRun, folder: Path, *settings: str) -> int:
-    return main.main(["train", *tiny_run.arguments(folder), "--max_steps", "4", "--save_every", "2", *settings])
+    return main.main(
+        ["train", *tiny_run.arguments(folder), "--max_steps", "4", "--save_every", "2", *settings]
+    )
 
 
 def contents(folder: Path) -> dict[str, str]:
     """Every file and folder below, with its digest."""
     return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "folder"
         for path in sorted(folder.rglob("*"))
     }
 
@@ -67,7 +72,10 @@ def test_a_refused_run_changes_nothing(
         "no setting to overwrite": (2, ["--overwrite_output_dir", "false"]),
     }
     if earlier is PLAIN:
-        wanted["another seed"] = (2, ["--resume_from_checkpoint", str(folder / "checkpoint-000002"), "--seed", "1"])
+        wanted["another seed"] = (
+            2,
+            ["--resume_from_checkpoint", str(folder / "checkpoint-000002"), "--seed", "1"],
+        )
     for reason, (code, settings) in wanted.items():
         assert train(tiny_run, folder, *earlier, *OVER, *settings) == code, capsys.readouterr().err
         assert contents(folder) == before, reason
@@ -96,7 +104,9 @@ def test_the_run_before_stays_until_the_first_checkpoint_is_whole(
         "config.yaml",
     )
     assert {name: moved[name] for name in kept} == {name: before[name] for name in kept}
-    assert train(tiny_run, folder, *PLAIN, *OVER) == 0, "a run without a checkpoint stands in nobody's way"
+    assert train(tiny_run, folder, *PLAIN, *OVER) == 0, (
+        "a run without a checkpoint stands in nobody's way"
+    )
     assert not (folder / "replaced").exists()
     assert not (folder / "ledger.jsonl").exists()
     assert not list(folder.glob("scratch/weights-*")), "weights that no ledger tells of"
@@ -104,12 +114,17 @@ def test_the_run_before_stays_until_the_first_checkpoint_is_whole(
 
 
 def test_two_runs_in_one_folder(
-    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second is refused, and says who is there; the first ends as it does alone."""
-    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    alone = tmp_path / "alone"
+    shared = tmp_path / "shared"
     assert train(tiny_run, alone, *ZO2) == 0
-    step, codes = training_walker.Walker.step, []
+    step = training_walker.Walker.step
+    codes = []
 
     def with_a_second_run(walker: Any, *arguments: Any, **options: Any) -> Any:
         if walker.steps_done == 2:
@@ -142,7 +157,11 @@ def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
             os.kill(os.getpid(), 9)
     os.waitpid(child, 0)
     assert (folder / atomic_files.LOCK).exists(), "a killed process removes nothing"
-    with atomic_files.locked(folder), refused(ValueError, f"process {os.getpid()}"), atomic_files.locked(folder):
+    with (
+        atomic_files.locked(folder),
+        refused(ValueError, f"process {os.getpid()}"),
+        atomic_files.locked(folder),
+    ):
         pass
     assert not folder.exists() or not list(folder.iterdir())
     (tmp_path / "file").write_text("")

@@ -1,4 +1,5 @@
-"""Oracle: the run's own metrics, read back by Python's HTML parser; a headless Chromium, where there is one."""
+"""Oracle: the run's own metrics, read back by Python's HTML parser; a headless Chromium, where
+there is one."""
 
 from __future__ import annotations
 
@@ -49,14 +50,27 @@ def run(tmp_path: Path) -> Path:
     forecast = {"peaks": {"device": 10**7, "mapped": 2 * 10**7}, "process_bytes": 31 * 10**7, "average_seconds": 0.4,
                 "bytes_moved": {"fetch": 4 * 10**7}, "versions": {"torch": "9.9.9"}}  # fmt: skip
     (folder / "forecast.json").write_text(json.dumps(forecast))
-    event = {"ph": "X", "name": "FORWARD block 1", "cat": "FORWARD", "pid": "run", "tid": 0, "ts": 0, "dur": 5}
+    event = {
+        "ph": "X",
+        "name": "FORWARD block 1",
+        "cat": "FORWARD",
+        "pid": "run",
+        "tid": 0,
+        "ts": 0,
+        "dur": 5,
+    }
     (folder / "trace.json").write_text(json.dumps({"traceEvents": [event]}))
     return folder
 
 
 def test_a_tasks_run_says_what_it_was_trained_on(run: Path) -> None:
     """Oracle: the configuration, which names a task of MeZO's in place of files."""
-    settings = {"model": "m", "method": "mezo", "lora": False, "data": {"train": "", "task": "sst2"}}
+    settings = {
+        "model": "m",
+        "method": "mezo",
+        "lora": False,
+        "data": {"train": "", "task": "sst2"},
+    }
     (run / "config.yaml").write_text(json.dumps(settings))
     (run / "model").mkdir()
     assert "trained on `sst2` by Blockwalk" in (card.write(run) / "README.md").read_text()
@@ -66,7 +80,9 @@ def test_a_tasks_run_says_what_it_was_trained_on(run: Path) -> None:
 def test_the_page_holds_every_step_and_asks_for_nothing_else(run: Path) -> None:
     page = Page(html.report(run))
     curves = [attrs["points"] or "" for tag, attrs in page.tags if tag == "polyline"]
-    assert sorted(len(points.split()) for points in curves) == [2] * 2 + [40] * 6, "two foreseen, six measured"
+    assert sorted(len(points.split()) for points in curves) == [2] * 2 + [40] * 6, (
+        "two foreseen, six measured"
+    )
     level = next(points for points in curves if len(points.split()) == 2).split()
     assert level[0].split(",")[1] == level[1].split(",")[1]
     heights = [float(point.split(",")[1]) for point in curves[0].split()]
@@ -82,7 +98,9 @@ def test_the_page_holds_every_step_and_asks_for_nothing_else(run: Path) -> None:
         assert shown in text
 
 
-def test_the_command_writes_it_beside_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_it_beside_the_run(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.main(["report", str(run)]) == 0
     assert (run / "report.html").read_text(encoding="utf-8").startswith(html.report(run))
     assert main.main(["report", str(run.parent)]) == 2
@@ -90,7 +108,8 @@ def test_the_command_writes_it_beside_the_run(run: Path, capsys: pytest.CaptureF
 
 
 def test_evaluations_are_dots_and_axes_have_round_numbers(run: Path) -> None:
-    """Closed form: 50 to 96.2 % over two evaluations; ticks are multiples of 1, 2 or 5 times a power of ten."""
+    """Closed form: 50 to 96.2 % over two evaluations; ticks are multiples of 1, 2 or 5 times a
+    power of ten."""
     with (run / "evaluations.jsonl").open("w") as file:
         for step, accuracy in ((0, 0.5), (40, 0.962)):
             print(json.dumps({"step": step, "loss": 1.0, "accuracy": accuracy}), file=file)
@@ -129,28 +148,49 @@ def test_lines_that_only_a_ledger_has_are_drawn_too(run: Path) -> None:
     """A kill came before what was measured of a step was written."""
     with (run / "metrics.jsonl").open("w") as file:
         for step in (1, 2):
-            print(json.dumps({"step": step, "loss": 4 / step, "learning_rate": 1e-4, "tokens": 64}), file=file)
+            print(
+                json.dumps({"step": step, "loss": 4 / step, "learning_rate": 1e-4, "tokens": 64}),
+                file=file,
+            )
     assert "4.0000 → 2.0000" in html.report(run)
 
 
 def test_chromium_draws_it(run: Path, tmp_path: Path) -> None:
-    """At a phone's width, without a network: the picture has the curve's colour, the page no error."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    """At a phone's width, without a network: the picture has the curve's colour, the page no
+    error."""
+    browser = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if browser is None:
         pytest.skip("no Chromium here")
     (tmp_path / "page.html").write_text(html.report(run), encoding="utf-8")
-    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=390,844", "--dump-dom"]
+    command = [
+        browser,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=390,844",
+        "--dump-dom",
+    ]
     done = subprocess.run(
-        [*command, f"file://{tmp_path}/page.html"], capture_output=True, text=True, timeout=60, check=True
+        [*command, f"file://{tmp_path}/page.html"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout.count("<polyline") == 8
 
 
 def test_the_names_of_many_lines_stay_on_the_page() -> None:
     """By hand: where the last of six begins."""
-    drawn = html.chart("six", [html.Series(f"line {i}", ((0.0, 1.0), (1.0, 2.0))) for i in range(6)])
+    drawn = html.chart(
+        "six", [html.Series(f"line {i}", ((0.0, 1.0), (1.0, 2.0))) for i in range(6)]
+    )
     places = [
-        int(text.partition('"')[0]) for text in drawn.split('<text x="')[1:] if 'class="name"' in text.partition(">")[0]
+        int(text.partition('"')[0])
+        for text in drawn.split('<text x="')[1:]
+        if 'class="name"' in text.partition(">")[0]
     ]
     assert len(places) == 6
     assert places[-1] < html.WIDTH - 80

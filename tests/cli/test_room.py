@@ -1,5 +1,6 @@
-"""Oracle: closed forms. Limits written into a tree like the kernel's; bytes of checkpoints and models counted by hand. The
-kernel itself refuses a file's growth, and limits a real control group's memory."""
+"""Oracle: closed forms. Limits written into a tree like the kernel's; bytes of checkpoints and
+models counted by hand. The kernel itself refuses a file's growth, and limits a real control group's
+memory."""
 
 from __future__ import annotations
 
@@ -57,7 +58,12 @@ def of_groups(root: Path, groups: str) -> list[tuple[int, str]]:
 
 
 def test_limits_of_control_groups(tmp_path: Path) -> None:
-    limits = {"a/b/memory.max": "max", "a/memory.max": "900", "a/memory.swap.max": "7", "other/memory.max": "1"}
+    limits = {
+        "a/b/memory.max": "max",
+        "a/memory.max": "900",
+        "a/memory.swap.max": "7",
+        "other/memory.max": "1",
+    }
     second = tree(tmp_path / "2", limits)
     assert of_groups(second, "0::/a/b\n") == [(900, "a/memory.max")]
     (limit,) = [each for each in memory_limits(second, second / "self")[1:] if not each.of_process]
@@ -65,11 +71,19 @@ def test_limits_of_control_groups(tmp_path: Path) -> None:
     assert of_groups(tree(tmp_path / "3", {"memory.max": "800"}), "0::/\n") == [(800, "memory.max")]
     name = "memory.limit_in_bytes"
     most = 9223372036854771712
-    first = tree(tmp_path / "1", {f"memory/a/b/{name}": "500", f"memory/a/{name}": "400", f"memory/{name}": str(most)})
+    first = tree(
+        tmp_path / "1",
+        {f"memory/a/b/{name}": "500", f"memory/a/{name}": "400", f"memory/{name}": str(most)},
+    )
     both = [(500, f"memory/a/b/{name}"), (400, f"memory/a/{name}"), (most, f"memory/{name}")]
     assert of_groups(first, "5:cpu,memory:/a/b\n4:pids:/x\n1:name=systemd:/y\n") == both
-    assert of_groups(first, "5:memory:/docker/of/the/host\n") == both[2:], "in a container, the root is its own group"
-    assert memory_limits(tmp_path / "none", tmp_path / "none")[0].nbytes == psutil.virtual_memory().total
+    assert of_groups(first, "5:memory:/docker/of/the/host\n") == both[2:], (
+        "in a container, the root is its own group"
+    )
+    assert (
+        memory_limits(tmp_path / "none", tmp_path / "none")[0].nbytes
+        == psutil.virtual_memory().total
+    )
 
 
 def train(tiny_run: TinyRun, folder: Path, *settings: str) -> int:
@@ -86,12 +100,16 @@ def test_a_run_that_cannot_fit_is_refused_with_the_figures(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """16 bytes a parameter (weight, gradient, two moments) do not fit beside the process into 1 MB and the swap."""
+    """16 bytes a parameter (weight, gradient, two moments) do not fit beside the process into 1 MB
+    and the swap."""
     held = 16 * PARAMETERS
     monkeypatch.setattr(training, "process_bytes", lambda: 100 * MB)
 
     def limits(spare: int) -> Callable[[], list[Limit]]:
-        return lambda: [Limit(10**15, "this machine"), Limit(100 * MB + spare - swap, "the group", swap, of_process)]
+        return lambda: [
+            Limit(10**15, "this machine"),
+            Limit(100 * MB + spare - swap, "the group", swap, of_process),
+        ]
 
     monkeypatch.setattr(room, "memory_limits", limits(held))
     assert train(tiny_run, tmp_path / "run") == 3, "activations come on top"
@@ -105,13 +123,17 @@ def test_a_run_that_cannot_fit_is_refused_with_the_figures(
 
 
 def test_a_disk_that_is_too_small_is_refused_before_the_first_step(
-    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two checkpoints of weights and two moments at a time (4 steps, one each 2), and the model at the end; beside them some kB
-    of data and of the tokenizer's files."""
+    """Two checkpoints of weights and two moments at a time (4 steps, one each 2), and the model at
+    the end; beside them some kB of data and of the tokenizer's files."""
     needed = 2 * 12 * PARAMETERS + 4 * PARAMETERS
     usage = room.shutil.disk_usage
-    free, beside = needed - 1, 0.1 * MB
+    free = needed - 1
+    beside = 0.1 * MB
     monkeypatch.setattr(room.shutil, "disk_usage", lambda path: usage(path)._replace(free=free))
     assert train(tiny_run, tmp_path / "run", "--save_every", "2") == 2
     error = capsys.readouterr().err
@@ -129,7 +151,16 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_step(
 FULL = {
     "at the turn": ["--method", "mebp", "--lora", "false", "--frozen", "disk × raw"],
     "at the end": [
-        *("--method", "plain", "--lora", "false", "--recompute", "all", "--trainable", "disk × fp32"),
+        *(
+            "--method",
+            "plain",
+            "--lora",
+            "false",
+            "--recompute",
+            "all",
+            "--trainable",
+            "disk × fp32",
+        ),
         *("--optimizer_state", "disk × fp32", "--gradient", "disk × fp32"),
     ],
 }
@@ -145,7 +176,9 @@ def test_the_check_counts_the_scratch_that_is_made(
     counted: list[int] = []
 
     def sized(self: Engine, commit: Callable[[Engine], None] = Engine.commit) -> None:
-        lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if ".scratch-" in line]
+        lines = [
+            line for line in Path("/proc/self/maps").read_text().splitlines() if ".scratch-" in line
+        ]
         ends = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
         made.append(sum(stop - start for start, stop in ends))
         commit(self)
@@ -183,8 +216,11 @@ def test_a_file_that_finds_no_room_is_named(
 
 
 @pytest.mark.parametrize("library", ["safetensors", "tokenizers"])
-def test_a_library_that_finds_no_room_is_named(library: str, tiny_run: TinyRun, tmp_path: Path) -> None:
-    """Oracle: the kernel, as above. Errors of libraries in Rust are no OSError; a full disk at the adapter named no file."""
+def test_a_library_that_finds_no_room_is_named(
+    library: str, tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    """Oracle: the kernel, as above. Errors of libraries in Rust are no OSError; a full disk at the
+    adapter named no file."""
     tokenizer = load_tokenizer(tiny_run.model)
     if (child := os.fork()) == 0:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -196,7 +232,11 @@ def test_a_library_that_finds_no_room_is_named(library: str, tiny_run: TinyRun, 
                 else:
                     tokenizer.save_pretrained(folder)
         except OSError as error:
-            os._exit(7 if error.filename == str(tmp_path / "adapter") and error.errno == errno.EFBIG else 1)
+            os._exit(
+                7
+                if error.filename == str(tmp_path / "adapter") and error.errno == errno.EFBIG
+                else 1
+            )
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
@@ -205,15 +245,38 @@ def test_a_library_that_finds_no_room_is_named(library: str, tiny_run: TinyRun, 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_a_real_limit_is_read(tiny_run: TinyRun, tmp_path: Path) -> None:
-    """Oracle: the kernel. 33 million parameters that are trained in 500 MB are refused in words, and not
-    killed."""
+    """Oracle: the kernel. 33 million parameters that are trained in 500 MB are refused in words,
+    and not killed."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": 258, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
-    LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=0, eos_token_id=1)).save_pretrained(tmp_path / "model")
+    sizes = {
+        "vocab_size": 258,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 8,
+    }
+    LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=0, eos_token_id=1)).save_pretrained(
+        tmp_path / "model"
+    )
     AutoTokenizer.from_pretrained(tiny_run.model).save_pretrained(tmp_path / "model")
-    settings = ["--method", "plain", "--max_steps", "1", "--data.eval", "", "--model", str(tmp_path / "model")]
-    command = [sys.executable, "-m", "blockwalk", "train", *tiny_run.arguments(tmp_path / "run"), *settings]
+    settings = [
+        "--method",
+        "plain",
+        "--max_steps",
+        "1",
+        "--data.eval",
+        "",
+        "--model",
+        str(tmp_path / "model"),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "blockwalk",
+        "train",
+        *tiny_run.arguments(tmp_path / "run"),
+        *settings,
+    ]
     done, _ = run_limited(command, 500 * MB)
     assert done.returncode == 3, done.stderr
     says(done.stderr, "memory.limit_in_bytes 500.0 MB")
@@ -221,9 +284,14 @@ def test_a_real_limit_is_read(tiny_run: TinyRun, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_scratch_is_counted_by_tier_on_every_device(device: str, tiny_run: TinyRun) -> None:
-    """Oracle: arithmetic. Inputs are float32 [B, S, D]; a sharded master and two moments take 12 bytes a parameter."""
-    inputs = method("mebp", frozen="disk × raw", activation="disk", compute_dtype="float32", recompute="all")
-    sharded = method("hzp", optimizer_state="disk × fp32 × world", mesh={"world": 2, "ranks_per_node": 2})
+    """Oracle: arithmetic. Inputs are float32 [B, S, D]; a sharded master and two moments take 12
+    bytes a parameter."""
+    inputs = method(
+        "mebp", frozen="disk × raw", activation="disk", compute_dtype="float32", recompute="all"
+    )
+    sharded = method(
+        "hzp", optimizer_state="disk × fp32 × world", mesh={"world": 2, "ranks_per_node": 2}
+    )
     costs = UnitCosts(tiny_run.model, lora=None)
     spec = costs.spec()
     run = RunConfig(model=str(tiny_run.model), plan=inputs, lora=None)

@@ -1,5 +1,6 @@
-"""Oracle: the parser of a run's file. The schema takes the examples, and each value of a sample that the parser refuses, the
-schema refuses too; a checker of the few keywords of JSON Schema that it uses reads it."""
+"""Oracle: the parser of a run's file. The schema takes the examples, and each value of a sample
+that the parser refuses, the schema refuses too; a checker of the few keywords of JSON Schema that
+it uses reads it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ def takes(part: dict[str, Any], value: Any) -> bool:
             case "type":
                 good = is_kind(value, rule)
             case "enum":
-                good = any(value == word and isinstance(value, bool) == isinstance(word, bool) for word in rule)
+                good = any(
+                    value == word and isinstance(value, bool) == isinstance(word, bool)
+                    for word in rule
+                )
             case "anyOf":
                 good = any(takes(each, value) for each in rule)
             case "minimum":
@@ -56,7 +60,9 @@ def takes(part: dict[str, Any], value: Any) -> bool:
             case "maxItems":
                 good = not isinstance(value, list) or len(value) <= rule
             case "properties":
-                good = not isinstance(value, dict) or all(known(part, name, each) for name, each in value.items())
+                good = not isinstance(value, dict) or all(
+                    known(part, name, each) for name, each in value.items()
+                )
             case _:
                 raise AssertionError(f"the checker does not know {keyword}")
         if not good:
@@ -75,7 +81,9 @@ def known(part: dict[str, Any], name: str, value: Any) -> bool:
 SCHEMA = schema.schema()
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name
+)
 def test_the_examples_are_valid(path: Path) -> None:
     assert takes(SCHEMA, yaml.load(path.read_text(), Loader=Loader))
 
@@ -91,7 +99,14 @@ def test_every_setting_at_its_default_is_valid(method: str) -> None:
 
 
 GOOD: tuple[dict[str, Any], ...] = (
-    {"optimizer": {"warmup_steps": 0.03, "betas": [0.9, 0.95], "learning_rate": 1e-4, "schedule": "polynomial"}},
+    {
+        "optimizer": {
+            "warmup_steps": 0.03,
+            "betas": [0.9, 0.95],
+            "learning_rate": 1e-4,
+            "schedule": "polynomial",
+        }
+    },
     {"optimizer.learning_rate": 1e-4, "lora.options.use_dora": True},
     {"lora": {"rank": 4, "options": {"use_rslora": True}, "target_modules": ["q_proj"]}},
     {"lora": "no", "frozen": "disk"},

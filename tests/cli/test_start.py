@@ -1,4 +1,5 @@
-"""Oracle: the configuration that the file is read as, the planner's own ranking, and a shell that sources the script."""
+"""Oracle: the configuration that the file is read as, the planner's own ranking, and a shell that
+sources the script."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ from tests.support.messages import says
 
 
 def test_a_run_file_is_written_for_this_machine(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     answers = iter([str(tiny_run.model), str(tiny_run.train)])
@@ -36,7 +40,11 @@ def test_a_run_file_is_written_for_this_machine(
     assert main.main(["init", "--budget", "1GB"]) == 0
     text = Path("run.yaml").read_text()
     run = config.load("run.yaml")
-    assert (run.model, run.data.train, run.lora and run.lora.rank) == (str(tiny_run.model), str(tiny_run.train), 8)
+    assert (run.model, run.data.train, run.lora and run.lora.rank) == (
+        str(tiny_run.model),
+        str(tiny_run.train),
+        8,
+    )
     assert run.plan.budget == 10**9
     assert capsys.readouterr().out.startswith(f"written to run.yaml ({run.plan.method}, ")
     sentence, _, _ = settings_help.described("method")[1].partition(".")
@@ -47,9 +55,13 @@ def test_a_run_file_is_written_for_this_machine(
 
 
 def test_the_settings_that_people_edit_are_in_the_file(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Oracle: PyYAML's reading of the file beside the run's defaults; and the planner's own figures of memory."""
+    """Oracle: PyYAML's reading of the file beside the run's defaults; and the planner's own figures
+    of memory."""
     monkeypatch.chdir(tmp_path)
     flags = ["--train", str(tiny_run.train), "--eval", str(tiny_run.eval)]
     assert main.main(["init", str(tiny_run.model), *flags]) == 0
@@ -65,7 +77,11 @@ def test_the_settings_that_people_edit_are_in_the_file(
     assert "resident" not in written
     assert config.load("run.yaml").data.eval == str(tiny_run.eval)
     run = config.load("run.yaml")
-    assert ("method: mebp would take" in said) == ("method: mebp would take" in text) == (run.plan.method != "mebp")
+    assert (
+        ("method: mebp would take" in said)
+        == ("method: mebp would take" in text)
+        == (run.plan.method != "mebp")
+    )
     assert main.main(["plan", "run.yaml"]) == 0
 
 
@@ -79,16 +95,25 @@ def test_what_little_memory_would_take_is_said_beside_what_was_chosen() -> None:
 
 
 def test_a_file_names_the_codec_that_its_run_would_not_choose(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Oracle: the plan that a run of the file has, beside what init says; ``auto`` is raw for a tiny model."""
+    """Oracle: the plan that a run of the file has, beside what init says; ``auto`` is raw for a
+    tiny model."""
     monkeypatch.chdir(tmp_path)
 
     def look_at(task: planner.Task, label: str, plan: Plan) -> planner.Candidate:
-        """Refuse all but method mebp in the codecs of this test; the one with the fewest bits is the fastest."""
+        """Refuse all but method mebp in the codecs of this test; the one with the fewest bits is
+        the fastest."""
         codec = str(plan.frozen.codec)
         found = given(task, label, plan)
-        return found if plan.method == "mebp" and codec in codecs else replace(found, simulation=None, refused="no")
+        return (
+            found
+            if plan.method == "mebp" and codec in codecs
+            else replace(found, simulation=None, refused="no")
+        )
 
     given = planner.look_at
     monkeypatch.setattr(planner, "look_at", look_at)
@@ -116,9 +141,15 @@ def test_a_shell_completes_settings(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("shtab")
     assert main.main(["complete", "bash"]) == 0
     script = capsys.readouterr().out
-    ask = "COMP_WORDS=(blockwalk train --optimizer.lea); COMP_CWORD=2; _shtab_blockwalk; echo ${COMPREPLY[@]}"
+    ask = (
+        "COMP_WORDS=(blockwalk train --optimizer.lea); COMP_CWORD=2; _shtab_blockwalk; echo"
+        " ${COMPREPLY[@]}"
+    )
     done = subprocess.run(
-        [shutil.which("bash") or "bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True
+        [shutil.which("bash") or "bash", "-c", f"{script}\n{ask}"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == "--optimizer.learning_rate"
 

@@ -48,7 +48,10 @@ def test_runs_go_on_where_the_file_system_has_no_locks(
 ) -> None:
     """Every place that locks: a run's folder, a pack that is made, and weights that are written."""
     monkeypatch.setattr(fcntl, "flock", without_locks())
-    assert main.main(["train", *tiny_run.arguments(tmp_path / "run"), "--max_steps", "1", *settings]) == 0
+    assert (
+        main.main(["train", *tiny_run.arguments(tmp_path / "run"), "--max_steps", "1", *settings])
+        == 0
+    )
     says(caplog.text, "locks")
 
 
@@ -64,7 +67,9 @@ def test_a_lock_that_is_not_there_is_no_lock_that_another_holds(
 def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOME", "XDG_CACHE_HOME", "BLOCKWALK_CACHE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user id that the system does not know
+    monkeypatch.setattr(
+        os.path, "expanduser", lambda path: path
+    )  # as for a user id that the system does not know
     with refused(PermissionError, "BLOCKWALK_CACHE"):
         cache.folder()
     cache.write_json("entry", 1)
@@ -73,7 +78,9 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_tilde_is_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    run = from_mapping({"model": "~/m", "output_dir": "~/run", "resume_from_checkpoint": "~/run/checkpoint-000001"})
+    run = from_mapping(
+        {"model": "~/m", "output_dir": "~/run", "resume_from_checkpoint": "~/run/checkpoint-000001"}
+    )
     assert run.model == f"{tmp_path}/m"
     assert run.output_dir == f"{tmp_path}/run"
     assert run.resume_from_checkpoint == f"{tmp_path}/run/checkpoint-000001"
@@ -83,8 +90,16 @@ def test_a_tilde_is_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     ("groups", "files", "cores"),
     [
         ("0::/a/b\n", {"a/cpu.max": "150000 100000\n", "a/b/cpu.max": "max 100000\n"}, 2),
-        ("3:cpu,cpuacct:/a\n", {"cpu/a/cpu.cfs_quota_us": "50000\n", "cpu/a/cpu.cfs_period_us": "100000\n"}, 1),
-        ("3:cpu,cpuacct:/a\n", {"cpu/a/cpu.cfs_quota_us": "-1\n", "cpu/a/cpu.cfs_period_us": "100000\n"}, 8),
+        (
+            "3:cpu,cpuacct:/a\n",
+            {"cpu/a/cpu.cfs_quota_us": "50000\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
+            1,
+        ),
+        (
+            "3:cpu,cpuacct:/a\n",
+            {"cpu/a/cpu.cfs_quota_us": "-1\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
+            8,
+        ),
         ("0::/\n", {}, 8),
     ],
 )
@@ -160,13 +175,16 @@ def test_a_signal_that_announces_the_end_leaves_a_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("address", "parts"), [("[::1]:29600", ("::1", 29600)), ("::1:29600", ("::1", 29600)), ("host:1", ("host", 1))]
+    ("address", "parts"),
+    [("[::1]:29600", ("::1", 29600)), ("::1:29600", ("::1", 29600)), ("host:1", ("host", 1))],
 )
 def test_an_address(address: str, parts: tuple[str, int]) -> None:
     assert host_and_port(address) == parts
 
 
-@pytest.mark.parametrize("address", ["", "host", ":1", "[]:1", "host:0", "host:65536", "host:99999999999999", "host:²"])
+@pytest.mark.parametrize(
+    "address", ["", "host", ":1", "[]:1", "host:0", "host:65536", "host:99999999999999", "host:²"]
+)
 def test_no_address(address: str) -> None:
     with refused(ValueError, "65535"):
         host_and_port(address)
@@ -188,10 +206,14 @@ print("torch" in sys.modules, *(os.environ.get(name) for name in ("PYTORCH_CUDA_
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, "None backend:native"),
     ],
 )
-def test_device_memory_grows_in_segments_unless_its_user_has_chosen(given: dict[str, str], told: str) -> None:
+def test_device_memory_grows_in_segments_unless_its_user_has_chosen(
+    given: dict[str, str], told: str
+) -> None:
     """Oracle: the environment that torch, imported afterwards, finds."""
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     command = [sys.executable, "-c", ALLOCATOR]
-    done = subprocess.run(command, env={**environment, **given}, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env={**environment, **given}, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == f"False {told}"

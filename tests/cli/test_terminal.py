@@ -23,9 +23,12 @@ def shape(line: str) -> str:
 
 
 def pictured() -> list[str]:
-    """Return the lines of the picture, in their order; a part of a line is a text element of its own."""
+    """Return the lines of the picture, in their order; a part of a line is a text element of its
+    own."""
     rows: dict[float, str] = {}
-    for y, part in re.findall(r'<text [^>]*?y="([\d.]+)"[^>]*>(.*?)</text>', PICTURE.read_text(encoding="utf-8")):
+    for y, part in re.findall(
+        r'<text [^>]*?y="([\d.]+)"[^>]*>(.*?)</text>', PICTURE.read_text(encoding="utf-8")
+    ):
         rows[float(y)] = rows.get(float(y), "") + html.unescape(part)
     return [" ".join(row.split()) for _, row in sorted(rows.items()) if row.strip()]
 
@@ -36,7 +39,10 @@ def test_the_picture_of_a_terminal_shows_todays_lines(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "examples", "examples")
     hardware.save(hardware.load("laptop"), "hardware.yaml")  # as after `blockwalk doctor`
-    assert main.main(["train", "examples/quickstart.yaml", "--max_steps", "12", "--batch_size", "4"]) == 0
+    assert (
+        main.main(["train", "examples/quickstart.yaml", "--max_steps", "12", "--batch_size", "4"])
+        == 0
+    )
     printed = {shape(line) for line in capsys.readouterr().out.splitlines()}
     command = "$ blockwalk train examples/quickstart.yaml"
     lines = [line for line in pictured() if line not in ("blockwalk", command, "...")]

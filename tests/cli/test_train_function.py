@@ -1,4 +1,5 @@
-"""Oracle: the same settings in a mapping, which give the same run; the signature of the function that does the work."""
+"""Oracle: the same settings in a mapping, which give the same run; the signature of the function
+that does the work."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from tests.support.messages import refused
 
 
 def test_keywords_win_over_the_file(tiny_run: TinyRun, tmp_path: Path) -> None:
-    """The same run, once by a file and keywords, once by one mapping: the same losses, each in its folder."""
+    """The same run, once by a file and keywords, once by one mapping: the same losses, each in its
+    folder."""
     settings: dict[str, Any] = {
         "model": str(tiny_run.model),
         "data": {"train": str(tiny_run.train), "format": "text"},
@@ -29,11 +31,16 @@ def test_keywords_win_over_the_file(tiny_run: TinyRun, tmp_path: Path) -> None:
         "batch_size": 4,
     }
     more = {"optimizer": {"learning_rate": 3e-3, "schedule": "cosine"}, "max_steps": 2}
-    (tmp_path / "run.yaml").write_text(config.as_yaml({**settings, "output_dir": "nowhere", "max_steps": 9}))
+    (tmp_path / "run.yaml").write_text(
+        config.as_yaml({**settings, "output_dir": "nowhere", "max_steps": 9})
+    )
     blockwalk.train(tmp_path / "run.yaml", output_dir=tmp_path / "a", **more)
     blockwalk.train({**settings, **more, "output_dir": str(tmp_path / "b")})
     losses = [
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        [
+            json.loads(line)["loss"]
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
         for name in "ab"
     ]
     assert losses[0] == losses[1]
@@ -42,11 +49,16 @@ def test_keywords_win_over_the_file(tiny_run: TinyRun, tmp_path: Path) -> None:
 
 
 def test_keywords_win_over_a_value_and_stand_alone() -> None:
-    run = config.from_mapping({"model": "m", "batch_size": 4, "lora": {"rank": 4}, "output_dir": "x"})
+    run = config.from_mapping(
+        {"model": "m", "batch_size": 4, "lora": {"rank": 4}, "output_dir": "x"}
+    )
     assert config.of(run, {}) == run
     assert config.of(run, {"batch_size": 2}).batch_size == 2
     assert config.of(run, {"lora": False, "frozen": "disk"}).lora is None
-    assert config.of(None, {"model": Path("m"), "data": {"train": Path("a.jsonl")}}).data.train == "a.jsonl"
+    assert (
+        config.of(None, {"model": Path("m"), "data": {"train": Path("a.jsonl")}}).data.train
+        == "a.jsonl"
+    )
     with pytest.warns(Note):
         assert config.of({"model": "m"}, {"num_train_epochs": 3}).epochs == 3
     with refused(ValueError, "batch_sise batch_size"):

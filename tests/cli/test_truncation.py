@@ -1,4 +1,5 @@
-"""Oracle: the lengths of the records, which a tokenizer of bytes counts as characters and an end."""
+"""Oracle: the lengths of the records, which a tokenizer of bytes counts as characters and an
+end."""
 
 from __future__ import annotations
 
@@ -19,14 +20,35 @@ def test_a_run_of_which_most_records_are_cut_is_refused(
     texts = ["x" * (29 if number < long else 9) for number in range(4)]
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     out = tmp_path / "run"
-    given = ["--model", str(tiny_run.model), "--method", "plain", "--data.train", str(data), "--output_dir", str(out)]
+    given = [
+        "--model",
+        str(tiny_run.model),
+        "--method",
+        "plain",
+        "--data.train",
+        str(data),
+        "--output_dir",
+        str(out),
+    ]
     run = ["train", *given, "--batch_size", "2", "--max_steps", "1", "--data.max_length", "16"]
     for dry in (["--dry-run"], []):
         assert main.main([*run, *dry]) == (2 if cut else 0)
         said = capsys.readouterr().err
         if cut:
-            assert all(words in said for words in (f"{long} of 4", "16", "data.max_length to 30", "data.allow_truncation"))
+            assert all(
+                words in said
+                for words in (
+                    f"{long} of 4",
+                    "16",
+                    "data.max_length to 30",
+                    "data.allow_truncation",
+                )
+            )
             assert not out.exists()
     if cut:
-        for way in (["--data.max_length", "30"], ["--data.packing", "true"], ["--data.allow_truncation", "true"]):
+        for way in (
+            ["--data.max_length", "30"],
+            ["--data.packing", "true"],
+            ["--data.allow_truncation", "true"],
+        ):
             assert main.main([*run, *way, "--dry-run"]) == 0

@@ -37,7 +37,11 @@ def test_auto_is_the_first_of_the_ranking_with_the_settings_that_were_given(
         config.from_mapping(settings)
     hardware.save(hardware.load("rtx-4090"), tmp_path / "hardware.yaml")
     shape = Shape(1, DataSettings().max_length)
-    best = rank(advice.task(str(tmp_path), LoraSettings(rank=8), hardware.load("rtx-4090"), shape, budget=None)).best
+    best = rank(
+        advice.task(
+            str(tmp_path), LoraSettings(rank=8), hardware.load("rtx-4090"), shape, budget=None
+        )
+    ).best
     assert best is not None
     chosen = config.from_mapping(settings)
     assert chosen.plan == override(best.plan, {"optimizer.learning_rate": 3e-4})
@@ -58,12 +62,15 @@ OPT_125M = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("config_", "parameters"), [(MIXTRAL_8X7B, 46_702_792_704), (OPT_125M, 125_239_296)])
+@pytest.mark.parametrize(
+    ("config_", "parameters"), [(MIXTRAL_8X7B, 46_702_792_704), (OPT_125M, 125_239_296)]
+)
 def test_other_families_have_their_published_parameters_and_are_walked(
     config_: dict[str, Any], parameters: int, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_))
-    machine, shape = hardware.load("h200"), Shape(1, 128)
+    machine = hardware.load("h200")
+    shape = Shape(1, 128)
     for path in (tmp_path, tmp_path / "config.json"):
         task = advice.task(str(path), None, machine, shape, budget=None)
         assert task.model.numel() == parameters
@@ -74,7 +81,11 @@ def test_other_families_have_their_published_parameters_and_are_walked(
 def test_what_is_no_configuration_of_a_model_is_refused(tmp_path: Path) -> None:
     """Broken JSON, JSON that names no model, and a family that transformers does not have."""
     file = tmp_path / "config.json"
-    for text, message in (("{", "config.json JSON"), ("{}", "`model_type`"), ('{"model_type": "no_such"}', "no_such")):
+    for text, message in (
+        ("{", "config.json JSON"),
+        ("{}", "`model_type`"),
+        ('{"model_type": "no_such"}', "no_such"),
+    ):
         file.write_text(text)
         for path in (tmp_path, file):
             with refused((ValueError, OSError), message):

@@ -1,4 +1,5 @@
-"""Closed form: the kernel's list format, as documented in cpuset(7); the kernel's own answer of what a process may use."""
+"""Closed form: the kernel's list format, as documented in cpuset(7); the kernel's own answer of
+what a process may use."""
 
 import os
 from pathlib import Path
@@ -16,7 +17,9 @@ def test_core_lists() -> None:
     assert launch.parse_cores("\n") == set()
 
 
-def test_a_process_stays_on_the_cores_beside_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_stays_on_the_cores_beside_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = os.sched_getaffinity(0)
     core = max(before)
     device = tmp_path / "0000:3b:00.0"
@@ -27,7 +30,9 @@ def test_a_process_stays_on_the_cores_beside_its_gpu(tmp_path: Path, monkeypatch
     try:
         assert launch.bind_to_gpu(told) == {core}
         assert os.sched_getaffinity(0) == {core}
-        (device / "local_cpulist").write_text("4000\n")  # none that this process may use: it keeps those that it has
+        (device / "local_cpulist").write_text(
+            "4000\n"
+        )  # none that this process may use: it keeps those that it has
         assert launch.bind_to_gpu(told) == {core}
     finally:
         os.sched_setaffinity(0, before)

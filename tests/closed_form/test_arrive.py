@@ -1,4 +1,5 @@
-"""Oracle: the definition. The ops that a placement, and what is where, call for; asking changes nothing."""
+"""Oracle: the definition. The ops that a placement, and what is where, call for; asking changes
+nothing."""
 
 from __future__ import annotations
 
@@ -16,19 +17,24 @@ from tests.closed_form.test_program import toy
 
 pytestmark = pytest.mark.fast
 
-FROZEN, TRAINABLE = StateKind.FROZEN, StateKind.TRAINABLE
+FROZEN = StateKind.FROZEN
+TRAINABLE = StateKind.TRAINABLE
 MESH: dict[str, Any] = {"mesh": {"world": 4, "ranks_per_node": 2}}
 UNIT = 2
 
 
-def brought(ways: Ways, part: StateKind, before: Residency) -> tuple[list[str], list[Op], Residency]:
+def brought(
+    ways: Ways, part: StateKind, before: Residency
+) -> tuple[list[str], list[Op], Residency]:
     """The ops in words, numbered from 10, and the residency after them; asked twice."""
     here = before.takes(UNIT, 1)
     ops, after = arrive(ways, UNIT, part, here, 10)
     assert (ops, after) == arrive(ways, UNIT, part, here, 10)
     assert here == before.takes(UNIT, 1)
     assert [op.index for op in ops] == list(range(10, 10 + len(ops)))
-    words = [f"{op.kind} {','.join(op.axes)}".strip() + (" on device" if op.kept else "") for op in ops]
+    words = [
+        f"{op.kind} {','.join(op.axes)}".strip() + (" on device" if op.kept else "") for op in ops
+    ]
     return words, ops, after
 
 
@@ -56,18 +62,24 @@ def test_what_is_on_another_tier_is_fetched() -> None:
 def test_a_slice_is_brought_up_to_date_before_it_is_gathered(
     pending: Pending, gathers: bool, wanted: list[str]
 ) -> None:
-    words, ops, after = brought(ways("distzo2", pending=pending, gathers=gathers, **MESH), TRAINABLE, Residency())
+    words, ops, after = brought(
+        ways("distzo2", pending=pending, gathers=gathers, **MESH), TRAINABLE, Residency()
+    )
     assert words == wanted
     ready = ops[-1] if gathers else ops[-2]
     assert after.held[UNIT].ready == (ready.index,)
 
 
-@pytest.mark.parametrize("placed", ["host × raw × node", "host × raw × nobody", "disk × raw × node"])
+@pytest.mark.parametrize(
+    "placed", ["host × raw × node", "host × raw × nobody", "disk × raw × node"]
+)
 def test_frozen_slices_are_gathered_without_an_update(placed: str) -> None:
-    """Two ranks of a node hold half of a block's bytes each, whatever waits for its trainables; a file is fetched whole."""
+    """Two ranks of a node hold half of a block's bytes each, whatever waits for its trainables; a
+    file is fetched whole."""
     here = ways("distzo2", lora=True, pending=Pending(1, flush=True), frozen=placed, **MESH)
     words, ops, _ = brought(here, FROZEN, Residency())
-    whole, half = here.places.memory_bytes(here.places.reads(UNIT)), placed == "host × raw × node"
+    whole = here.places.memory_bytes(here.places.reads(UNIT))
+    half = placed == "host × raw × node"
     assert words == (["FETCH", "GATHER node"] if half else ["FETCH"])
     assert [op.nbytes for op in ops] == ([whole // 2] * 2 if half else [whole])
     held = here.places.resident()[Pool.HOST]
@@ -82,9 +94,19 @@ def test_frozen_slices_are_gathered_without_an_update(placed: str) -> None:
         ("zeropp", TRAINABLE, Residency(), ["GATHER node"]),
         ("zeropp", TRAINABLE, Residency(dirty=frozenset({UNIT})), ["GATHER world", "GATHER node"]),
         ("fcdp", TRAINABLE, Residency(), ["FETCH", "GATHER node"]),
-        ("fcdp", TRAINABLE, Residency(dirty=frozenset({UNIT})), ["GATHER world", "CACHE", "GATHER node"]),
+        (
+            "fcdp",
+            TRAINABLE,
+            Residency(dirty=frozenset({UNIT})),
+            ["GATHER world", "CACHE", "GATHER node"],
+        ),
         ("fcdp", FROZEN, Residency(dirty=frozenset({UNIT})), ["FETCH", "GATHER node"]),
-        ("fcdp", TRAINABLE, Residency(kept=frozenset({(UNIT, TRAINABLE)})), ["GATHER node on device"]),
+        (
+            "fcdp",
+            TRAINABLE,
+            Residency(kept=frozenset({(UNIT, TRAINABLE)})),
+            ["GATHER node on device"],
+        ),
     ],
 )
 def test_a_gather_begins_with_the_nearest_slice_that_is_not_out_of_date(
@@ -99,7 +121,9 @@ def test_a_gather_begins_with_the_nearest_slice_that_is_not_out_of_date(
 
 def test_a_slice_that_stays_on_the_device_is_cached_there_and_out_of_date_on_the_host() -> None:
     keeps = frozenset({(UNIT, TRAINABLE)})
-    words, _, after = brought(ways("fcdp", keeps=keeps, **MESH), TRAINABLE, Residency(dirty=frozenset({UNIT})))
+    words, _, after = brought(
+        ways("fcdp", keeps=keeps, **MESH), TRAINABLE, Residency(dirty=frozenset({UNIT}))
+    )
     assert words == ["GATHER world", "CACHE on device", "GATHER node"]
     assert after.kept == keeps
     assert UNIT in after.dirty

@@ -1,5 +1,5 @@
-"""Oracle: figures that whoever asks for a plan must get (a floor of speed, a ceiling of bytes), the sizes of pieces by their
-definition, and for the page the script that prints its rows."""
+"""Oracle: figures that whoever asks for a plan must get (a floor of speed, a ceiling of bytes), the
+sizes of pieces by their definition, and for the page the script that prints its rows."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are 
 
 
 def test_seven_billion_parameters_train_at_the_speed_of_the_card() -> None:
-    """684 tokens/s where weights come from the disk, over 7,000 from the host, more where they and graphs stay."""
+    """684 tokens/s where weights come from the disk, over 7,000 from the host, more where they and
+    graphs stay."""
     from benchmarks.cards import CASES, SHAPE, costs_of, foreseen
 
     from blockwalk.plan.methods import method
     from blockwalk.simulate.planner import Task, look_at
 
-    card, case = hardware.load("h200"), CASES["7B LoRA"]
+    card = hardware.load("h200")
+    case = CASES["7B LoRA"]
     decided, found = foreseen(card, case)
     assert found.simulation is not None
     assert found.simulation.tokens_per_second >= 7000
@@ -42,13 +44,17 @@ def test_seven_billion_parameters_train_at_the_speed_of_the_card() -> None:
 def test_seventy_billion_parameters_train_on_24_gb_from_pinned_pieces() -> None:
     from benchmarks.cards import CASES, costs_of, foreseen
 
-    card, case = hardware.load("rtx-4090"), CASES["70B LoRA"]
+    card = hardware.load("rtx-4090")
+    case = CASES["70B LoRA"]
     blocks = [block.nbytes(Codec.INT4A, trainable=False) for block in costs_of(case).spec().blocks]
     assert 42e9 < sum(blocks) < 48e9
     counts = pieces(blocks)
     firsts = [sum(counts[:n]) for n in range(len(counts))]
     assert len(counts) > 1, "no single registration of all"
-    assert all(sum(blocks[first : first + count]) <= PIECE for first, count in zip(firsts, counts, strict=True))
+    assert all(
+        sum(blocks[first : first + count]) <= PIECE
+        for first, count in zip(firsts, counts, strict=True)
+    )
     wide = dataclasses.replace(card, host_bytes=72 * 10**9)  # optimizer states lie there as well
     # As many blocks stay as the budget holds; every one visits.
     for machine, settings in ((card, {}), (wide, {"resident": 0})):

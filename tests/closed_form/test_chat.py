@@ -1,4 +1,5 @@
-"""Oracle: the text and the marks written out by hand, for templates of one line; the counts of tokens are arithmetic."""
+"""Oracle: the text and the marks written out by hand, for templates of one line; the counts of
+tokens are arithmetic."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.support.messages import refused
 END = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}" + END
 PARTS = (
-    "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}{% if part.type == 'text'"
+    " %}{{ part.text }}"
     "{% endif %}{% endfor %}</s>{% endfor %}" + END
 )
 CALLS = (
@@ -27,8 +29,10 @@ CALLS = (
 )
 CALLS_AS_TEXT = CALLS.replace("c.function.arguments | tojson", "'' + c.function.arguments")
 THINKS_LAST = (
-    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}</s>"
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last"
+    " %}<think></think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name"
+    " }}</tool_call>{% endfor %}</s>"
     "{% endfor %}" + END
 )
 
@@ -53,10 +57,18 @@ def tokenizer(template: str, *, begin: bool = False, eos: str = "</s>") -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    settings: dict[str, Any] = {"initial_alphabet": alphabet, "special_tokens": marks, "show_progress": False}
-    backend.train_from_iterator(["one two"], trainers.BpeTrainer(vocab_size=len(marks) + 256, **settings))
+    settings: dict[str, Any] = {
+        "initial_alphabet": alphabet,
+        "special_tokens": marks,
+        "show_progress": False,
+    }
+    backend.train_from_iterator(
+        ["one two"], trainers.BpeTrainer(vocab_size=len(marks) + 256, **settings)
+    )
     if begin:
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
     made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=eos)
     made.chat_template = template
     return made
@@ -66,7 +78,9 @@ def read(template: str, fields: dict[str, Any], **settings: Any) -> tuple[str, E
     """A record as the model sees it, what is learnt in brackets; and its tokens."""
     tokens = tokenizer(template, **settings)
     rows = encode([Record(fields, "x.jsonl line 1")], tokens, max_length=400)
-    return "".join(f"⟦{text}⟧" if learnt else text for text, learnt in first_example(rows, tokens)), rows
+    return "".join(
+        f"⟦{text}⟧" if learnt else text for text, learnt in first_example(rows, tokens)
+    ), rows
 
 
 def chat(*answers: Any, role: str = "user") -> dict[str, Any]:
@@ -79,7 +93,14 @@ def chat(*answers: Any, role: str = "user") -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "mark",
-    [{"weight": 0}, {"train": False}, {"loss": False}, {"train_on_turn": False}, {"masked": True}, {"weight": "0"}],
+    [
+        {"weight": 0},
+        {"train": False},
+        {"loss": False},
+        {"train_on_turn": False},
+        {"masked": True},
+        {"weight": "0"},
+    ],
 )
 def test_a_turn_that_is_marked_is_not_learnt(mark: dict[str, Any]) -> None:
     text, rows = read(PLAIN, chat({"content": "two", **mark}, "three"))
@@ -94,23 +115,35 @@ def test_a_mark_on_a_turn_that_is_never_learnt_is_named(mark: dict[str, Any]) ->
     text, rows = read(PLAIN, fields)
     assert text == "<|user|>one</s><|assistant|>⟦two</s>⟧<|user|>one</s><|assistant|>⟦three</s>⟧"
     (note,) = rows.report.warnings()
-    assert note.startswith("1 turn of other roles than the assistant's is marked as to be learnt, and not learnt")
+    assert note.startswith(
+        "1 turn of other roles than the assistant's is marked as to be learnt, and not learnt"
+    )
     fields["messages"][2] |= mark
     assert (
-        read(PLAIN, fields)[1].report.warnings()[0].startswith("2 turns of other roles than the assistant's are marked")
+        read(PLAIN, fields)[1]
+        .report.warnings()[0]
+        .startswith("2 turns of other roles than the assistant's are marked")
     )
 
 
 def test_a_prompt_and_a_completion_of_turns_are_a_chat_that_learns_the_completion() -> None:
-    """The form of TRL's conversational data: of the prompt nothing is learnt, of its answers neither."""
+    """The form of TRL's conversational data: of the prompt nothing is learnt, of its answers
+    neither."""
     prompt = [*chat("two")["messages"], {"role": "user", "content": "three"}]
     completion = [{"role": "assistant", "content": "four"}]
     text, rows = read(PLAIN, {"prompt": prompt, "completion": completion})
     assert text == "<|user|>one</s><|assistant|>two</s><|user|>three</s><|assistant|>⟦four</s>⟧"
     assert not rows.report.warnings()
     text, rows = read(PLAIN, {"prompt": prompt, "completion": completion, "system": "be brief"})
-    assert text == "<|system|>be brief</s><|user|>one</s><|assistant|>two</s><|user|>three</s><|assistant|>⟦four</s>⟧"
-    turns = [*completion, {"role": "user", "content": "five"}, {"role": "assistant", "content": "six"}]
+    assert (
+        text
+        == "<|system|>be brief</s><|user|>one</s><|assistant|>two</s><|user|>three</s><|assistant|>⟦four</s>⟧"
+    )
+    turns = [
+        *completion,
+        {"role": "user", "content": "five"},
+        {"role": "assistant", "content": "six"},
+    ]
     text, rows = read(PLAIN, {"prompt": prompt[-1:], "completion": turns})
     assert text == "<|user|>three</s><|assistant|>⟦four</s>⟧<|user|>five</s><|assistant|>⟦six</s>⟧"
 
@@ -125,7 +158,9 @@ def test_a_prompt_and_a_completion_of_turns_are_a_chat_that_learns_the_completio
         ({"prompt": [{"role": "user"}], "completion": [{"role": "assistant", "content": "two"}]}, "prompt [0]"),
     ],
 )  # fmt: skip
-def test_a_prompt_and_a_completion_that_are_no_chat_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_a_prompt_and_a_completion_that_are_no_chat_are_refused(
+    fields: dict[str, Any], message: str
+) -> None:
     with refused(ValueError, f"x.jsonl 1 {message}"):
         read(PLAIN, fields)
 
@@ -138,7 +173,10 @@ def test_a_mark_that_is_neither_yes_nor_no_is_refused() -> None:
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": "0.0"}, {"train": False}])
 def test_a_conversation_that_is_marked_is_not_learnt(mark: dict[str, Any]) -> None:
     tok = tokenizer(PLAIN)
-    records = [Record({**chat("two"), **mark}, "x.jsonl line 1"), Record(chat("three"), "x.jsonl line 2")]
+    records = [
+        Record({**chat("two"), **mark}, "x.jsonl line 1"),
+        Record(chat("three"), "x.jsonl line 2"),
+    ]
     encoded = encode(records, tok, max_length=100)
     assert "".join(text for text, learnt in first_example(encoded, tok) if learnt) == "three</s>"
     assert len(encoded) == encoded.report.turns_marked == 1
@@ -147,7 +185,13 @@ def test_a_conversation_that_is_marked_is_not_learnt(mark: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ({"content": "two", "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "train_detail"),
+        (
+            {
+                "content": "two",
+                "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}],
+            },
+            "train_detail",
+        ),
         ({"content": "two", "loss_weight": 0.1}, "loss_weight"),
         ({"content": "two", "ignore": True}, "ignore"),
         ({"content": [{"type": "text", "text": "two", "train": False}]}, "turns"),
@@ -170,7 +214,9 @@ def test_reasoning_that_the_template_drops_is_named() -> None:
 
 
 def test_variables_of_a_template_and_tools_under_an_older_name_are_the_records() -> None:
-    template = "{{ mood }}{% for t in tools or [] %}{{ t.type }} {{ t.function.name }}{% endfor %}" + PLAIN
+    template = (
+        "{{ mood }}{% for t in tools or [] %}{{ t.type }} {{ t.function.name }}{% endfor %}" + PLAIN
+    )
     for variables in ({"mood": "calm"}, '{"mood": "calm"}'):
         given = {**chat("two"), "functions": [{"name": "f"}], "chat_template_kwargs": variables}
         assert read(template, given)[0] == "calmfunction f<|user|>one</s><|assistant|>⟦two</s>⟧"
@@ -182,7 +228,15 @@ def test_variables_of_a_template_and_tools_under_an_older_name_are_the_records()
 def test_half_a_character_within_json_text_is_named() -> None:
     half = '"\\ud83d"'
     with refused(ValueError, "x.jsonl 1 ud83d"):
-        read(CALLS, chat({"content": "", "tool_calls": [{"function": {"name": "f", "arguments": f'{{"a": {half}}}'}}]}))
+        read(
+            CALLS,
+            chat(
+                {
+                    "content": "",
+                    "tool_calls": [{"function": {"name": "f", "arguments": f'{{"a": {half}}}'}}],
+                }
+            ),
+        )
 
 
 def test_a_pair_of_conversations_is_refused_with_the_settings_that_read_it() -> None:
@@ -194,7 +248,9 @@ def test_a_pair_of_conversations_is_refused_with_the_settings_that_read_it() -> 
 @pytest.mark.parametrize("template", [PLAIN, PARTS])
 def test_content_is_text_or_parts_as_the_template_wants_it(template: str) -> None:
     for content in ("two", [{"type": "text", "text": "t"}, {"type": "text", "text": "wo"}]):
-        assert read(template, chat({"content": content}))[0] == "<|user|>one</s><|assistant|>⟦two</s>⟧"
+        assert (
+            read(template, chat({"content": content}))[0] == "<|user|>one</s><|assistant|>⟦two</s>⟧"
+        )
     with refused(ValueError, "image"):
         read(template, chat({"content": [{"type": "image"}]}))
 
@@ -209,17 +265,27 @@ def test_arguments_of_a_call_are_an_object_or_json_text(template: str, arguments
 
 
 def test_parts_are_not_written_as_python_where_the_template_changes_a_text() -> None:
-    text, _ = read(PLAIN.replace("{{ m.content }}", "{{ m.content | replace('o', '0') }}"), chat("twe"))
+    text, _ = read(
+        PLAIN.replace("{{ m.content }}", "{{ m.content | replace('o', '0') }}"), chat("twe")
+    )
     assert text == "<|user|>0ne</s><|assistant|>⟦twe</s>⟧"
 
 
 def test_an_empty_list_of_calls_is_none() -> None:
-    template = PLAIN.replace("{{ m.content }}", "{{ m.content }}{% if m.tool_calls is defined %}!{% endif %}")
-    assert read(template, chat({"content": "two", "tool_calls": []}))[0] == "<|user|>one</s><|assistant|>⟦two</s>⟧"
+    template = PLAIN.replace(
+        "{{ m.content }}", "{{ m.content }}{% if m.tool_calls is defined %}!{% endif %}"
+    )
+    assert (
+        read(template, chat({"content": "two", "tool_calls": []}))[0]
+        == "<|user|>one</s><|assistant|>⟦two</s>⟧"
+    )
 
 
 def test_a_call_that_the_template_writes_differently_later_is_left_out() -> None:
-    call = {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    call = {
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+    }
     text, rows = read(THINKS_LAST, chat(call, "two"))
     assert "⟦<tool_call>" not in text
     assert rows.report.turns_left_out == 1
@@ -232,20 +298,33 @@ def test_the_mark_of_the_next_turn_is_not_learnt() -> None:
 
 
 OPENED_EARLY = (
-    "{% for m in messages %}{% if m.role == 'tool' %}<tool_call>{{ m.content }}</tool_call>{% else %}<|{{ m.role }}|>"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}!{% endfor %}{% if not m.tool_calls %}</s>"
+    "{% for m in messages %}{% if m.role == 'tool' %}<tool_call>{{ m.content }}</tool_call>{%"
+    " else %}<|{{ m.role }}|>"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}!{% endfor %}{% if not"
+    " m.tool_calls %}</s>"
     "{% elif loop.last %}<tool_call>{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|assistant|>{% endif %}"
 )
-"""A template that opens the tool's turn at the end of a call, and leaves the assistant's header out of the prompt after it."""
+"""A template that opens the tool's turn at the end of a call, and leaves the assistant's header out
+of the prompt after it."""
 OPENED_LATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}" + END
 
 
-@pytest.mark.parametrize(("eos", "learnt"), [("</s>", "⟦f!⟧<tool_call>"), ("<tool_call>", "⟦f!<tool_call>⟧")])
-def test_what_the_next_turn_writes_of_itself_is_learnt_only_as_a_stop(eos: str, learnt: str) -> None:
-    call = {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+@pytest.mark.parametrize(
+    ("eos", "learnt"), [("</s>", "⟦f!⟧<tool_call>"), ("<tool_call>", "⟦f!<tool_call>⟧")]
+)
+def test_what_the_next_turn_writes_of_itself_is_learnt_only_as_a_stop(
+    eos: str, learnt: str
+) -> None:
+    call = {
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+    }
     fields = chat(call)
-    fields["messages"] += [{"role": "tool", "content": "21"}, {"role": "assistant", "content": "two"}]
+    fields["messages"] += [
+        {"role": "tool", "content": "21"},
+        {"role": "assistant", "content": "two"},
+    ]
     text, _ = read(OPENED_EARLY, fields, eos=eos)
     assert text == f"<|user|>one</s><|assistant|>{learnt}21</tool_call><|assistant|>⟦two</s>⟧"
 
@@ -269,7 +348,10 @@ def test_nothing_behind_a_stop_is_learnt() -> None:
 
 
 def test_a_call_that_the_template_drops_is_not_learnt_as_an_empty_answer() -> None:
-    call = {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
+    call = {
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+    }
     text, rows = read(PLAIN, chat(call, "two"))
     assert text == "<|user|>one</s><|assistant|></s><|user|>one</s><|assistant|>⟦two</s>⟧"
     assert "drops content, reasoning or a call of 1 turn" in rows.report.warnings()[1]
@@ -292,9 +374,14 @@ def test_roles_are_known_to_the_template_or_refused() -> None:
         read(PLAIN, fields)
     fields = chat("two")
     fields["messages"].insert(0, {"role": "developer", "content": "be brief"})
-    dropping = "{% for m in messages if m.role != 'developer' %}" + PLAIN.removeprefix("{% for m in messages %}")
+    dropping = "{% for m in messages if m.role != 'developer' %}" + PLAIN.removeprefix(
+        "{% for m in messages %}"
+    )
     (note,) = read(dropping, fields)[1].report.warnings()
-    assert "drops content, reasoning or a call of 1 turn, the first in x.jsonl line 1 (role 'developer')" in note
+    assert (
+        "drops content, reasoning or a call of 1 turn, the first in x.jsonl line 1 (role"
+        " 'developer')" in note
+    )
 
 
 def test_two_system_turns_are_refused_unless_they_are_one() -> None:
@@ -308,7 +395,9 @@ def test_two_system_turns_are_refused_unless_they_are_one() -> None:
 def test_a_beginning_is_not_doubled() -> None:
     assert read(PLAIN, {"text": "<s>two"}, begin=True)[0] == "<s>⟦two</s>⟧"
     assert read(PLAIN, {"text": "two"}, begin=True)[0] == "<s>⟦two</s>⟧"
-    assert read(PLAIN, {"prompt": "<s>one", "completion": "two"}, begin=True)[0] == "<s>one⟦two</s>⟧"
+    assert (
+        read(PLAIN, {"prompt": "<s>one", "completion": "two"}, begin=True)[0] == "<s>one⟦two</s>⟧"
+    )
 
 
 def test_ends_at_which_generation_does_not_stop_are_named() -> None:
@@ -325,7 +414,11 @@ def test_ends_at_which_generation_does_not_stop_are_named() -> None:
 
 def test_a_token_without_a_row_is_named_with_its_record() -> None:
     tokens = tokenizer(PLAIN)
-    rows = encode([Record({"text": "one"}, "a line 1"), Record({"text": "one</s>"}, "a line 2")], tokens, max_length=9)
+    rows = encode(
+        [Record({"text": "one"}, "a line 1"), Record({"text": "one</s>"}, "a line 2")],
+        tokens,
+        max_length=9,
+    )
     token, where = rows.report.largest
     assert token == int(rows.token_ids.max())
     assert where == "a line 1"
@@ -334,13 +427,17 @@ def test_a_token_without_a_row_is_named_with_its_record() -> None:
         require_rows(rows.report.largest, tokens, token, "data.train")
 
 
-def test_a_run_goes_on_on_another_day_and_says_what_else_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_on_another_day_and_says_what_else_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import transformers.utils.chat_template_utils as theirs
 
     dated = "{{ strftime_now('%d %B %Y') }}" + PLAIN
 
     def batches(template: str = dated, answer: str = "two", eos: str = "</s>") -> Batches:
-        return Batches(encode([Record(chat(answer), "x")], tokenizer(template, eos=eos), max_length=400), 1)
+        return Batches(
+            encode([Record(chat(answer), "x")], tokenizer(template, eos=eos), max_length=400), 1
+        )
 
     saved = batches().state_dict()
 
@@ -360,10 +457,17 @@ def test_a_run_goes_on_on_another_day_and_says_what_else_changed(monkeypatch: py
 def test_nulls_of_arrow_are_not_taught(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ({"a": 1}, {"b": 2})]
-    rows = [{**chat({"content": "", "tool_calls": [call]}), "tools": [call["function"]]} for call in calls]
+    calls = [
+        {"function": {"name": "f", "arguments": arguments}} for arguments in ({"a": 1}, {"b": 2})
+    ]
+    rows = [
+        {**chat({"content": "", "tool_calls": [call]}), "tools": [call["function"]]}
+        for call in calls
+    ]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "calls.parquet")
-    assert [record.fields["tools"] for record in read_records(tmp_path / "calls.parquet")] == [r["tools"] for r in rows]
+    assert [record.fields["tools"] for record in read_records(tmp_path / "calls.parquet")] == [
+        r["tools"] for r in rows
+    ]
 
 
 @pytest.mark.parametrize(
@@ -374,7 +478,9 @@ def test_nulls_of_arrow_are_not_taught(tmp_path: Path) -> None:
         (b'{"a": ' + b"[" * 200_000, "nested"),
     ],
 )
-def test_records_that_cannot_be_read_name_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
+def test_records_that_cannot_be_read_name_file_and_line(
+    tmp_path: Path, line: bytes, message: str
+) -> None:
     file = tmp_path / "half.jsonl"
     file.write_bytes(b'{"text": "a"}\n' + line + b"\n")
     with refused(ValueError, f"half.jsonl 2 {message}"):

@@ -1,4 +1,5 @@
-"""Oracle: the kernel's count of this process's peak memory, and transformers' own rendering of what is within bounds."""
+"""Oracle: the kernel's count of this process's peak memory, and transformers' own rendering of what
+is within bounds."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ BOMBS = [
     MUCH.replace("STEP", "ns.x + ns.x"),
     MUCH.replace("STEP", "ns.x|replace('a', 'aaa')"),
     MUCH.replace("STEP", "[ns.x, ns.x]|join(ns.x)"),
-    MUCH.replace("STEP", "ns.x ~ ns.x").replace("'aaaaaaaaaaaaaaaa'", "[1]").replace("ns.x ~ ns.x", "ns.x + ns.x"),
+    MUCH.replace("STEP", "ns.x ~ ns.x")
+    .replace("'aaaaaaaaaaaaaaaa'", "[1]")
+    .replace("ns.x ~ ns.x", "ns.x + ns.x"),
     "{{ 'a'|center(6000000000) }}",
     "{{ 'a'|indent(6000000000, true) }}",
     "{{ '%6000000000d'|format(1) }}",
@@ -33,7 +36,8 @@ BOMBS = [
     "{{ 'a'.ljust(6000000000) }}",
     "{{ [1]|batch(600000000, 'x')|list|length }}",
     "{{ [[1]]|tojson(indent=6000000000) }}",
-    "{% set x %}{% for i in range(99999) %}{% for j in range(99999) %}aaaaaaaa{% endfor %}{% endfor %}{% endset %}",
+    "{% set x %}{% for i in range(99999) %}{% for j in range(99999) %}aaaaaaaa{% endfor %}{%"
+    " endfor %}{% endset %}",
     "{% for i in range(99999) %}{% for j in range(99999) %}aaaaaaaa{% endfor %}{% endfor %}",
     "{% macro m(n) %}{{ 'a' * 60000000 }}{{ m(n) }}{% endmacro %}{{ m(1) }}",
 ]
@@ -51,7 +55,8 @@ def tokenizer_of(template: str) -> Any:
 @pytest.mark.parametrize("template", BOMBS)
 def test_a_template_cannot_take_more_memory_than_its_bound(template: str) -> None:
     """At most four times 64 MB more than before, and the limit on the address space as it was."""
-    before, limits = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, resource.getrlimit(resource.RLIMIT_AS)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    limits = resource.getrlimit(resource.RLIMIT_AS)
     with refused(Exception, "template|recursion"):
         render_chat(tokenizer_of(template), TURNS)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000, "kilobytes"

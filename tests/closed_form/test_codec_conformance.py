@@ -1,4 +1,5 @@
-"""Oracle: the formats of the codecs, element by element, in plain Python; and the libraries whose bytes two of them are."""
+"""Oracle: the formats of the codecs, element by element, in plain Python; and the libraries whose
+bytes two of them are."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def _halves(byte_of: int, at: int, half: int) -> int:
 
 
 class TestInt8(CodecTests):
-    codec, step = Codec.INT8, 0.5 / 127
+    codec = Codec.INT8
+    step = 0.5 / 127
 
     def value(self, layout: Layout, buffer: bytes, row: int, column: int) -> float:
         (scale,) = struct.unpack_from("<f", buffer, 4 * row)
@@ -37,18 +39,21 @@ class TestInt8(CodecTests):
 
 
 class TestFp8(CodecTests):
-    codec, step = Codec.FP8, 0.5 / 8
+    codec = Codec.FP8
+    step = 0.5 / 8
 
     def value(self, layout: Layout, buffer: bytes, row: int, column: int) -> float:
         (scale,) = struct.unpack_from("<f", buffer, 4 * row)
         bits = buffer[4 * layout.rows + row * layout.columns + column]
-        exponent, mantissa = bits >> 3 & 15, bits & 7
+        exponent = bits >> 3 & 15
+        mantissa = bits & 7
         code = (1 + mantissa / 8) * 2.0 ** (exponent - 7) if exponent else mantissa / 8 * 2.0**-6
         return float(np.float32(scale) * np.float32(-code if bits >> 7 else code))
 
 
 class TestInt4(CodecTests):
-    codec, step = Codec.INT4, 1 / 8  # a whole step where codes end at 7
+    codec = Codec.INT4  # a whole step where codes end at 7
+    step = 1 / 8
 
     def value(self, layout: Layout, buffer: bytes, row: int, column: int) -> float:
         group, at = _group(layout, row, column)
@@ -63,12 +68,16 @@ class TestInt4InGroupsOf64(TestInt4):
 
 
 class TestInt4a(CodecTests):
-    codec, step = Codec.INT4A, 0.5 / 15
+    codec = Codec.INT4A
+    step = 0.5 / 15
 
     def value(self, layout: Layout, buffer: bytes, row: int, column: int) -> float:
         group, at = _group(layout, row, column)
         d, m = struct.unpack_from("<ee", buffer, 20 * group)
-        return float(np.float32(d) * np.float32(_halves(buffer[20 * group + 4 + at % 16], at, 16)) + np.float32(m))
+        return float(
+            np.float32(d) * np.float32(_halves(buffer[20 * group + 4 + at % 16], at, 16))
+            + np.float32(m)
+        )
 
     def test_bytes_and_values_are_those_of_gguf(self) -> None:
         """Oracle: the gguf package's own reader and writer of Q4_1."""
@@ -82,7 +91,9 @@ class TestInt4a(CodecTests):
 
 
 class TestNf4(CodecTests):
-    codec, step, group_size = Codec.NF4, 0.152, 64
+    codec = Codec.NF4
+    step = 0.152
+    group_size = 64
 
     def value(self, layout: Layout, buffer: bytes, row: int, column: int) -> float:
         group, at = _group(layout, row, column)
@@ -104,7 +115,8 @@ class TestNf4(CodecTests):
 
 
 class Blocks(ReadCodecTests):
-    """A type of GGUF, whose blocks hold random codes: a part has a scale and a summand, an element a code."""
+    """A type of GGUF, whose blocks hold random codes: a part has a scale and a summand, an element
+    a code."""
 
     kind: str
 
@@ -115,14 +127,18 @@ class Blocks(ReadCodecTests):
     def encoded(self, x_RD: torch.Tensor) -> tuple[Layout, torch.Tensor]:
         layout = Layout(tuple(x_RD.shape), self.codec, group_size=self.group_size)
         size = self.codec.facts.block_bytes
-        blocks = random_blocks(self.kind, layout.rows, layout.groups * self.group_size, block=(self.group_size, size))
+        blocks = random_blocks(
+            self.kind, layout.rows, layout.groups * self.group_size, block=(self.group_size, size)
+        )
         return layout, torch.from_numpy(blocks.copy()).flatten()
 
     def code(self, block: bytes, at: int) -> int:
         raise NotImplementedError
 
     def scale(self, block: bytes, at: int) -> tuple[np.float32, np.float32]:
-        d, *m = (np.float32(struct.unpack_from("<e", block, place)[0]) for place in HALVES[self.kind])
+        d, *m = (
+            np.float32(struct.unpack_from("<e", block, place)[0]) for place in HALVES[self.kind]
+        )
         return d, m[0] if m else np.float32(0)
 
     def value(self, layout: Layout, buffer: bytes, row: int, column: int) -> float:
@@ -135,7 +151,9 @@ class Blocks(ReadCodecTests):
         """Oracle: the gguf package's own reader."""
         quants = pytest.importorskip("gguf.quants", reason="needs the gguf package")
         layout, buffer = self.encoded(self.numbers(8, 512))
-        theirs = quants.dequantize(buffer.numpy().reshape(8, -1), quants.GGMLQuantizationType[self.kind])
+        theirs = quants.dequantize(
+            buffer.numpy().reshape(8, -1), quants.GGMLQuantizationType[self.kind]
+        )
         assert np.array_equal(theirs, self.decoded(layout, buffer).numpy())
 
     def test_it_is_not_written(self) -> None:
@@ -146,21 +164,24 @@ class Blocks(ReadCodecTests):
 
 
 class TestQ8_0(Blocks):
-    codec, kind = Codec.Q8_0, "Q8_0"
+    codec = Codec.Q8_0
+    kind = "Q8_0"
 
     def code(self, block: bytes, at: int) -> int:
         return int.from_bytes(block[2 + at : 3 + at], signed=True)
 
 
 class TestQ4_0(Blocks):
-    codec, kind = Codec.Q4_0, "Q4_0"
+    codec = Codec.Q4_0
+    kind = "Q4_0"
 
     def code(self, block: bytes, at: int) -> int:
         return _halves(block[2 + at % 16], at, 16) - 8
 
 
 class TestQ5_0(Blocks):
-    codec, kind = Codec.Q5_0, "Q5_0"
+    codec = Codec.Q5_0
+    kind = "Q5_0"
 
     def code(self, block: bytes, at: int) -> int:
         fifth = int.from_bytes(block[2:6], "little") >> at & 1
@@ -168,7 +189,8 @@ class TestQ5_0(Blocks):
 
 
 class TestQ5_1(Blocks):
-    codec, kind = Codec.Q5_1, "Q5_1"
+    codec = Codec.Q5_1
+    kind = "Q5_1"
 
     def code(self, block: bytes, at: int) -> int:
         fifth = int.from_bytes(block[4:8], "little") >> at & 1
@@ -176,12 +198,15 @@ class TestQ5_1(Blocks):
 
 
 class TestQ4_K(Blocks):
-    codec, kind = Codec.Q4_K, "Q4_K"
+    codec = Codec.Q4_K
+    kind = "Q4_K"
 
     def scale(self, block: bytes, at: int) -> tuple[np.float32, np.float32]:
         d, least = super().scale(block, at)
-        part, s = at // 32, block[4:16]
-        scale, minimum = s[part % 4] & 63, s[4 + part % 4] & 63
+        part = at // 32
+        s = block[4:16]
+        scale = s[part % 4] & 63
+        minimum = s[4 + part % 4] & 63
         if part >= 4:
             scale = s[8 + part % 4] & 15 | s[part % 4] >> 6 << 4
             minimum = s[8 + part % 4] >> 4 | s[4 + part % 4] >> 6 << 4
@@ -192,20 +217,29 @@ class TestQ4_K(Blocks):
 
 
 class TestQ5_K(TestQ4_K):
-    codec, kind = Codec.Q5_K, "Q5_K"
+    codec = Codec.Q5_K
+    kind = "Q5_K"
 
     def code(self, block: bytes, at: int) -> int:
-        return _halves(block[48 + at // 64 * 32 + at % 32], at % 64, 32) | (block[16 + at % 32] >> at // 32 & 1) << 4
+        return (
+            _halves(block[48 + at // 64 * 32 + at % 32], at % 64, 32)
+            | (block[16 + at % 32] >> at // 32 & 1) << 4
+        )
 
 
 class TestQ6_K(Blocks):
-    codec, kind = Codec.Q6_K, "Q6_K"
+    codec = Codec.Q6_K
+    kind = "Q6_K"
 
     def scale(self, block: bytes, at: int) -> tuple[np.float32, np.float32]:
         d, none = super().scale(block, at)
-        return d * np.float32(int.from_bytes(block[192 + at // 16 : 193 + at // 16], signed=True)), none
+        return d * np.float32(
+            int.from_bytes(block[192 + at // 16 : 193 + at // 16], signed=True)
+        ), none
 
     def code(self, block: bytes, at: int) -> int:
-        half, quarter, place = at // 128, at % 128 // 32, at % 32
+        half = at // 128
+        quarter = at % 128 // 32
+        place = at % 32
         low = _halves(block[64 * half + 32 * (quarter % 2) + place], quarter, 2)
         return (low | (block[128 + 32 * half + place] >> 2 * quarter & 3) << 4) - 32

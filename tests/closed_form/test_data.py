@@ -1,4 +1,5 @@
-"""Oracle: closed forms. Orders against the definition of a permutation, masks and cuts against rows written by hand."""
+"""Oracle: closed forms. Orders against the definition of a permutation, masks and cuts against rows
+written by hand."""
 
 from __future__ import annotations
 
@@ -45,18 +46,27 @@ from blockwalk.train.ready import read_training_rows
 from tests.support.messages import refused
 
 SPECIAL = ["<pad>", "<s>", "</s>"]
-PAD, BEGIN, END = 0, 1, 2
+PAD = 0
+BEGIN = 1
+END = 2
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte, begin token added: a row's length is its number of characters, and one."""
+    """One token for each byte, begin token added: a row's length is its number of characters, and
+    one."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytewise = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate([*SPECIAL, *alphabet])}, merges=[]))
+    bytewise = Tokenizer(
+        models.BPE(vocab={t: i for i, t in enumerate([*SPECIAL, *alphabet])}, merges=[])
+    )
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytewise.decoder = decoders.ByteLevel()
-    bytewise.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BEGIN)])
-    return PreTrainedTokenizerFast(tokenizer_object=bytewise, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    bytewise.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", BEGIN)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bytewise, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 def rows_of(lengths: list[int]) -> Encoded:
@@ -76,7 +86,9 @@ def learnt(encoded: Encoded, tokenizer: Any, index: int = 0) -> tuple[str, str]:
 
 
 def jsonl(path: Path, *lines: Any) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return path
 
 
@@ -84,12 +96,15 @@ def equal(a: Batch, b: Batch) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# --- order -----------------------------------------------------------------------------------------------------------
+# --- order
+# -----------------------------------------------------------------------------------------------------------
 
 
 @given(count=st.integers(1, 300), seed=st.integers(0, 2**63), epoch=st.integers(0, 1000))
 @settings(max_examples=50, deadline=None)
-def test_epoch_order_is_a_permutation_and_a_function_of_seed_and_epoch(count: int, seed: int, epoch: int) -> None:
+def test_epoch_order_is_a_permutation_and_a_function_of_seed_and_epoch(
+    count: int, seed: int, epoch: int
+) -> None:
     order = epoch_order(count, seed, epoch)
     assert sorted(order.tolist()) == list(range(count))
     assert np.array_equal(order, epoch_order(count, seed, epoch))
@@ -108,7 +123,11 @@ def test_epoch_order_is_the_same_on_every_machine_and_version() -> None:
 def test_the_stream_is_the_epochs_end_to_end(count: int, batch_size: int, seed: int) -> None:
     batches = Batches(rows_of([2] * count), batch_size, seed)
     stream = [row for _ in range(4) for row in batches.next_rows()]
-    epochs = [row for epoch in range(math.ceil(4 * batch_size / count)) for row in epoch_order(count, seed, epoch)]
+    epochs = [
+        row
+        for epoch in range(math.ceil(4 * batch_size / count))
+        for row in epoch_order(count, seed, epoch)
+    ]
     assert stream == epochs[: 4 * batch_size]
 
 
@@ -123,7 +142,8 @@ def test_the_longest_example_and_the_fullest_batch_come_first_and_two_change_pla
     lengths: list[int], size: int, seed: int, shuffle: bool
 ) -> None:
     """Oracle: the epochs' own orders, and the rule in lists."""
-    batches, count = Batches(rows_of(lengths), size, seed, shuffle=shuffle), len(lengths)
+    batches = Batches(rows_of(lengths), size, seed, shuffle=shuffle)
+    count = len(lengths)
     stream = [row for _ in range(2 * count) for row in batches.next_rows()]
     if not shuffle:
         assert stream[: 2 * count] == [*range(count), *range(count)]
@@ -176,7 +196,9 @@ def test_row_lengths_are_those_of_the_batches_to_come(
     next(batches)
     said = batches.row_lengths(5, groups, apart=apart)
     walked = [side_by_side(batch, groups) if apart else batch for batch in islice(batches, 5)]
-    assert said.tolist() == [math.ceil(each["input_ids"].numel() / (groups * rows)) for each in walked]
+    assert said.tolist() == [
+        math.ceil(each["input_ids"].numel() / (groups * rows)) for each in walked
+    ]
 
 
 def lies_in_a_file(array: np.ndarray) -> bool:
@@ -197,13 +219,18 @@ def test_examples_in_maps_are_those_in_memory(tmp_path: Path) -> None:
         there = whole.mapped(tmp_path)
         assert there.fingerprint() == whole.fingerprint()
         assert equal(next(Batches(there, 2)), next(Batches(whole, 2)))
-        assert all(lies_in_a_file(array) for array in (there.token_ids, there.in_loss, there.starts))
-        assert not any(lies_in_a_file(array) for array in (whole.token_ids, whole.in_loss, whole.starts))
+        assert all(
+            lies_in_a_file(array) for array in (there.token_ids, there.in_loss, there.starts)
+        )
+        assert not any(
+            lies_in_a_file(array) for array in (whole.token_ids, whole.in_loss, whole.starts)
+        )
     assert not list(tmp_path.iterdir())
 
 
 def test_a_map_whose_name_stayed_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the folder before. Power lost before a name was gone, on a disk without nameless files (FUSE, NFS)."""
+    """Oracle: the folder before. Power lost before a name was gone, on a disk without nameless
+    files (FUSE, NFS)."""
     with monkeypatch.context() as power_lost:
         power_lost.setattr(tempfile, "_O_TMPFILE_WORKS", False)
         power_lost.setattr(os, "unlink", lambda path: None)
@@ -225,7 +252,8 @@ def test_resuming_with_another_order_or_other_data_is_refused() -> None:
             other.load_state_dict(saved)
 
 
-# --- cuts ------------------------------------------------------------------------------------------------------------
+# --- cuts
+# ------------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -234,7 +262,9 @@ def test_resuming_with_another_order_or_other_data_is_refused() -> None:
     cuts=st.sampled_from([1, 2, 3, 4, 6, 12]),
 )
 @settings(max_examples=50, deadline=None)
-def test_shares_and_micro_batches_are_the_global_batch_cut(lengths: list[int], world: int, cuts: int) -> None:
+def test_shares_and_micro_batches_are_the_global_batch_cut(
+    lengths: list[int], world: int, cuts: int
+) -> None:
     batch = next(Batches(rows_of(lengths), 12, 5))
     pieces = micro_batches(batch, cuts)
     assert len({len(piece["input_ids"]) for piece in pieces}) == 1
@@ -259,7 +289,9 @@ def test_a_batch_that_is_none_says_what_is_wanted() -> None:
 
 def test_collate_pads_on_the_right_to_the_longest() -> None:
     batch = collate(rows_of([2, 3, 5]), [1, 0], padding_multiple=4)
-    assert {name: tensor.dtype for name, tensor in batch.items()} == dict.fromkeys(batch, torch.int64)
+    assert {name: tensor.dtype for name, tensor in batch.items()} == dict.fromkeys(
+        batch, torch.int64
+    )
     assert batch["input_ids"].tolist() == [[11, 11, 11, PAD], [10, 10, PAD, PAD]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
     assert batch["labels"].tolist() == [[-100, 11, 11, -100], [-100, 10, -100, -100]]
@@ -275,10 +307,13 @@ def test_evaluation_takes_every_example_once_and_pads_little() -> None:
 
 
 def test_packing_keeps_every_token_of_long_records(tokenizer: Any, tmp_path: Path) -> None:
-    """Closed form: the learnt tokens of all rows are the records, whatever their length; so it is for evaluation."""
+    """Closed form: the learnt tokens of all rows are the records, whatever their length; so it is
+    for evaluation."""
     texts = ["abcdefghijklmnopqrstuvwxyz" * 3, "short", "0123456789" * 5]
     file = jsonl(tmp_path / "d.jsonl", *({"text": text} for text in texts))
-    run = config.from_mapping({"data": {"train": str(file), "eval": str(file), "packing": True, "max_length": 16}})
+    run = config.from_mapping(
+        {"data": {"train": str(file), "eval": str(file), "packing": True, "max_length": 16}}
+    )
     rows, _ = read_training_rows(run, tokenizer)
     assert rows.positions is not None
     assert max(np.diff(rows.starts)) <= 16
@@ -292,7 +327,8 @@ def test_packing_keeps_every_token_of_long_records(tokenizer: Any, tmp_path: Pat
     assert joined.fingerprint() != rows.fingerprint(), "a run does not resume without its borders"
 
 
-# --- tokens and masks ------------------------------------------------------------------------------------------------
+# --- tokens and masks
+# ------------------------------------------------------------------------------------------------
 
 
 def test_text_is_learnt_whole_with_its_end(tokenizer: Any) -> None:
@@ -300,13 +336,18 @@ def test_text_is_learnt_whole_with_its_end(tokenizer: Any) -> None:
     assert learnt(encoded, tokenizer) == ("<s>abc</s>", "abc</s>")
 
 
-def test_texts_are_the_same_in_calls_of_any_size(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_the_same_in_calls_of_any_size(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No call has more characters than the limit and one text more."""
     records = [Record({"text": "ab" * number}, "x") for number in range(1, 9)]
-    whole, calls = encode(records, tokenizer, max_length=99), []
+    whole = encode(records, tokenizer, max_length=99)
+    calls = []
     monkeypatch.setattr(data_encode, "CHUNK_CHARACTERS", 10)
     chunks = data_encode._chunks
-    monkeypatch.setattr(data_encode, "_chunks", lambda texts: (calls.append(len(c)) or c for c in chunks(texts)))
+    monkeypatch.setattr(
+        data_encode, "_chunks", lambda texts: (calls.append(len(c)) or c for c in chunks(texts))
+    )
     assert encode(records, tokenizer, max_length=99).fingerprint() == whole.fingerprint()
     assert calls == [3, 2, 1, 1, 1]
 
@@ -314,8 +355,13 @@ def test_texts_are_the_same_in_calls_of_any_size(tokenizer: Any, monkeypatch: py
 def test_the_first_token_of_a_row_is_not_learnt(tokenizer: Any) -> None:
     """Nothing precedes it, with or without a begin token."""
     without = copy.deepcopy(tokenizer)
-    without._tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
-    assert learnt(encode([Record({"text": "abc"}, "x")], without, max_length=9), without) == ("abc</s>", "bc</s>")
+    without._tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A", special_tokens=[]
+    )
+    assert learnt(encode([Record({"text": "abc"}, "x")], without, max_length=9), without) == (
+        "abc</s>",
+        "bc</s>",
+    )
 
 
 def test_completion_is_learnt_with_its_end(tokenizer: Any) -> None:
@@ -332,8 +378,12 @@ def test_completion_is_learnt_with_its_end(tokenizer: Any) -> None:
         (3, "<s>XY", "XY"),  # and only then the completion its right
     ],
 )
-def test_a_long_prompt_is_cut_on_its_left(tokenizer: Any, max_length: int, row: str, in_loss: str) -> None:
-    encoded = encode([Record({"prompt": "abcd", "completion": "XYZ"}, "x")], tokenizer, max_length=max_length)
+def test_a_long_prompt_is_cut_on_its_left(
+    tokenizer: Any, max_length: int, row: str, in_loss: str
+) -> None:
+    encoded = encode(
+        [Record({"prompt": "abcd", "completion": "XYZ"}, "x")], tokenizer, max_length=max_length
+    )
     assert learnt(encoded, tokenizer) == (row, in_loss)
     assert encoded.report.truncated == (max_length < 9)
     assert encoded.report.longest == 9
@@ -342,7 +392,10 @@ def test_a_long_prompt_is_cut_on_its_left(tokenizer: Any, max_length: int, row: 
 def test_what_is_cut_or_dropped_is_counted(tokenizer: Any) -> None:
     records = [Record({"text": text}, "x") for text in ("abcdefgh", "abc", "")]
     encoded = encode(records, tokenizer, max_length=6)
-    assert [learnt(encoded, tokenizer, i)[0] for i in range(len(encoded))] == ["<s>abcde", "<s>abc</s>"]
+    assert [learnt(encoded, tokenizer, i)[0] for i in range(len(encoded))] == [
+        "<s>abcde",
+        "<s>abc</s>",
+    ]
     cut, dropped = encoded.report.warnings()
     assert cut.startswith("1 of 3 records were longer than max_length = 6 tokens (the longest: 10)")
     assert dropped.startswith("1 of 3 records had no token to learn")
@@ -353,7 +406,9 @@ def test_what_is_cut_or_dropped_is_counted(tokenizer: Any) -> None:
 def test_label_word_alone_is_learnt(tokenizer: Any) -> None:
     template = Template("{title}: {text} It was {label}. Really.", ("bad", "good"))
     record = Record({"title": "A", "text": "b", "label": 1}, "x")
-    assert learnt(encode_choices([record], tokenizer, template, max_length=40).answered(), tokenizer) == (
+    assert learnt(
+        encode_choices([record], tokenizer, template, max_length=40).answered(), tokenizer
+    ) == (
         "<s>A: b It was good",
         " good",
     )
@@ -361,12 +416,17 @@ def test_label_word_alone_is_learnt(tokenizer: Any) -> None:
     assert [learnt(choices.rows, tokenizer, c)[1] for c in range(2)] == [" bad", " good"]
     assert choices.targets.tolist() == [1]
     short = encode_choices([record], tokenizer, template, max_length=8)
-    assert [learnt(short.rows, tokenizer, c) for c in range(2)] == [("<s>was bad", " bad"), ("<s>as good", " good")]
+    assert [learnt(short.rows, tokenizer, c) for c in range(2)] == [
+        ("<s>was bad", " bad"),
+        ("<s>as good", " good"),
+    ]
 
 
 def test_classes_are_numbers_or_words() -> None:
     template = Template("{text} {label}", ("bad", "good"))
-    assert [template.class_index(Record({"label": label}, "x")) for label in (0, 1, "bad", "good")] == [0, 1, 0, 1]
+    assert [
+        template.class_index(Record({"label": label}, "x")) for label in (0, 1, "bad", "good")
+    ] == [0, 1, 0, 1]
     for label in (2, -1, True, "fine", None):
         with refused(ValueError, "f.jsonl 3 label"):
             template.class_index(Record({"label": label}, "f.jsonl line 3"))
@@ -383,36 +443,51 @@ def test_classes_are_numbers_or_words() -> None:
         ("{text} {label}", ("a", "a"), "words"),
     ],
 )
-def test_templates_that_make_no_sense_are_refused(text: str, words: tuple[str, ...], message: str) -> None:
+def test_templates_that_make_no_sense_are_refused(
+    text: str, words: tuple[str, ...], message: str
+) -> None:
     with refused(ValueError, message):
         Template(text, words)
 
 
 def test_scores_are_log_probabilities_of_label_words(tokenizer: Any) -> None:
-    """Against probabilities chosen by hand: a model that says "y" with probability p after anything, "n" with q."""
+    """Against probabilities chosen by hand: a model that says "y" with probability p after
+    anything, "n" with q."""
     template = Template("{text}{label}", ("n", "yy"))
     records = [Record({"text": "ab", "label": label}, "x") for label in (0, 1, 1)]
-    batch = label_word_batch(encode_choices(records, tokenizer, template, max_length=20), [0, 2], scores="sum")
+    batch = label_word_batch(
+        encode_choices(records, tokenizer, template, max_length=20), [0, 2], scores="sum"
+    )
     yes, no = tokenizer.convert_tokens_to_ids(["y", "n"])
     probabilities = torch.full((len(tokenizer),), 0.1 / (len(tokenizer) - 2))
     probabilities[yes], probabilities[no] = 0.7, 0.2
-    losses = row_losses(probabilities.log().expand(*batch.batch["labels"].shape, -1), batch.batch["labels"])
-    n, yy = math.log(0.2), 2 * math.log(0.7)
+    losses = row_losses(
+        probabilities.log().expand(*batch.batch["labels"].shape, -1), batch.batch["labels"]
+    )
+    n = math.log(0.2)
+    yy = 2 * math.log(0.7)
     torch.testing.assert_close(batch.scores(losses), torch.tensor([[n, yy], [n, yy]]))
     assert batch.correct(losses) == 1
     expected = -(n + yy) / 2 + math.log(math.exp(n) + math.exp(yy))
     assert ranked("label_words", batch, losses) == pytest.approx(expected, rel=1e-6)
 
 
-def test_label_words_are_ranked_by_the_mean_of_their_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Closed form: a word of two tokens of 0.4 each comes before one of 0.2 by the mean (log 0.4 > log 0.2) and after it by the
-    sum (log 0.16 < log 0.2); accuracy, F1 and cross-entropy follow."""
+def test_label_words_are_ranked_by_the_mean_of_their_tokens(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Closed form: a word of two tokens of 0.4 each comes before one of 0.2 by the mean (log 0.4 >
+    log 0.2) and after it by the sum (log 0.16 < log 0.2); accuracy, F1 and cross-entropy follow."""
     choices = encode_choices(
-        [Record({"text": "ab", "label": 1}, "x")], tokenizer, Template("{text}{label}", ("n", "yy")), max_length=20
+        [Record({"text": "ab", "label": 1}, "x")],
+        tokenizer,
+        Template("{text}{label}", ("n", "yy")),
+        max_length=20,
     )
     losses = torch.tensor([-math.log(0.2), -2 * math.log(0.4)], dtype=torch.float64)
     mean, added = (label_word_batch(choices, [0], scores=scores) for scores in ("mean", "sum"))
-    torch.testing.assert_close(mean.scores(losses), torch.tensor([[math.log(0.2), math.log(0.4)]], dtype=torch.float64))
+    torch.testing.assert_close(
+        mean.scores(losses), torch.tensor([[math.log(0.2), math.log(0.4)]], dtype=torch.float64)
+    )
     assert label_word_batch(choices, [0]).ranked_by == "mean"
     assert (mean.correct(losses), added.correct(losses)) == (1, 0)
     assert (ranked("accuracy", mean, losses), ranked("accuracy", added, losses)) == (0.0, 1.0)
@@ -421,7 +496,8 @@ def test_label_words_are_ranked_by_the_mean_of_their_tokens(tokenizer: PreTraine
     assert ranked("label_words", added, losses) == pytest.approx(-math.log(0.16 / 0.36))
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- files
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_jsonl_and_parquet_hold_the_same_records(tmp_path: Path) -> None:
@@ -432,9 +508,14 @@ def test_jsonl_and_parquet_hold_the_same_records(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "b.parquet")
     jsonl(tmp_path / "a.jsonl", rows[0], "", rows[1])
     assert [record.fields for record in read_records(tmp_path / "a.jsonl")] == rows
-    assert [record.where[-6:] for record in read_records(tmp_path / "a.jsonl")] == ["line 1", "line 3"]
+    assert [record.where[-6:] for record in read_records(tmp_path / "a.jsonl")] == [
+        "line 1",
+        "line 3",
+    ]
     assert [record.fields for record in read_records(tmp_path / "b.parquet")] == rows
-    assert [record.fields for record in read_records(tmp_path)] == rows + rows  # a folder: its files in order
+    assert [
+        record.fields for record in read_records(tmp_path)
+    ] == rows + rows  # a folder: its files in order
 
 
 @pytest.mark.parametrize(
@@ -458,7 +539,9 @@ def test_format_follows_from_the_fields(fields: dict[str, Any], kind: Format) ->
         ({"prompt": 1, "completion": "b"}, "2 prompt string int"),
     ],
 )
-def test_errors_name_file_line_and_field(tokenizer: Any, tmp_path: Path, line: Any, message: str) -> None:
+def test_errors_name_file_line_and_field(
+    tokenizer: Any, tmp_path: Path, line: Any, message: str
+) -> None:
     file = jsonl(tmp_path / "d.jsonl", {"prompt": "a", "completion": "b"}, line)
     with refused(ValueError, f"d.jsonl {message}"):
         encode(read_records(file), tokenizer, max_length=9)
@@ -471,13 +554,20 @@ def test_errors_name_file_line_and_field(tokenizer: Any, tmp_path: Path, line: A
         ({"messages": [{"content": "a"}]}, "messages [0] role content"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages [0] content string"),
         ({"messages": [{"role": "user", "content": "a"}]}, "messages assistant"),
-        ({"messages": [{"role": "assistant", "content": "a"}] * 2}, "template conversation one at a time"),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}] * 2},
+            "template conversation one at a time",
+        ),
         ({"question": "a"}, "messages"),
         ({"text": "a", "label": 1}, "label template"),
     ],
 )
-def test_records_that_make_no_sense_are_refused(tokenizer: Any, fields: dict[str, Any], message: str) -> None:
-    tokenizer.chat_template = "{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}"
+def test_records_that_make_no_sense_are_refused(
+    tokenizer: Any, fields: dict[str, Any], message: str
+) -> None:
+    tokenizer.chat_template = (
+        "{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}"
+    )
     with refused(ValueError, f"f 8 {message}"):
         encode([Record(fields, "f line 8")], tokenizer, max_length=9)
 

@@ -1,4 +1,5 @@
-"""Oracle: the rule that nothing names CUDA where torch's accelerator would do: the modules that do, each with its reason."""
+"""Oracle: the rule that nothing names CUDA where torch's accelerator would do: the modules that do,
+each with its reason."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def names(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     words = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        named = getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "arg", None)
+        named = (
+            getattr(node, "attr", None) or getattr(node, "id", None) or getattr(node, "arg", None)
+        )
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in words:
             named = node.value
         if isinstance(named, str) and re.search("cuda", named, re.IGNORECASE):
@@ -44,6 +47,10 @@ def names(path: Path) -> Iterator[str]:
 
 def test_nothing_names_cuda_without_a_reason() -> None:
     paths = [path.relative_to(SOURCE) for path in sorted(SOURCE.rglob("*.py"))]
-    named = {path.as_posix(): list(names(SOURCE / path)) for path in paths if "kernels" not in path.parts}
+    named = {
+        path.as_posix(): list(names(SOURCE / path)) for path in paths if "kernels" not in path.parts
+    }
     found = {path: words for path, words in named.items() if words}
-    assert found.keys() == NAMED.keys(), {name: found.get(name) for name in found.keys() ^ NAMED.keys()}
+    assert found.keys() == NAMED.keys(), {
+        name: found.get(name) for name in found.keys() ^ NAMED.keys()
+    }

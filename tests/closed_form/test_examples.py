@@ -1,4 +1,5 @@
-"""Oracle: the generator. The shipped data files against those made anew from their seeds, and the promises made of them."""
+"""Oracle: the generator. The shipped data files against those made anew from their seeds, and the
+promises made of them."""
 
 from __future__ import annotations
 
@@ -63,7 +64,10 @@ def test_held_out_records_are_not_in_the_training_files(build: Any) -> None:
     visits = [{row["text"] for row in rows(f"sentiment_{part}")} for part in ("train", "heldout")]
     assert not visits[0] & visits[1]
     assert [len(each) for each in visits] == [1000, 400]
-    cards = [{row["messages"][1]["content"] for row in rows(f"cards_{part}")} for part in ("train", "heldout")]
+    cards = [
+        {row["messages"][1]["content"] for row in rows(f"cards_{part}")}
+        for part in ("train", "heldout")
+    ]
     assert not cards[0] & cards[1]
     assert len(cards[0] | cards[1]) == len(sys.modules["tiny_language"].CREATURES)
 
@@ -75,10 +79,15 @@ def test_the_two_classes_are_balanced() -> None:
 
 
 def test_label_words_are_single_tokens_and_nothing_is_cut(tokenizer: Any) -> None:
-    choices = encode_choices(read_records(DATA / "sentiment_heldout.jsonl"), tokenizer, TEMPLATE, max_length=64)
+    choices = encode_choices(
+        read_records(DATA / "sentiment_heldout.jsonl"), tokenizer, TEMPLATE, max_length=64
+    )
     assert choices.rows.report.warnings() == []
     assert choices.rows.in_loss.sum() == 2 * len(choices)
-    words = {tokenizer.decode(ids[mask]) for ids, mask in (choices.rows[i] for i in range(len(choices.rows)))}
+    words = {
+        tokenizer.decode(ids[mask])
+        for ids, mask in (choices.rows[i] for i in range(len(choices.rows)))
+    }
     assert words == {" terrible", " great"}
 
 
@@ -86,14 +95,17 @@ def test_cards_are_what_the_chat_template_marks(tokenizer: Any) -> None:
     """transformers' own assistant mask, from the marks in the shipped template."""
     encoded = encode(read_records(DATA / "cards_train.jsonl"), tokenizer, max_length=64)
     for index, row in enumerate(rows("cards_train")):
-        theirs = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        theirs = tokenizer.apply_chat_template(
+            row["messages"], return_dict=True, return_assistant_tokens_mask=True
+        )
         assert encoded[index][0].tolist() == theirs["input_ids"]
         assert encoded[index][1].astype(int).tolist() == theirs["assistant_masks"]
 
 
 def test_what_is_shipped_is_small() -> None:
     sizes = {
-        folder: sum(path.stat().st_size for path in (EXAMPLES / folder).rglob("*")) for folder in ("data", "tiny-llama")
+        folder: sum(path.stat().st_size for path in (EXAMPLES / folder).rglob("*"))
+        for folder in ("data", "tiny-llama")
     }
     assert sizes["data"] < 2e6
     assert sizes["tiny-llama"] < 6e6

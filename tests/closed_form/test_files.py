@@ -40,7 +40,10 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert (tmp_path / "deep" / "out" / "inner" / "file").read_text() == "x"
     with refused(ValueError, "exists"), atomic_files.atomic_folder(tmp_path / "deep" / "out"):
         pass
-    with pytest.raises(ZeroDivisionError), atomic_files.atomic_folder(tmp_path / "deep" / "other") as folder:
+    with (
+        pytest.raises(ZeroDivisionError),
+        atomic_files.atomic_folder(tmp_path / "deep" / "other") as folder,
+    ):
         (folder / "file").write_text("x" * (1 // 0))
     with refused(ValueError, "exists"), atomic_files.atomic_folder(tmp_path / "deep" / "late"):
         (tmp_path / "deep" / "late").mkdir()  # somebody else was faster
@@ -68,7 +71,9 @@ def test_a_folder_is_replaced_by_one_that_is_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_that_another_rank_makes_meanwhile_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_another_rank_makes_meanwhile_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: a second maker of the folder, between the first one's look at it and its call."""
     look = Path.is_symlink
 
@@ -113,13 +118,18 @@ def test_the_names_of_a_folder_outlast_the_power(tmp_path: Path) -> None:
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
         pytest.skip("a file system in user space needs root and /dev/fuse")
     left = {}
-    for name, make in (("durable", atomic_files.make_folder), ("not", lambda path: path.mkdir(parents=True))):
+    for name, make in (
+        ("durable", atomic_files.make_folder),
+        ("not", lambda path: path.mkdir(parents=True)),
+    ):
         with recorded(tmp_path / name) as disk:
             make(tmp_path / name / "a" / "b" / "c")
         volumes = [volume_of(survivors(disk.log, random.Random(seed))) for seed in range(20)]
         for number, volume in enumerate(volumes):
             volume.copy_to(tmp_path / f"{name}-{number}")
-        left[name] = sum((tmp_path / f"{name}-{number}" / "a" / "b" / "c").is_dir() for number in range(20))
+        left[name] = sum(
+            (tmp_path / f"{name}-{number}" / "a" / "b" / "c").is_dir() for number in range(20)
+        )
     assert left["durable"] == 20
     assert left["not"] < 20
 

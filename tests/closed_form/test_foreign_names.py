@@ -1,5 +1,5 @@
-"""Oracle: the parser itself, which reads the line that each error offers; and a list of 108 names of four tools, each with the
-setting that does the same, written down by hand."""
+"""Oracle: the parser itself, which reads the line that each error offers; and a list of 108 names
+of four tools, each with the setting that does the same, written down by hand."""
 
 from __future__ import annotations
 
@@ -62,21 +62,27 @@ iters=max_steps grad_checkpoint=recompute steps_per_report=log_every steps_per_e
 adapter_path=output_dir batch_size=batch_size data=data.train grad_accumulation_steps=gradient_accumulation_steps
 resume_adapter_file=lora.from
 """
-SETTING_OF = {name: set(ours.split(",")) for name, _, ours in (pair.partition("=") for pair in _PAIRS.split())}
+SETTING_OF = {
+    name: set(ours.split(",")) for name, _, ours in (pair.partition("=") for pair in _PAIRS.split())
+}
 """Names of four tools, and the setting that does it here."""
 
 KNOWN = frozenset(config.setting_names())
 
 
-def answer(settings: dict[str, Any], flags: bool = False) -> tuple[RunConfig | None, str, list[str]]:
+def answer(
+    settings: dict[str, Any], flags: bool = False
+) -> tuple[RunConfig | None, str, list[str]]:
     """The run that settings are read as, or else the error, and the notes."""
     given: Any = ({}, settings.items()) if flags else (settings, ())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            run, error = config.from_mapping(*given, as_flags=flags), ""
+            run = config.from_mapping(*given, as_flags=flags)
+            error = ""
         except ValueError as problem:
-            run, error = None, str(problem)
+            run = None
+            error = str(problem)
     return run, error, [str(each.message) for each in caught if issubclass(each.category, Note)]
 
 
@@ -108,7 +114,10 @@ def test_each_name_is_taken_or_its_error_has_a_line_that_can_be_pasted(row: Fore
             assert row.ours in notes[0] or row.idle is not None, name
         elif row.ours == "lora.from":
             assert error.endswith(f"{WRITE}lora.from: {row.example}")
-        elif row.ours in KNOWN and row.ours not in ("compile", "data.weights"):  # which need others beside them
+        elif row.ours in KNOWN and row.ours not in (
+            "compile",
+            "data.weights",
+        ):  # which need others beside them
             _, names = pasted(error)
             assert all(sets(each, row) for each in names), error
         else:
@@ -116,7 +125,9 @@ def test_each_name_is_taken_or_its_error_has_a_line_that_can_be_pasted(row: Fore
             assert WRITE not in error, error
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.ours in KNOWN], ids=lambda row: row.all_names[0])
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.ours in KNOWN], ids=lambda row: row.all_names[0]
+)
 def test_a_line_for_the_command_line_is_a_flag_that_can_be_pasted(row: Foreign) -> None:
     _, error, _ = answer({row.all_names[0]: row.example}, flags=True)
     if WRITE in error:
@@ -131,7 +142,24 @@ def test_a_line_for_the_command_line_is_a_flag_that_can_be_pasted(row: Foreign) 
 
 def test_whatever_the_value_a_line_can_be_pasted() -> None:
     """Each row meets four of the values, and each value a quarter of the rows."""
-    values = ["many", "", None, True, False, 0, -1, 7, 0.3, "a: b", "x\ny", "[1", [], ["é", "#"], "''", 10**30]
+    values = [
+        "many",
+        "",
+        None,
+        True,
+        False,
+        0,
+        -1,
+        7,
+        0.3,
+        "a: b",
+        "x\ny",
+        "[1",
+        [],
+        ["é", "#"],
+        "''",
+        10**30,
+    ]
     for place, row in enumerate(ROWS):
         for value in values[place % 4 :: 4]:
             _, error, notes = answer({row.all_names[-1]: value})
@@ -177,9 +205,15 @@ def test_no_name_elsewhere_is_guessed_by_its_spelling() -> None:
         ({"training_args": {"output_dir": "runs/a"}}, "output_dir: runs/a"),
         ({"lora": {"target": "all"}}, "lora.target_modules: all-linear"),
         ({"lora_parameters": {"rank": 4, "scale": 2.5}}, "lora.alpha: 10"),
-        ({"datasets": [{"path": "a.jsonl", "type": "alpaca"}, {"path": "b.jsonl"}]}, "data.train: [a.jsonl, b.jsonl]"),
+        (
+            {"datasets": [{"path": "a.jsonl", "type": "alpaca"}, {"path": "b.jsonl"}]},
+            "data.train: [a.jsonl, b.jsonl]",
+        ),
         ({"adam_beta2": 0.95}, "optimizer.betas: [0.9, 0.95]"),
-        ({"lr_scheduler_kwargs": {"min_lr": 1e-5}, "optimizer": {"learning_rate": 1e-4}}, "optimizer.min_ratio: 0.1"),
+        (
+            {"lr_scheduler_kwargs": {"min_lr": 1e-5}, "optimizer": {"learning_rate": 1e-4}},
+            "optimizer.min_ratio: 0.1",
+        ),
         ({"load_in_4bit": True}, "frozen: disk × int4a"),
         ({"bf16": True}, "compute_dtype: bfloat16"),
         ({"frozen": "nf4"}, "frozen.codec: nf4"),
@@ -213,7 +247,11 @@ def test_the_line_holds_what_the_value_means(settings: dict[str, Any], line: str
         ({"batch-size": 4}, "batch_size", 4),
         ({"lora": {"r": 4}}, "lora.rank", 4),
         ({"optimizer": {"lr": 2e-4}}, "plan.optimizer.learning_rate", 2e-4),
-        ({"lr_scheduler_type": "cosine_with_restarts"}, "plan.optimizer.schedule", "cosine_with_restarts"),
+        (
+            {"lr_scheduler_type": "cosine_with_restarts"},
+            "plan.optimizer.schedule",
+            "cosine_with_restarts",
+        ),
         ({"optim": "adamw_torch"}, "plan.optimizer.name", "adamw"),
         ({"optimizer": "adamw_torch_fused"}, "plan.optimizer.name", "adamw"),
         ({"warmup_ratio": 0.03}, "plan.optimizer.warmup_steps", 0.03),
@@ -227,7 +265,9 @@ def test_the_line_holds_what_the_value_means(settings: dict[str, Any], line: str
         ({"val_set_size": 0.05}, "data.eval_share", 0.05),
     ],
 )
-def test_what_means_the_same_is_taken_with_a_note(settings: dict[str, Any], name: str, value: Any) -> None:
+def test_what_means_the_same_is_taken_with_a_note(
+    settings: dict[str, Any], name: str, value: Any
+) -> None:
     """Oracle: the value that went in."""
     run, error, notes = answer(settings)
     assert error == ""
@@ -256,8 +296,19 @@ def test_every_problem_is_said_at_once() -> None:
 
 
 def test_flags_of_other_tools_are_settings_and_those_of_a_command_are_its_own() -> None:
-    """Oracle: the arguments, by hand: a switch has no value, and --adapter is an option of generate."""
-    words = ["run.yaml", "--num_train_epochs", "2", "--bf16", "--lora-r=4", "--adapter", "x", "--nonsense", "1"]
+    """Oracle: the arguments, by hand: a switch has no value, and --adapter is an option of
+    generate."""
+    words = [
+        "run.yaml",
+        "--num_train_epochs",
+        "2",
+        "--bf16",
+        "--lora-r=4",
+        "--adapter",
+        "x",
+        "--nonsense",
+        "1",
+    ]
     pairs, others = config.split_flags(words, {"adapter"})
     assert pairs == [("num_train_epochs", "2"), ("bf16", "true"), ("lora-r", "4")]
     assert others == ["run.yaml", "--adapter", "x", "--nonsense", "1"]

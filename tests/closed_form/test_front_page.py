@@ -1,4 +1,5 @@
-"""Oracle: the kept results of the benchmarks, which README's figures are compared with, and a count of its words."""
+"""Oracle: the kept results of the benchmarks, which README's figures are compared with, and a count
+of its words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Oracle: descriptions written here, with one thing wrong or with round figures; psutil for the memory of this machine."""
+"""Oracle: descriptions written here, with one thing wrong or with round figures; psutil for the
+memory of this machine."""
 
 from __future__ import annotations
 
@@ -36,22 +37,34 @@ WHOLE = "device_bytes: 8GB\nflops: {float32: 1e12}\n"
         ("a: [", "YAML"),
     ],
 )
-def test_a_description_with_one_thing_wrong_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_a_description_with_one_thing_wrong_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
     (tmp_path / "machine.yaml").write_text(text)
     with refused(ValueError, message):
         hardware.load(tmp_path / "machine.yaml")
 
 
 def test_a_description_is_read_with_its_units(tmp_path: Path) -> None:
-    """Closed form: sizes with units, numbers that YAML 1.1 takes for text, a link without latency, a curve."""
-    text = "op_seconds: 1e-3\nhost_bytes: 2GiB\ninter: {bandwidth: 1e9}\nproducts: {float32: [[1e6, 1e-3]]}\nnodes: 3\n"
-    (tmp_path / "machine.yaml").write_text(WHOLE + text + "devices_per_node: 4\npeak_flops: {bfloat16: 3e12}")
+    """Closed form: sizes with units, numbers that YAML 1.1 takes for text, a link without latency,
+    a curve."""
+    text = (
+        "op_seconds: 1e-3\nhost_bytes: 2GiB\ninter: {bandwidth: 1e9}\nproducts: {float32: [[1e6,"
+        " 1e-3]]}\nnodes: 3\n"
+    )
+    (tmp_path / "machine.yaml").write_text(
+        WHOLE + text + "devices_per_node: 4\npeak_flops: {bfloat16: 3e12}"
+    )
     found = hardware.load(tmp_path / "machine.yaml")
     assert (found.name, found.device_bytes, found.host_bytes) == ("machine", 8 * 10**9, 2**31)
     assert (found.op_seconds, found.inter, found.world) == (1e-3, Link(1e9), 12)
     assert found.products == {"float32": Curve(((1e6, 1e-3),))}
-    assert (found.flops_of("float32"), found.flops_of("bfloat16")) == (1e12, 1e12), "as fast as float32"
-    assert (found.peak_of("float32"), found.peak_of("bfloat16")) == (1e12, 3e12), "reached, where nothing is promised"
+    assert (found.flops_of("float32"), found.flops_of("bfloat16")) == (1e12, 1e12), (
+        "as fast as float32"
+    )
+    assert (found.peak_of("float32"), found.peak_of("bfloat16")) == (1e12, 3e12), (
+        "reached, where nothing is promised"
+    )
     assert dataclasses.replace(found, flops={"bfloat16": 5e11}).flops_of("float16") == 5e11
 
 
@@ -78,11 +91,15 @@ def test_this_machine_is_what_doctor_wrote_for_its_device_else_the_memory_that_t
     rough = hardware.of_this_machine()
     assert (rough.name, rough.device, rough.host_bytes) == (hardware.UNMEASURED, "cpu", host)
     assert rough.device_bytes == host, "a processor's memory is the host's"
-    measured = dataclasses.replace(hardware.load("laptop"), name="hardware", memory_bandwidth=12.5e9)
+    measured = dataclasses.replace(
+        hardware.load("laptop"), name="hardware", memory_bandwidth=12.5e9
+    )
     hardware.save(measured, hardware.HERE)
     assert hardware.of_this_machine() == hardware.load("here") == measured
     other = hardware.of_this_machine("cuda")
-    assert (other.name, other.device) == (hardware.UNMEASURED, "cuda"), "doctor has described a processor alone"
+    assert (other.name, other.device) == (hardware.UNMEASURED, "cuda"), (
+        "doctor has described a processor alone"
+    )
     assert other.device_bytes == hardware.load("rtx-4090").device_bytes
 
 
@@ -104,15 +121,23 @@ def test_a_card_is_described_by_its_own_name_and_its_memory_by_its_driver(
         "NVIDIA GeForce RTX 4090": "rtx-4090", "NVIDIA GeForce RTX 3060 Ti": "rtx-3060", "Tesla T4": "rtx-4090",
     }.items():  # fmt: skip
         found = hardware.of_this_machine("cuda", Card(name, 33 * 10**9))
-        assert (found.name, found.device_bytes, found.measured) == (hardware.UNMEASURED, 33 * 10**9, False), name
+        assert (found.name, found.device_bytes, found.measured) == (
+            hardware.UNMEASURED,
+            33 * 10**9,
+            False,
+        ), name
         assert found.world == 1, name
         assert found.decode_rate == hardware.load(shipped).decode_rate, name
         assert found.peak_flops == hardware.load(shipped).peak_flops, name
-    assert hardware.of_this_machine("cpu", Card("NVIDIA H200", 1)).device_bytes == psutil.virtual_memory().total
+    assert (
+        hardware.of_this_machine("cpu", Card("NVIDIA H200", 1)).device_bytes
+        == psutil.virtual_memory().total
+    )
 
 
 def test_measured_figures_of_a_card_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closed form: the figures of the file in the description's units, and everything else as it was."""
+    """Closed form: the figures of the file in the description's units, and everything else as it
+    was."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "gpu-facts-h100.json"
     file.write_text(json.dumps(FACTS))
@@ -132,13 +157,21 @@ def test_measured_figures_of_a_card_win(tmp_path: Path, monkeypatch: pytest.Monk
         rough.disk_read,
     )
     here = hardware.of_this_machine("cuda", Card(FACTS["name"], 80 * 10**9))
-    assert (here.name, here.noise_rate, here.host_bytes) == (FACTS["name"], 2.5e11, psutil.virtual_memory().total)
+    assert (here.name, here.noise_rate, here.host_bytes) == (
+        FACTS["name"],
+        2.5e11,
+        psutil.virtual_memory().total,
+    )
     other = hardware.of_this_machine("cuda", Card("NVIDIA H200", 80 * 10**9))
     assert other.name == hardware.UNMEASURED, "the figures are another card's"
     source = "measured by blockwalk doctor"
-    measured = dataclasses.replace(rough, name="hardware", card="", device_bytes=7 * 10**9, source=source)
+    measured = dataclasses.replace(
+        rough, name="hardware", card="", device_bytes=7 * 10**9, source=source
+    )
     hardware.save(measured, hardware.HERE)
-    assert hardware.load("here") == hardware.of_this_machine("cuda", Card(FACTS["name"], 80 * 10**9))
+    assert hardware.load("here") == hardware.of_this_machine(
+        "cuda", Card(FACTS["name"], 80 * 10**9)
+    )
     assert hardware.load("here").noise_rate == 2.5e11
     assert hardware.load("here").device_bytes == 7 * 10**9, "doctor knows what others leave"
     again = tmp_path / "again.yaml"
@@ -159,7 +192,9 @@ def test_measured_figures_of_a_card_win(tmp_path: Path, monkeypatch: pytest.Monk
         ({"decode_rate": {"int4a": "fast"}}, "decode_rate.int4a fast"),
     ],
 )
-def test_figures_that_are_none_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_figures_that_are_none_are_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     file = tmp_path / "gpu-facts-h100.json"
     file.write_text(json.dumps({**FACTS, **change}))
     with refused(ValueError, message):
@@ -172,15 +207,24 @@ def test_figures_that_are_none_are_refused(change: dict[str, Any], message: str,
 def test_figures_that_are_not_there_yet_leave_what_ships(tmp_path: Path) -> None:
     """A script that was killed, or whose memory ran out, leaves some of them."""
     file = tmp_path / "gpu-facts-h100.json"
-    file.write_text(json.dumps({"name": FACTS["name"], "copy_up": None, "decode_rate": {"nf4": None}}))
-    found, rough = hardware.load(file), hardware.load("h100-80gb")
+    file.write_text(
+        json.dumps({"name": FACTS["name"], "copy_up": None, "decode_rate": {"nf4": None}})
+    )
+    found = hardware.load(file)
+    rough = hardware.load("h100-80gb")
     changed = {
-        each.name for each in dataclasses.fields(found) if getattr(found, each.name) != getattr(rough, each.name)
+        each.name
+        for each in dataclasses.fields(found)
+        if getattr(found, each.name) != getattr(rough, each.name)
     }
     assert changed == {"name", "source"}
 
 
 def test_a_plan_counts_on_a_part_of_an_accelerator_and_on_all_of_a_processor() -> None:
-    card, laptop = hardware.load("rtx-4090"), hardware.load("laptop")
-    assert (card.usable_bytes, card.host_room) == (int(0.92 * card.device_bytes), int(0.8 * card.host_bytes))
+    card = hardware.load("rtx-4090")
+    laptop = hardware.load("laptop")
+    assert (card.usable_bytes, card.host_room) == (
+        int(0.92 * card.device_bytes),
+        int(0.8 * card.host_bytes),
+    )
     assert (laptop.usable_bytes, laptop.host_room) == (laptop.device_bytes, laptop.host_bytes)

@@ -16,16 +16,21 @@ class Heap:
     """A heap of which ``kept`` bytes are in use and ``free`` ones are not given back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.kept, self.free, self.peak, self.trims = 300 * MB, 0, 0, 0
+        self.kept = 300 * MB
+        self.free = 0
+        self.peak = 0
+        self.trims = 0
         monkeypatch.setattr(heap, "_anonymous_bytes", lambda: self.kept + self.free)
         monkeypatch.setattr(heap, "_trimmer", lambda: self.trim)
 
     def trim(self, _: int) -> int:
-        self.free, self.trims = 0, self.trims + 1
+        self.free = 0
+        self.trims = self.trims + 1
         return 1
 
     def block(self, needs: int, stays: int = 0, holes: int = 0) -> None:
-        """Take and give back ``needs`` bytes; ``stays`` more are kept, and ``holes`` are lost until the next trim."""
+        """Take and give back ``needs`` bytes; ``stays`` more are kept, and ``holes`` are lost until
+        the next trim."""
         self.kept += stays
         self.free = max(self.free, needs) + holes
         self.peak = max(self.peak, self.kept + self.free)
@@ -33,8 +38,8 @@ class Heap:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
 def test_large_blocks_are_returned_while_that_is_asked() -> None:
-    """Oracle: glibc's own count of the bytes that it has taken from the system a block at a time (``mallinfo2``), in a process
-    in which a block of 24 MB has come and gone before."""
+    """Oracle: glibc's own count of the bytes that it has taken from the system a block at a time
+    (``mallinfo2``), in a process in which a block of 24 MB has come and gone before."""
     code = """
 import ctypes
 from blockwalk.system import heap
@@ -65,7 +70,8 @@ print(one_by_one(40 << 20))
 def test_what_the_first_blocks_leave_for_good_is_not_taken_for_what_a_block_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first blocks compile their products, 30 MB each; later ones need 40 MB and leave holes of 2 MB."""
+    """The first blocks compile their products, 30 MB each; later ones need 40 MB and leave holes of
+    2 MB."""
     there = Heap(monkeypatch)
     slack = heap.Slack()
     for turn in range(100):
@@ -74,12 +80,17 @@ def test_what_the_first_blocks_leave_for_good_is_not_taken_for_what_a_block_need
         if turn == 10:
             there.peak = 0
     assert there.kept == 420 * MB
-    assert there.peak <= there.kept + 40 * MB + heap.MARGIN + 3 * 2 * MB, (there.peak - there.kept) / MB
+    assert there.peak <= there.kept + 40 * MB + heap.MARGIN + 3 * 2 * MB, (
+        there.peak - there.kept
+    ) / MB
     assert there.trims < 40, "the heap is not given back after every block"
 
 
-def test_a_step_of_other_lengths_begins_with_no_heap_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks need 40 MB; what one of a step leaves serves its others, and is all holes to the next step's."""
+def test_a_step_of_other_lengths_begins_with_no_heap_of_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks need 40 MB; what one of a step leaves serves its others, and is all holes to the next
+    step's."""
     peaks = {}
     for anew in (False, True):
         there = Heap(monkeypatch)

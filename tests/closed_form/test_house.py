@@ -20,15 +20,23 @@ def test_no_module_imports_itself_through_others() -> None:
 
 def test_every_folder_stands_in_the_table_of_layers() -> None:
     house = open_house()[0]
-    folders = {path.relative_to(house.root).parts[0] for path in house.modules.values() if path.parent != house.root}
+    folders = {
+        path.relative_to(house.root).parts[0]
+        for path in house.modules.values()
+        if path.parent != house.root
+    }
     assert folders == set(house.may_import)
 
 
 def test_plan_program_and_simulate_need_no_torch() -> None:
     """The interpreter's own table of loaded modules, after all of theirs were imported."""
-    pure = [n for n in open_house()[0].modules if n.partition(".")[0] in ("plan", "program", "simulate")]
+    pure = [
+        n for n in open_house()[0].modules if n.partition(".")[0] in ("plan", "program", "simulate")
+    ]
     lines = [f"import blockwalk.{name}" for name in pure]
-    code = "\n".join([*lines, "import sys", "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"])
+    code = "\n".join(
+        [*lines, "import sys", "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"]
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -37,7 +45,9 @@ def test_an_arrow_up_and_a_circle_are_found(tmp_path: Path) -> None:
     root = tmp_path / "blockwalk"
     for room, other in (("upper", "lower"), ("lower", "upper")):
         (root / room).mkdir(parents=True)
-        (root / room / "room.py").write_text(f"def f():\n    from blockwalk.{other}.room import f\n")
+        (root / room / "room.py").write_text(
+            f"def f():\n    from blockwalk.{other}.room import f\n"
+        )
     house = House(root, {"upper": ("lower",)})
     assert [str(arrow) for arrow in house.up()] == ["lower.room:2 → upper.room"]
     assert house.circles() == [["lower.room", "upper.room"]]

@@ -1,4 +1,5 @@
-"""Oracle: a Python without triton, a search path without a compiler, a folder without headers: each is named in a sentence."""
+"""Oracle: a Python without triton, a search path without a compiler, a folder without headers: each
+is named in a sentence."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ def test_a_launcher_that_is_not_compiled_says_what_the_system_lacks(
     assert "install gcc" in kernels.missing(NONE)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    assert f"{tmp_path / 'Python.h'} is not there: install the package python3-dev" in kernels.missing(FAILED)
+    assert (
+        f"{tmp_path / 'Python.h'} is not there: install the package python3-dev"
+        in kernels.missing(FAILED)
+    )
     (tmp_path / "Python.h").touch()
     assert not kernels.missing(FAILED), "neither is missing: its words are the compiler's"
     monkeypatch.setenv("PATH", "")

@@ -1,4 +1,5 @@
-"""Oracle: closed forms of nested groups: disjoint, covering, each inside the next; and the bytes that a gather sends."""
+"""Oracle: closed forms of nested groups: disjoint, covering, each inside the next; and the bytes
+that a gather sends."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ pytestmark = pytest.mark.fast
 
 def chain(draw: st.DrawFn) -> MeshSettings:
     small, step2, step1, replicas = (draw(st.integers(1, 3)) for _ in range(4))
-    middle, large = small * step2, small * step2 * step1
+    middle = small * step2
+    large = small * step2 * step1
     world = large * replicas
     return MeshSettings(
         groups=(f"small={small}", f"middle={middle}", f"large = {large}"),
@@ -40,19 +42,26 @@ def chain(draw: st.DrawFn) -> MeshSettings:
 
 @given(st.composite(chain)())
 def test_slices_tile_the_buffer_and_nest(mesh: MeshSettings) -> None:
-    """Closed form: the slices of a group are disjoint, cover everything, and each holds those of the next larger group."""
+    """Closed form: the slices of a group are disjoint, cover everything, and each holds those of
+    the next larger group."""
     axes = make_axes(mesh)
     numel = mesh.world * 5
     sizes = group_sizes(mesh)
     for size in sizes.values():
         for lowest in range(0, mesh.world, size):
-            pieces = sorted(slice_of(axes, rank, numel, size) for rank in range(lowest, lowest + size))
+            pieces = sorted(
+                slice_of(axes, rank, numel, size) for rank in range(lowest, lowest + size)
+            )
             assert pieces == [(i * numel // size, (i + 1) * numel // size) for i in range(size)]
     for rank in range(mesh.world):
         inner, outer = (slice_of(axes, rank, numel, sizes[name]) for name in ("small", "large"))
         assert inner[0] <= outer[0] < outer[1] <= inner[1]
     sent = gather_bytes(between(axes, 1, mesh.world), numel)
-    assert sent == sum(numel // a.inner - numel // a.outer for a in axes) == numel - numel // mesh.world
+    assert (
+        sent
+        == sum(numel // a.inner - numel // a.outer for a in axes)
+        == numel - numel // mesh.world
+    )
 
 
 def test_groups_that_do_not_nest_are_refused() -> None:
@@ -67,8 +76,10 @@ def test_groups_that_do_not_nest_are_refused() -> None:
 
 @given(st.composite(chain)())
 def test_an_axis_has_the_name_of_the_group_that_it_completes(mesh: MeshSettings) -> None:
-    """Closed form: all axes up to a group's reach that group, and of those of one name the product is its ranks."""
-    axes, sizes = make_axes(mesh), group_sizes(mesh)
+    """Closed form: all axes up to a group's reach that group, and of those of one name the product
+    is its ranks."""
+    axes = make_axes(mesh)
+    sizes = group_sizes(mesh)
     for axis in axes:
         assert sizes[axis.name] == axis.outer
         assert reach(between(axes, 1, axis.outer)) == (1, axis.outer)
@@ -78,18 +89,34 @@ def test_an_axis_has_the_name_of_the_group_that_it_completes(mesh: MeshSettings)
 
 
 def test_work_is_shared_over_axes_of_its_own() -> None:
-    """Closed form: neighbours share the forwards; each pair of places on both axes is one rank's."""
+    """Closed form: neighbours share the forwards; each pair of places on both axes is one
+    rank's."""
     mesh = MeshSettings(world=6, ranks_per_node=3, perturb=3, data=2)
     assert names_of(work_axes(mesh)) == ("perturb", "data")
     places = [dict(coordinates_of(mesh, rank)) for rank in range(6)]
-    assert [(place["perturb"], place["data"]) for place in places] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
-    assert [(place["node"], place["world"]) for place in places] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    assert [(place["perturb"], place["data"]) for place in places] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (0, 1),
+        (1, 1),
+        (2, 1),
+    ]
+    assert [(place["node"], place["world"]) for place in places] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (0, 1),
+        (1, 1),
+        (2, 1),
+    ]
 
 
 @given(st.composite(chain)())
 def test_ranks_that_differ_in_one_coordinate_are_one_group(mesh: MeshSettings) -> None:
-    """Closed form: along each axis the world falls into groups that hold a rank at the place of its own coordinate, inside one
-    node unless the axis crosses nodes; the coordinates together are the rank."""
+    """Closed form: along each axis the world falls into groups that hold a rank at the place of its
+    own coordinate, inside one node unless the axis crosses nodes; the coordinates together are the
+    rank."""
     axes = make_axes(mesh)
     assert math.prod(axis.length for axis in axes) == mesh.world
     for rank in range(mesh.world):

@@ -1,4 +1,5 @@
-"""Oracle: messages written out here, in two wordings each, and the facts that a reader would look for in both."""
+"""Oracle: messages written out here, in two wordings each, and the facts that a reader would look
+for in both."""
 
 from __future__ import annotations
 
@@ -26,7 +27,14 @@ def test_facts_hold_in_any_wording(message: str) -> None:
 
 @pytest.mark.parametrize(
     ("message", "fact"),
-    [("1.5 GB", "1"), ("1.5 GB", "5"), ("rank 12", "2"), ("int4a", "int4"), ("mebp2", "mebp"), ("weights", "weight")],
+    [
+        ("1.5 GB", "1"),
+        ("1.5 GB", "5"),
+        ("rank 12", "2"),
+        ("int4a", "int4"),
+        ("mebp2", "mebp"),
+        ("weights", "weight"),
+    ],
 )
 def test_a_part_of_a_name_or_number_is_no_fact(message: str, fact: str) -> None:
     assert missing(message, fact) == [fact]

@@ -1,4 +1,5 @@
-"""Oracle: the name of the file, the place, the setting and the way out that a message must hold, written out by hand."""
+"""Oracle: the name of the file, the place, the setting and the way out that a message must hold,
+written out by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def _adapter(path: Path) -> None:
         ),
     ],
 )
-def test_a_pointer_of_git_lfs_is_called_one(tmp_path: Path, name: str, read: Callable[[Path], Any]) -> None:
+def test_a_pointer_of_git_lfs_is_called_one(
+    tmp_path: Path, name: str, read: Callable[[Path], Any]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / name).write_text(POINTER)
     with refused(ValueError, f"{name} git-lfs pull"):
@@ -68,7 +71,9 @@ def test_code_of_a_model_is_said_never_to_run(tmp_path: Path) -> None:
         load_config(tmp_path)
     assert "trust_remote_code" not in str(refusal.value)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Own", **auto_map}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Own", **auto_map})
+    )
     with refused(ValueError, "code tokenizer.json") as refusal:
         load_tokenizer(tmp_path)
     assert "trust_remote_code" not in str(refusal.value)
@@ -104,7 +109,11 @@ def test_a_source_without_records_is_named_with_its_setting(tmp_path: Path) -> N
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1"])
 @pytest.mark.parametrize(
     ("suffix", "text"),
-    [(".jsonl", '{"text": "one"}\n{"text": "é"}\n'), (".json", '[{"text": "é"}]'), (".csv", "text\né\n")],
+    [
+        (".jsonl", '{"text": "one"}\n{"text": "é"}\n'),
+        (".json", '[{"text": "é"}]'),
+        (".csv", "text\né\n"),
+    ],
 )
 def test_text_in_another_encoding_names_the_file_and_the_way_out(
     tmp_path: Path, encoding: str, suffix: str, text: str

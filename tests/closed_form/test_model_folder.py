@@ -1,4 +1,5 @@
-"""Oracle: folders written here, whole or with one thing wrong; the message names the file and says what to do."""
+"""Oracle: folders written here, whole or with one thing wrong; the message names the file and says
+what to do."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from blockwalk.models.folder import INDEX, STORE_INDEX, checkpoint_files, require_config, require_weights
+from blockwalk.models.folder import (
+    INDEX,
+    STORE_INDEX,
+    checkpoint_files,
+    require_config,
+    require_weights,
+)
 from tests.support.messages import refused
 
 pytestmark = pytest.mark.fast
@@ -27,7 +34,9 @@ def write(folder: Path, *files: str) -> Path:
 def test_weights_are_one_file_or_those_of_the_index_or_a_block_store(tmp_path: Path) -> None:
     """Closed form: each part once, by name; one whole file goes before an index."""
     one = write(tmp_path / "one", "config.json", "model.safetensors", INDEX)
-    parts = write(tmp_path / "parts", "config.json", INDEX, "part-1.safetensors", "part-2.safetensors")
+    parts = write(
+        tmp_path / "parts", "config.json", INDEX, "part-1.safetensors", "part-2.safetensors"
+    )
     packed = write(tmp_path / "packed", "config.json", STORE_INDEX)
     assert checkpoint_files(one) == ["model.safetensors"]
     assert checkpoint_files(parts) == ["part-1.safetensors", "part-2.safetensors"]
@@ -47,7 +56,9 @@ def test_weights_are_one_file_or_those_of_the_index_or_a_block_store(tmp_path: P
         (("config.json", INDEX, "part-2.safetensors"), "part-1.safetensors"),
     ],
 )
-def test_a_folder_that_is_no_whole_model(tmp_path: Path, files: tuple[str, ...], message: str) -> None:
+def test_a_folder_that_is_no_whole_model(
+    tmp_path: Path, files: tuple[str, ...], message: str
+) -> None:
     with refused(ValueError, message):
         require_weights(write(tmp_path / "model", *files))
 

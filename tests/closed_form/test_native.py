@@ -1,5 +1,5 @@
-"""Oracle: the contract of load: a broken kernel never an error, no compiler no kernel; the kernels as compiled for this
-processor, which those of wheels are compared with, bit for bit."""
+"""Oracle: the contract of load: a broken kernel never an error, no compiler no kernel; the kernels
+as compiled for this processor, which those of wheels are compared with, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from blockwalk.numerics.noise.numpy_words import cubic_coefficients, gaussian_ta
 from tests.support.messages import warned
 
 
-def test_a_broken_kernel_warns_once_and_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_kernel_warns_once_and_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the contract of load."""
     monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
@@ -34,12 +36,16 @@ def test_a_broken_kernel_warns_once_and_is_none(tmp_path: Path, monkeypatch: pyt
         good = native.load("good")
     assert good is not None
     assert good.answer() == 42
-    assert [file.suffix for file in (tmp_path / "cache" / "native").iterdir()] == [".so"], "no scratch is left"
+    assert [file.suffix for file in (tmp_path / "cache" / "native").iterdir()] == [".so"], (
+        "no scratch is left"
+    )
     monkeypatch.setenv("BLOCKWALK_NATIVE", "0")
     assert native.load("good") is None
 
 
-def test_no_compiler_is_no_kernel_and_no_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_is_no_kernel_and_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: an empty PATH."""
     monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -77,7 +83,8 @@ def plant(library: Path) -> None:
 
 
 def test_a_library_that_another_user_planted_is_not_opened(cache: Path) -> None:
-    """Oracle: what the library that was planted answers; a process of its own opens it, where its owner is trusted."""
+    """Oracle: what the library that was planted answers; a process of its own opens it, where its
+    owner is trusted."""
     if os.geteuid() != 0:
         pytest.skip("giving a file to another user needs root")
     assert answer() == 42
@@ -105,9 +112,12 @@ def test_a_library_that_others_may_write_is_not_opened(of: str, mode: int, cache
         assert answer() == 42
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o755), (0o002, 0o755), (0o027, 0o750), (0o077, 0o700)])
+@pytest.mark.parametrize(
+    ("umask", "mode"), [(0o022, 0o755), (0o002, 0o755), (0o027, 0o750), (0o077, 0o700)]
+)
 def test_who_may_enter_the_cache_may_read_the_library(umask: int, mode: int, cache: Path) -> None:
-    """Oracle: the file system's modes. Under a umask that lets the group write, the cache is still its owner's."""
+    """Oracle: the file system's modes. Under a umask that lets the group write, the cache is still
+    its owner's."""
     before = os.umask(umask)
     try:
         with warnings.catch_warnings():
@@ -116,7 +126,10 @@ def test_who_may_enter_the_cache_may_read_the_library(umask: int, mode: int, cac
     finally:
         os.umask(before)
     (library,) = cache.iterdir()
-    assert (stat.S_IMODE(cache.stat().st_mode), stat.S_IMODE(library.stat().st_mode)) == (mode, mode)
+    assert (stat.S_IMODE(cache.stat().st_mode), stat.S_IMODE(library.stat().st_mode)) == (
+        mode,
+        mode,
+    )
 
 
 KERNELS = Path(native.__file__).parent
@@ -125,18 +138,25 @@ ARM = ("aarch64-linux-gnu-gcc", "-static")
 
 def checksums(folder: Path, march: str, *compiler: str) -> list[str]:
     """What a program with every kernel, compiled for one processor, prints."""
-    program, tables = folder / march, folder / "tables"
+    program = folder / march
+    tables = folder / "tables"
     tables.write_bytes(cubic_coefficients().tobytes() + gaussian_table().tobytes())
     flags = [flag for flag in native.FLAGS if flag not in ("-march=native", "-shared")]
     sources = [*KERNELS.glob("*.c"), Path(__file__).parents[1] / "support" / "kernels.c"]
-    subprocess.run([*compiler, *flags, f"-march={march}", *sources, "-o", program, "-lm"], check=True)
+    subprocess.run(
+        [*compiler, *flags, f"-march={march}", *sources, "-o", program, "-lm"], check=True
+    )
     emulator = ["qemu-aarch64"] if compiler == ARM else []
-    return subprocess.run([*emulator, program, tables], check=True, capture_output=True, text=True).stdout.splitlines()
+    return subprocess.run(
+        [*emulator, program, tables], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
 
 
 def test_kernels_of_wheels_answer_as_those_compiled_here(tmp_path: Path) -> None:
-    """Every level of this processor's kind that it has; ARM's under an emulator, where both are installed."""
-    compiler, known = native._compiler(), set(native._processor().split())
+    """Every level of this processor's kind that it has; ARM's under an emulator, where both are
+    installed."""
+    compiler = native._compiler()
+    known = set(native._processor().split())
     if compiler is None:
         pytest.skip("no C compiler")
     expected = checksums(tmp_path, "native", *compiler)
@@ -148,9 +168,13 @@ def test_kernels_of_wheels_answer_as_those_compiled_here(tmp_path: Path) -> None
         assert checksums(tmp_path, "armv8-a", *ARM) == expected
 
 
-def test_a_wheel_brings_kernels_where_there_is_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: what the library of this processor's best level answers; another level's lies beside it."""
-    known, compiler = set(native._processor().split()), native._compiler()
+def test_a_wheel_brings_kernels_where_there_is_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: what the library of this processor's best level answers; another level's lies beside
+    it."""
+    known = set(native._processor().split())
+    compiler = native._compiler()
     there = [level for level, has in native.LEVELS.items() if known.issuperset(has.split())]
     if compiler is None or not there:
         pytest.skip("no C compiler, or no level")

@@ -1,4 +1,5 @@
-"""Oracles: Random123's published vectors, numpy's Philox, Φ⁻¹ of the standard library, and moments in closed form."""
+"""Oracles: Random123's published vectors, numpy's Philox, Φ⁻¹ of the standard library, and moments
+in closed form."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ from blockwalk.numerics import native as native_code
 from blockwalk.numerics.noise import key as noise_key
 from blockwalk.numerics.noise import numpy_words
 from blockwalk.numerics.noise.key import NoiseKey, Window, Write
-from blockwalk.numerics.noise.noise import add_products_, fill_, perturbed, random_uint16, stochastic_round
+from blockwalk.numerics.noise.noise import (
+    add_products_,
+    fill_,
+    perturbed,
+    random_uint16,
+    stochastic_round,
+)
 from tests.support.messages import refused
 from tests.support.native import by
 
@@ -30,13 +37,19 @@ ROUNDING = NoiseKey(seed=0, step=7, query=0, name=KEY.name, domain="rounding")
 KINDS = ("gaussian", "rademacher")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HAS_COMPILER = native_code.load("noise") is not None
-PATHS = [pytest.param(True, marks=pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler"), id="native"), False]
+PATHS = [
+    pytest.param(
+        True, marks=pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler"), id="native"
+    ),
+    False,
+]
 
 PINNED_KEY = (0x4B688FF9EF26D91A, 0xDFE5F4A8C3624309)
 PINNED_VALUES = [0.36327868700027466, -1.1261557340621948, -1.0515210628509521, 1.0220437049865723]
 PINNED_SEED = 2345225987418141522
 
-# Random123, tests/kat_vectors: philox4x64 10 rounds, four words of counter, two of key, four of answer.
+# Random123, tests/kat_vectors: philox4x64 10 rounds, four words of counter, two of key, four of
+# answer.
 PUBLISHED = """
 0000000000000000 0000000000000000 0000000000000000 0000000000000000 0000000000000000 0000000000000000
 16554d9eca36314c db20fe9d672d0fdc d7e772cee186176b 7e68b68aec7ba23b
@@ -52,9 +65,14 @@ def philox(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
     a, b, c, d = counter
     k0, k1 = key
     for _ in range(10):
-        first, second = 0xD2E7470EE14C6C93 * a, 0xCA5A826395121157 * c
-        a, b, c, d = second >> 64 ^ b ^ k0, second % 2**64, first >> 64 ^ d ^ k1, first % 2**64
-        k0, k1 = (k0 + 0x9E3779B97F4A7C15) % 2**64, (k1 + 0xBB67AE8584CAA73B) % 2**64
+        first = 0xD2E7470EE14C6C93 * a
+        second = 0xCA5A826395121157 * c
+        a = second >> 64 ^ b ^ k0
+        b = second % 2**64
+        c = first >> 64 ^ d ^ k1
+        d = first % 2**64
+        k0 = (k0 + 0x9E3779B97F4A7C15) % 2**64
+        k1 = (k1 + 0xBB67AE8584CAA73B) % 2**64
     return [a, b, c, d]
 
 
@@ -63,30 +81,41 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def awkward(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Values of every magnitude that matters to 16-bit rounding: subnormal, ordinary, ties, overflowing."""
+    """Values of every magnitude that matters to 16-bit rounding: subnormal, ordinary, ties,
+    overflowing."""
     generator = torch.Generator().manual_seed(count)
-    x = torch.randn(count, generator=generator) * 2.0 ** torch.randint(-34, 18, (count,), generator=generator)
+    x = torch.randn(count, generator=generator) * 2.0 ** torch.randint(
+        -34, 18, (count,), generator=generator
+    )
     x[::7] = x[::7].half().float() + 2.0**-11  # near ties of float16
-    x[3::7] = (x[3::7].abs() % 4).floor().add(0.5) * 2.0**-24 * (1 + 2.0**-22)  # just above ties of its subnormals
+    x[3::7] = (
+        (x[3::7].abs() % 4).floor().add(0.5) * 2.0**-24 * (1 + 2.0**-22)
+    )  # just above ties of its subnormals
     return x.to(dtype)
 
 
 def draws_of(key: NoiseKey, start: int, count: int) -> np.ndarray:
-    """The definition: draw e is the 16 bits at 16·(e mod 4) of word (e div 4) mod 4 of counter e div 16."""
-    words = [philox((c, 0, 0, 0), key.philox_key()) for c in range(start // 16, (start + count - 1) // 16 + 1)]
+    """The definition: draw e is the 16 bits at 16·(e mod 4) of word (e div 4) mod 4 of counter e
+    div 16."""
+    words = [
+        philox((c, 0, 0, 0), key.philox_key())
+        for c in range(start // 16, (start + count - 1) // 16 + 1)
+    ]
     flat = [word >> 16 * lane & 0xFFFF for four in words for word in four for lane in range(4)]
     return np.array(flat[start % 16 :][:count])
 
 
 def test_the_paper_s_definition_gives_the_published_vectors() -> None:
-    """Oracle: Random123's known-answer vectors, for the Philox that the other tests compare with."""
+    """Oracle: Random123's known-answer vectors, for the Philox that the other tests compare
+    with."""
     lines = [[int(word, 16) for word in line.split()] for line in PUBLISHED.split("\n") if line]
     for question, answer in zip(lines[::2], lines[1::2], strict=True):
         assert philox(tuple(question[:4]), (question[4], question[5])) == answer
 
 
 def test_words_are_philox_of_the_counter() -> None:
-    """Oracle: the definition above, for numpy's generator, whose counter steps before it is used."""
+    """Oracle: the definition above, for numpy's generator, whose counter steps before it is
+    used."""
     key = KEY.philox_key()
     for counter in (0, 1, 2**40):
         want = [word for c in range(counter, counter + 3) for word in philox((c, 0, 0, 0), key)]
@@ -112,12 +141,15 @@ def test_values_by_definition(native: bool, start: int) -> None:
 
 
 def test_table_is_the_inverse_normal() -> None:
-    """Oracle: statistics.NormalDist, and exact sums over the table for what its documentation claims."""
+    """Oracle: statistics.NormalDist, and exact sums over the table for what its documentation
+    claims."""
     table = numpy_words.gaussian_table()
     inverse = NormalDist().inv_cdf
     quantiles = np.array([-inverse((2 * m + 1) / 2**17) for m in range(1 << 15)])
     assert np.abs(table[: 1 << 15] - quantiles).max() < 6.3e-5
-    assert np.array_equal(table[1 << 15 :], -table[: 1 << 15]), "antisymmetric: the mean and every odd moment are 0"
+    assert np.array_equal(table[1 << 15 :], -table[: 1 << 15]), (
+        "antisymmetric: the mean and every odd moment are 0"
+    )
     assert (np.diff(table[: 1 << 15]) < 0).all(), "m counts from the tail towards the middle"
     assert table.min() == -table.max()
     assert table.max() == np.float32(4.32497454)
@@ -125,13 +157,18 @@ def test_table_is_the_inverse_normal() -> None:
     assert abs(moments[2] - 1) < 2e-9
     assert abs(moments[4] / moments[2] ** 2 - 2.99926) < 1e-5
     assert abs(moments[6] - 14.973) < 1e-3
-    assert abs(1 / (2 * NormalDist().cdf(-4.325)) - 65_000) < 1000, "what the documentation says lies beyond"
+    assert abs(1 / (2 * NormalDist().cdf(-4.325)) - 65_000) < 1000, (
+        "what the documentation says lies beyond"
+    )
 
 
 def test_cubics_go_through_the_quantiles() -> None:
-    """Oracle: −Φ⁻¹ at each segment's borders and inner Chebyshev extrema, times the documented scale."""
+    """Oracle: −Φ⁻¹ at each segment's borders and inner Chebyshev extrema, times the documented
+    scale."""
     inverse = NormalDist().inv_cdf
-    for row, cubic in enumerate(np.roll(numpy_words.cubic_coefficients().T.astype(float), 2, axis=0)):
+    for row, cubic in enumerate(
+        np.roll(numpy_words.cubic_coefficients().T.astype(float), 2, axis=0)
+    ):
         exponent, second = divmod(row, 2)
         for t in (0, 0.125, 0.375, 0.5):
             p = 2.0**exponent * (1 + second / 2 + t) / 2**17
@@ -164,7 +201,8 @@ def test_streams_look_independent(kind: str) -> None:
 
 
 def test_key_is_pinned() -> None:
-    """Oracle: a value written down when the generator was: ledgers hold seeds, so a key may never change silently."""
+    """Oracle: a value written down when the generator was: ledgers hold seeds, so a key may never
+    change silently."""
     assert noise_key.GENERATOR_VERSION == 1
     assert KEY.philox_key() == PINNED_KEY
     assert fill_(torch.empty(4), KEY, 10**6).tolist() == PINNED_VALUES
@@ -172,19 +210,28 @@ def test_key_is_pinned() -> None:
 
 
 def test_seeds() -> None:
-    """Oracle: the documented range; 0 is a seed, and parts of a derived seed do not run into one another."""
+    """Oracle: the documented range; 0 is a seed, and parts of a derived seed do not run into one
+    another."""
     assert NoiseKey(2**63, 0, 0, "w").philox_key() != NoiseKey(0, 0, 0, "w").philox_key()
     for bad in (-1, 2**64):
         with refused(ValueError, "seed"):
             NoiseKey(bad, 0, 0, "w")
-    seeds = {noise_key.derive_seed(*p) for p in [("ab", "c"), ("a", "bc"), ("abc",), (1,), ("1",), (b"1",), (1, 0), ()]}
+    seeds = {
+        noise_key.derive_seed(*p)
+        for p in [("ab", "c"), ("a", "bc"), ("abc",), (1,), ("1",), (b"1",), (1, 0), ()]
+    }
     assert len(seeds) == 8
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 @pytest.mark.parametrize("native", PATHS)
 @settings(max_examples=30, deadline=None)
-@given(start=st.integers(0, 2**40), count=st.integers(0, 6000), kind=st.sampled_from(KINDS), data=st.data())
+@given(
+    start=st.integers(0, 2**40),
+    count=st.integers(0, 6000),
+    kind=st.sampled_from(KINDS),
+    data=st.data(),
+)
 def test_a_slice_alone_is_the_slice_of_the_whole(
     native: bool, start: int, count: int, kind: str, data: st.DataObject
 ) -> None:
@@ -198,8 +245,11 @@ def test_a_slice_alone_is_the_slice_of_the_whole(
 @pytest.mark.parametrize("native", PATHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_windows(native: bool, kind: str) -> None:
-    """Oracle: the whole parameter [N, D], generated at once, then sliced: rows, columns, named rows."""
-    height, width, begin = 37, 300, 5
+    """Oracle: the whole parameter [N, D], generated at once, then sliced: rows, columns, named
+    rows."""
+    height = 37
+    width = 300
+    begin = 5
     whole = by(native, fill_, torch.empty(height, width), KEY, begin, kind)
     rows = by(native, fill_, torch.empty(4, width), KEY, begin + 3 * width, kind)
     assert torch.equal(rows, whole[3:7])
@@ -212,7 +262,9 @@ def test_windows(native: bool, kind: str) -> None:
     into = torch.zeros(height, 2 * width)[:, 7:57]  # rows of a wider buffer
     by(native, perturbed, weight[:, 20:70], into, KEY, begin + 20, 1e-3, kind, pitch=width)
     assert torch.equal(into, weight[:, 20:70] + 1e-3 * whole[:, 20:70])
-    assert torch.equal(bits(fill_(torch.empty(0, width), KEY, 0, kind, pitch=width)), torch.empty(0, width).int())
+    assert torch.equal(
+        bits(fill_(torch.empty(0, width), KEY, 0, kind, pitch=width)), torch.empty(0, width).int()
+    )
 
 
 @pytest.mark.parametrize("native", PATHS)
@@ -223,27 +275,35 @@ def test_perturbed_rounds_as_torch_does(
     native: bool, kind: str, source_dtype: torch.dtype, out_dtype: torch.dtype
 ) -> None:
     """Oracle: torch's float32 product, sum and conversion, one after another."""
-    n, start, scale = 5000, 11, 1e-3
+    n = 5000
+    start = 11
+    scale = 1e-3
     source = awkward(n, source_dtype)
     z = by(native, fill_, torch.empty(n), KEY, start, kind)
     want = (source.float() + z * scale).to(out_dtype)
     got = by(native, perturbed, source, torch.empty(n, dtype=out_dtype), KEY, start, scale, kind)
     assert torch.equal(bits(got), bits(want))
     if source_dtype == out_dtype:
-        assert torch.equal(bits(by(native, perturbed, source, source, KEY, start, scale, kind)), bits(want))
+        assert torch.equal(
+            bits(by(native, perturbed, source, source, KEY, start, scale, kind)), bits(want)
+        )
 
 
 @pytest.mark.parametrize("native", PATHS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_stochastic_rounding_by_definition(native: bool, dtype: torch.dtype) -> None:
-    """Oracle: neighbours and remainder in float64, rounded up where remainder + draw reaches 2^16."""
-    n, start = 4000, 9
+    """Oracle: neighbours and remainder in float64, rounded up where remainder + draw reaches
+    2^16."""
+    n = 4000
+    start = 9
     x = awkward(n, torch.float32).clamp(-65000, 65000)
     draws = torch.from_numpy(draws_of(ROUNDING, start, n))
     magnitude = x.double().abs()
     smallest = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}[dtype]
     digits = {torch.bfloat16: 7, torch.float16: 10}[dtype]
-    unit = torch.maximum(2.0 ** (torch.frexp(magnitude).exponent.double() - 1 - digits), torch.tensor(smallest))
+    unit = torch.maximum(
+        2.0 ** (torch.frexp(magnitude).exponent.double() - 1 - digits), torch.tensor(smallest)
+    )
     below = torch.floor(magnitude / unit)
     up = torch.floor((magnitude / unit - below) * 2**16) + draws >= 2**16
     want = torch.copysign((below + up) * unit, x.double()).to(dtype)
@@ -254,8 +314,11 @@ def test_stochastic_rounding_by_definition(native: bool, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_stochastic_updates_survive_where_nearest_ones_are_lost(dtype: torch.dtype) -> None:
-    """Oracle: the mean of many roundings of 1 + 2^-14, which is 1 + 2^-14 to five standard deviations."""
-    n, steps, change = 1 << 14, 4, 2.0**-14
+    """Oracle: the mean of many roundings of 1 + 2^-14, which is 1 + 2^-14 to five standard
+    deviations."""
+    n = 1 << 14
+    steps = 4
+    change = 2.0**-14
     total = 0.0
     for step in range(steps):
         one = torch.ones(n, dtype=dtype)
@@ -274,7 +337,14 @@ def test_special_values() -> None:
         for rounding in (None, ROUNDING):
             for native in (True, False):
                 got = by(
-                    native, perturbed, special, torch.empty(35, dtype=dtype), KEY, 0, 0.0, rounding=rounding
+                    native,
+                    perturbed,
+                    special,
+                    torch.empty(35, dtype=dtype),
+                    KEY,
+                    0,
+                    0.0,
+                    rounding=rounding,
                 ).float()
                 assert torch.equal(got[:2], special[:2])
                 assert got[2].isnan()
@@ -284,7 +354,8 @@ def test_special_values() -> None:
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
 def test_threads_change_nothing() -> None:
     """Oracle: one thread."""
-    n, start = (1 << 18) + 77, 5
+    n = (1 << 18) + 77
+    start = 5
     source = torch.randn(n)
     table = torch.randn(1100, 300)
     before = torch.get_num_threads()
@@ -292,11 +363,19 @@ def test_threads_change_nothing() -> None:
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            flat = perturbed(source, torch.empty(n, dtype=torch.bfloat16), KEY, start, 1e-3, rounding=ROUNDING)
-            window = perturbed(table[:, :250], torch.empty(1100, 250), KEY, start, 1e-3, "rademacher", pitch=300)
+            flat = perturbed(
+                source, torch.empty(n, dtype=torch.bfloat16), KEY, start, 1e-3, rounding=ROUNDING
+            )
+            window = perturbed(
+                table[:, :250], torch.empty(1100, 250), KEY, start, 1e-3, "rademacher", pitch=300
+            )
             index = torch.arange(1100).flip(0)
-            named = perturbed(table, torch.empty(1100, 300), KEY, start, 1e-3, pitch=300, rows=index)
-            results.append((flat, window, named, random_uint16(KEY, 1, torch.empty(n, dtype=torch.int32))))
+            named = perturbed(
+                table, torch.empty(1100, 300), KEY, start, 1e-3, pitch=300, rows=index
+            )
+            results.append(
+                (flat, window, named, random_uint16(KEY, 1, torch.empty(n, dtype=torch.int32)))
+            )
     finally:
         torch.set_num_threads(before)
     for one, three in zip(*results, strict=True):
@@ -304,10 +383,16 @@ def test_threads_change_nothing() -> None:
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the C kernel has one path on this processor")
-def test_narrow_processors_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the same kernel compiled for this processor; here it is compiled without the widest vectors."""
-    n, start = 3001, 13
+@pytest.mark.skipif(
+    os.uname().machine != "x86_64", reason="the C kernel has one path on this processor"
+)
+def test_narrow_processors_give_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the same kernel compiled for this processor; here it is compiled without the widest
+    vectors."""
+    n = 3001
+    start = 13
     cases = [
         (kind, scale, source, out, rounding)
         for kind in KINDS
@@ -319,7 +404,17 @@ def test_narrow_processors_give_the_same_bits(tmp_path: Path, monkeypatch: pytes
 
     def run() -> list[torch.Tensor]:
         return [
-            bits(perturbed(awkward(n, source), torch.empty(n, dtype=out), KEY, start, scale, kind, rounding=rounding))
+            bits(
+                perturbed(
+                    awkward(n, source),
+                    torch.empty(n, dtype=out),
+                    KEY,
+                    start,
+                    scale,
+                    kind,
+                    rounding=rounding,
+                )
+            )
             for kind, scale, source, out, rounding in cases
         ]
 
@@ -336,10 +431,16 @@ def test_narrow_processors_give_the_same_bits(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_products_are_added_term_by_term(native: bool, rank: int, threads: int) -> None:
-    """Oracle: numpy's float32, one rounding for each product and sum; rows and columns alone are those of the whole."""
-    rows, columns, scales = 150, 2500, (1e-3, -2e-4)
+    """Oracle: numpy's float32, one rounding for each product and sum; rows and columns alone are
+    those of the whole."""
+    rows = 150
+    columns = 2500
+    scales = (1e-3, -2e-4)
     before = torch.get_num_threads()
-    x_RD, *factors = torch.randn(rows, columns), *(torch.randn(n, rank) for n in (rows, columns, rows, columns))
+    x_RD, *factors = (
+        torch.randn(rows, columns),
+        *(torch.randn(n, rank) for n in (rows, columns, rows, columns)),
+    )
     (lefts, rights), want = (factors[::2], factors[1::2]), x_RD.numpy().copy()
     for a, b, scale in zip(lefts, rights, scales, strict=True):
         z = a[:, :1].numpy() * b[:, 0].numpy()
@@ -351,7 +452,14 @@ def test_products_are_added_term_by_term(native: bool, rank: int, threads: int) 
         torch.set_num_threads(threads)
         for some, others in parts:
             out = x_RD[some, others].contiguous().clone()
-            by(native, add_products_, out, [a[some] for a in lefts], [b[others] for b in rights], scales)
+            by(
+                native,
+                add_products_,
+                out,
+                [a[some] for a in lefts],
+                [b[others] for b in rights],
+                scales,
+            )
             assert torch.equal(out, torch.from_numpy(want)[some, others])
     finally:
         torch.set_num_threads(before)
@@ -383,7 +491,11 @@ def test_refusals() -> None:
 
 def test_mezo_noise_is_the_original_s() -> None:
     """Oracle: the original's lines: torch.manual_seed, then torch.normal for each parameter."""
-    parameters = [torch.zeros(5, 7), torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.float16)]
+    parameters = [
+        torch.zeros(5, 7),
+        torch.zeros(3, dtype=torch.bfloat16),
+        torch.zeros(2, 2, dtype=torch.float16),
+    ]
     draws = MezoNoise(0, parameters)
     torch.manual_seed(99)
     passes = [list(draws), list(draws)]
@@ -391,16 +503,25 @@ def test_mezo_noise_is_the_original_s() -> None:
     for got in passes:
         torch.manual_seed(0)
         for z, p in zip(got, parameters, strict=True):
-            want = torch.normal(mean=0, std=1, size=p.data.size(), device=p.data.device, dtype=p.data.dtype)
+            want = torch.normal(
+                mean=0, std=1, size=p.data.size(), device=p.data.device, dtype=p.data.dtype
+            )
             assert torch.equal(z, want)
 
 
 def compare_triton(device: str) -> None:
-    """Every Triton kernel against the CPU's bits, on ``device``; in the interpreter the device is the CPU."""
+    """Every Triton kernel against the CPU's bits, on ``device``; in the interpreter the device is
+    the CPU."""
     from blockwalk.numerics.kernels import noise as noise_cuda
 
     def same(got: torch.Tensor, want: torch.Tensor) -> None:
-        assert torch.equal(bits(got).cpu(), bits(want)), (kind, source_dtype, out_dtype, rounding, start)
+        assert torch.equal(bits(got).cpu(), bits(want)), (
+            kind,
+            source_dtype,
+            out_dtype,
+            rounding,
+            start,
+        )
 
     for kind in KINDS:
         n = {"gaussian": 2100, "rademacher": 4150}[kind]  # two programs
@@ -411,40 +532,69 @@ def compare_triton(device: str) -> None:
                     source = awkward(n, source_dtype)
                     on_device = source.to(device, copy=True)
                     out = torch.empty(n, dtype=out_dtype, device=device)
-                    want = perturbed(source, out.cpu().clone(), KEY, start, 1e-3, kind, rounding=rounding)
-                    write = Write(on_device, out, KEY, start, 1e-3, kind, rounding, Window(1, n, 0), None)
+                    want = perturbed(
+                        source, out.cpu().clone(), KEY, start, 1e-3, kind, rounding=rounding
+                    )
+                    write = Write(
+                        on_device, out, KEY, start, 1e-3, kind, rounding, Window(1, n, 0), None
+                    )
                     same(noise_cuda.write(write), want)
         start = 512
         out = noise_cuda.write(
-            Write(None, torch.empty(n, device=device), KEY, start, 1.0, kind, None, Window(1, n, 0), None)
+            Write(
+                None,
+                torch.empty(n, device=device),
+                KEY,
+                start,
+                1.0,
+                kind,
+                None,
+                Window(1, n, 0),
+                None,
+            )
         )
         same(out, fill_(torch.empty(n), KEY, start, kind))
         start = 20
         whole = fill_(torch.empty(40, 300), KEY, 0, kind)
         columns = torch.empty(40, 60, device=device)[:, :50]
-        noise_cuda.write(Write(None, columns, KEY, start, 1.0, kind, None, Window(40, 50, 300), None))
+        noise_cuda.write(
+            Write(None, columns, KEY, start, 1.0, kind, None, Window(40, 50, 300), None)
+        )
         same(columns.contiguous(), whole[:, 20:70].contiguous())
         tokens = torch.tensor([5, 0, 39])
         out = torch.empty(3, 300, device=device)
-        noise_cuda.write(Write(None, out, KEY, 0, 1.0, kind, None, Window(3, 300, 300), tokens.to(device)))
+        noise_cuda.write(
+            Write(None, out, KEY, 0, 1.0, kind, None, Window(3, 300, 300), tokens.to(device))
+        )
         same(out, whole[tokens])
     for dtype in (torch.bfloat16, torch.float16):
         x = awkward(n, torch.float32)
         want = stochastic_round(x, torch.empty(n, dtype=dtype), ROUNDING, 3)
         out = torch.empty(n, dtype=dtype, device=device)
-        noise_cuda.write(Write(x.to(device), out, None, 3, 0.0, None, ROUNDING, Window(1, n, 0), None))
+        noise_cuda.write(
+            Write(x.to(device), out, None, 3, 0.0, None, ROUNDING, Window(1, n, 0), None)
+        )
         same(out, want)
     for dtype in (torch.int32, torch.uint16):
         want = random_uint16(KEY, 9, torch.empty(n, dtype=dtype))
-        assert noise_cuda.random_uint16(KEY, 9, torch.empty(n, dtype=dtype, device=device)).tolist() == want.tolist()
+        assert (
+            noise_cuda.random_uint16(KEY, 9, torch.empty(n, dtype=dtype, device=device)).tolist()
+            == want.tolist()
+        )
 
 
 def test_triton_kernels_in_the_interpreter() -> None:
-    """Oracle: the CPU's bits. The interpreter must be chosen before triton is imported, hence the process."""
+    """Oracle: the CPU's bits. The interpreter must be chosen before triton is imported, hence the
+    process."""
     pytest.importorskip("triton", reason="triton is not installed")
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_noise as t; t.compare_triton('cpu')"
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_noise as t;"
+        " t.compare_triton('cpu')"
+    )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -455,4 +605,6 @@ def test_triton_kernels_on_a_gpu() -> None:
     compare_triton("cuda")
     weight = torch.randn(3000)
     on_gpu = weight.cuda()
-    assert torch.equal(perturbed(on_gpu, on_gpu, KEY, 5, 1e-3).cpu(), perturbed(weight, weight, KEY, 5, 1e-3))
+    assert torch.equal(
+        perturbed(on_gpu, on_gpu, KEY, 5, 1e-3).cpu(), perturbed(weight, weight, KEY, 5, 1e-3)
+    )

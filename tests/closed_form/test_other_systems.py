@@ -1,4 +1,5 @@
-"""Oracle: an interpreter without the modules, signals and calls that Windows lacks, in which every module is imported.
+"""Oracle: an interpreter without the modules, signals and calls that Windows lacks, in which every
+module is imported.
 
 What such a system does then was not tried."""
 
@@ -51,7 +52,9 @@ def test_every_module_is_imported_without_what_windows_lacks(tmp_path: Path) -> 
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.startswith("imported")
 
@@ -63,8 +66,13 @@ def test_limits_are_those_of_the_kernel() -> None:
 
     for kind, flag in (("RLIMIT_NOFILE", "n"), ("RLIMIT_AS", "v")):
         shown = [
-            subprocess.run(["sh", "-c", f"ulimit -{way}{flag}"], capture_output=True, text=True).stdout.strip()
+            subprocess.run(
+                ["sh", "-c", f"ulimit -{way}{flag}"], capture_output=True, text=True
+            ).stdout.strip()
             for way in ("S", "H")
         ]
-        expected = [UNLIMITED if text == "unlimited" else int(text) * (1024 if flag == "v" else 1) for text in shown]
+        expected = [
+            UNLIMITED if text == "unlimited" else int(text) * (1024 if flag == "v" else 1)
+            for text in shown
+        ]
         assert list(limit(kind)) == expected  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Oracle: the texts that records become, written out by hand; numbers of records, counted; and docs/data.md's examples."""
+"""Oracle: the texts that records become, written out by hand; numbers of records, counted; and
+docs/data.md's examples."""
 
 from __future__ import annotations
 
@@ -33,11 +34,16 @@ def texts(settings: DataSettings, tokenizer: Any, *, seed: int = 0) -> list[tupl
     rows = training_set(settings, tokenizer, seed=seed)
     assert isinstance(rows, Encoded)
     pairs = [rows[i] for i in range(len(rows))]
-    return [(tokenizer.decode(ids).removeprefix("<s>"), tokenizer.decode(ids[in_loss])) for ids, in_loss in pairs]
+    return [
+        (tokenizer.decode(ids).removeprefix("<s>"), tokenizer.decode(ids[in_loss]))
+        for ids, in_loss in pairs
+    ]
 
 
 @pytest.mark.parametrize("names", [("question", "answer"), ("query", "response")])
-def test_a_question_and_its_answer_are_a_conversation(tokenizer: Any, names: tuple[str, str]) -> None:
+def test_a_question_and_its_answer_are_a_conversation(
+    tokenizer: Any, names: tuple[str, str]
+) -> None:
     question, answer = names
     fields = {question: "two and two?", answer: "four", "system": "count"}
     assert said(fields, tokenizer) == ("<s>two and two?\nfour</s>", "four</s>")
@@ -48,14 +54,19 @@ def test_a_question_and_its_answer_are_a_conversation(tokenizer: Any, names: tup
         tokenizer.chat_template = None
 
 
-def test_a_prompt_holds_columns_and_the_answer_alone_is_learnt(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_prompt_holds_columns_and_the_answer_alone_is_learnt(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     path = jsonl(
         tmp_path / "a.jsonl",
         {"instruction": "add", "input": "1 {2}", "output": "3"},
         {"instruction": "greet", "input": "", "output": "hi"},
     )
     two = DataSettings(train=str(path), prompt=(BOTH, ALONE))
-    assert texts(two, tokenizer) == [("I add {x}\nIn 1 {2}\nR 3</s>", "3</s>"), ("I greet\nR hi</s>", "hi</s>")]
+    assert texts(two, tokenizer) == [
+        ("I add {x}\nIn 1 {2}\nR 3</s>", "3</s>"),
+        ("I greet\nR hi</s>", "hi</s>"),
+    ]
     one = DataSettings(train=str(path), prompt=(BOTH,))
     assert texts(one, tokenizer)[1][0] == "I greet {x}\nIn \nR hi</s>"
 
@@ -71,7 +82,11 @@ def test_a_prompt_holds_columns_and_the_answer_alone_is_learnt(tokenizer: Any, t
     ],
 )
 def test_a_prompt_that_cannot_be_filled_is_refused_before_any_work(
-    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], prompt: str, words: list[str]
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    prompt: str,
+    words: list[str],
 ) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"instruction": "add", "output": "3"})
     out = tmp_path / "run"
@@ -96,14 +111,21 @@ def test_each_source_has_settings_of_its_own(tokenizer: Any, tmp_path: Path) -> 
         }
     }
     run = config.from_mapping(raw)
-    learnt = [("plain</s>", "plain</s>"), ("two?2</s>", "2</s>"), ("one?1</s>", "1</s>"), ("> go gone</s>", "gone</s>")]
+    learnt = [
+        ("plain</s>", "plain</s>"),
+        ("two?2</s>", "2</s>"),
+        ("one?1</s>", "1</s>"),
+        ("> go gone</s>", "gone</s>"),
+    ]
     assert texts(run.data, tokenizer) == learnt
     assert config.from_mapping(yaml.safe_load(config.dump(run))) == run
 
 
 def test_weights_beside_sources_are_those_of_one_list(tokenizer: Any, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
-    paths = [str(jsonl(tmp_path / f"{n}.jsonl", *({"text": f"{n}{i}"} for i in range(9)))) for n in "ab"]
+    paths = [
+        str(jsonl(tmp_path / f"{n}.jsonl", *({"text": f"{n}{i}"} for i in range(9)))) for n in "ab"
+    ]
     apart = DataSettings(train=(paths[0], Source(paths[1], weight=3)))
     listed = DataSettings(train=tuple(paths), weights=(1, 3))
     assert texts(apart, tokenizer, seed=5) == texts(listed, tokenizer, seed=5)
@@ -120,7 +142,9 @@ def test_a_source_that_makes_no_sense_is_refused(source: dict[str, Any]) -> None
 
 
 def test_a_share_is_held_out_and_never_trained_on(tokenizer: Any, tmp_path: Path) -> None:
-    paths = [str(jsonl(tmp_path / f"{n}.jsonl", *({"text": f"{n}{i}"} for i in range(20)))) for n in "ab"]
+    paths = [
+        str(jsonl(tmp_path / f"{n}.jsonl", *({"text": f"{n}{i}"} for i in range(20)))) for n in "ab"
+    ]
     settings = DataSettings(train=tuple(paths), eval_share=0.1)
     everything = {f"{n}{i}</s>" for n in "ab" for i in range(20)}
     shares = []
@@ -141,7 +165,13 @@ def test_a_share_is_held_out_and_never_trained_on(tokenizer: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "settings", [{"eval": "x"}, {"task": "sst2"}, {"eval_share": 1.0}, {"shots": 2, "template": "{text} {label}"}]
+    "settings",
+    [
+        {"eval": "x"},
+        {"task": "sst2"},
+        {"eval_share": 1.0},
+        {"shots": 2, "template": "{text} {label}"},
+    ],
 )
 def test_two_ways_to_hold_out_are_refused(settings: dict[str, Any]) -> None:
     with refused(ValueError, "data.eval_share"):
@@ -149,18 +179,28 @@ def test_two_ways_to_hold_out_are_refused(settings: dict[str, Any]) -> None:
 
 
 def test_the_examples_of_the_docs_run(
-    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A folder stands in the place of the hub's data set, whose columns are question and answer."""
     pytest.importorskip("datasets")
-    examples = [block for block in re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.S) if "train:" in block]
+    examples = [
+        block
+        for block in re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.S)
+        if "train:" in block
+    ]
     assert len(examples) == 2
     monkeypatch.chdir(tmp_path)
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     Path("chats.json").write_text(json.dumps([{"messages": turns}] * 12))
     jsonl(tmp_path / "chats.jsonl", *([{"messages": turns}] * 12))
     Path("openai/gsm8k").mkdir(parents=True)
-    jsonl(tmp_path / "openai/gsm8k/main.jsonl", *({"question": f"{i}?", "answer": "2"} for i in range(12)))
+    jsonl(
+        tmp_path / "openai/gsm8k/main.jsonl",
+        *({"question": f"{i}?", "answer": "2"} for i in range(12)),
+    )
     for number, example in enumerate(examples):
         Path("run.yaml").write_text(example)
         flags = [

@@ -13,7 +13,9 @@ def test_a_page_keeps_to_short_sentences(page: object) -> None:
     from pathlib import Path
 
     assert isinstance(page, Path)
-    assert prose.average(page.read_text(encoding="utf-8")) <= prose.bound(page), "python dev/prose.py --longest"
+    assert prose.average(page.read_text(encoding="utf-8")) <= prose.bound(page), (
+        "python dev/prose.py --longest"
+    )
 
 
 def test_pages_have_no_phrase_that_was_read_twice() -> None:

@@ -1,4 +1,5 @@
-"""Oracle: the published rows in ``benchmarks/data``: memory within 15%, everything else within 25%."""
+"""Oracle: the published rows in ``benchmarks/data``: memory within 15%, everything else within
+25%."""
 
 from __future__ import annotations
 
@@ -46,8 +47,11 @@ def test_published_rows_are_met(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not installed")
-def test_forecasts_with_nothing_fitted_are_near_the_published_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: ZO2's table on an A100 and DistZO2's on H20s, memory and speed: rates are those of the machines as they ship."""
+def test_forecasts_with_nothing_fitted_are_near_the_published_tables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: ZO2's table on an A100 and DistZO2's on H20s, memory and speed: rates are those of
+    the machines as they ship."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import paper_tables
 
@@ -61,12 +65,17 @@ def test_forecasts_with_nothing_fitted_are_near_the_published_tables(monkeypatch
 
 
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not installed")
-def test_blocks_that_stay_make_a_step_as_fast_as_its_slower_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the seconds of the lanes, of the bytes that are still streamed and of what is computed, each by itself."""
+def test_blocks_that_stay_make_a_step_as_fast_as_its_slower_lane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: the seconds of the lanes, of the bytes that are still streamed and of what is
+    computed, each by itself."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import paper_tables
 
-    faster, bound = ([row["predicted"] for row in paper_tables.residency_table()][n::2] for n in (0, 1))
+    faster, bound = (
+        [row["predicted"] for row in paper_tables.residency_table()][n::2] for n in (0, 1)
+    )
     assert faster[0] >= 1.4
     assert min(faster) >= 1.0
     assert max(bound) <= 1.1

@@ -1,4 +1,5 @@
-"""Oracle: what must hold of any ranking, whatever the model: order, budgets, the interpreter's count of calls, its modules."""
+"""Oracle: what must hold of any ranking, whatever the model: order, budgets, the interpreter's
+count of calls, its modules."""
 
 from __future__ import annotations
 
@@ -34,11 +35,14 @@ from tests.support.messages import refused
 pytestmark = pytest.mark.fast
 
 CALLS = 9_000_000
-"""Function calls that the ranking may take: 8.4 million today, half of them to find the blocks that stay on the device."""
+"""Function calls that the ranking may take: 8.4 million today, half of them to find the blocks that
+stay on the device."""
 
 LLAMA_405B = decoder(layers=126, hidden=16384, wide=53248, keys=1024, vocab=128256, tied=False)
 QWEN_3B = {
-    lora_rank: decoder(layers=36, hidden=2048, wide=11008, keys=256, vocab=151936, lora_rank=lora_rank)
+    lora_rank: decoder(
+        layers=36, hidden=2048, wide=11008, keys=256, vocab=151936, lora_rank=lora_rank
+    )
     for lora_rank in (None, 8)
 }
 
@@ -75,7 +79,9 @@ def test_the_largest_batch_fits_and_one_more_step_of_search_does_not() -> None:
 def test_the_fewest_micro_batches_that_hide_the_link_are_found(resident: int) -> None:
     """Oracle: the simulated lanes of the answer, and of the same plan with one micro-batch less."""
     machine = dataclasses.replace(hardware.load("h200"), host_to_device=Link(5e9), noise_rate=5e11)
-    task = dataclasses.replace(qwen_task(None), hardware=machine, budget=4 * 10**9, shape=Shape(1, 512))
+    task = dataclasses.replace(
+        qwen_task(None), hardware=machine, budget=4 * 10**9, shape=Shape(1, 512)
+    )
 
     def exposed(candidate: Candidate) -> float:
         assert candidate.simulation is not None
@@ -92,7 +98,9 @@ def test_the_fewest_micro_batches_that_hide_the_link_are_found(resident: int) ->
     assert exposed(larger) <= 0
     steps = larger.plan.gradient_accumulation_steps
     assert larger.label.startswith(f"zo2, {steps} micro-batches")
-    fewer = dataclasses.replace(larger.plan, gradient_accumulation_steps=steps - 1, resident=resident)
+    fewer = dataclasses.replace(
+        larger.plan, gradient_accumulation_steps=steps - 1, resident=resident
+    )
     assert exposed(look_at(task, "", fewer)) > 0
     assert hides_link(task, larger) is None
     assert hides_link(task, streamed, most=steps - 1) is None
@@ -106,7 +114,8 @@ def test_what_does_not_fit_is_left_out_with_figures() -> None:
 
 
 def test_405b_on_1024_devices_is_answered_in_few_calls_and_without_torch() -> None:
-    """Oracle: the interpreter's count of function calls, which is the same on any machine: three seconds of a quiet one."""
+    """Oracle: the interpreter's count of function calls, which is the same on any machine: three
+    seconds of a quiet one."""
     cluster = dataclasses.replace(hardware.load("a100-80gb"), devices_per_node=8, nodes=128)
     profile = cProfile.Profile()
     found = profile.runcall(rank, Task(LLAMA_405B, costs(LLAMA_405B), cluster, Shape(1, 4096)))
@@ -117,7 +126,11 @@ def test_405b_on_1024_devices_is_answered_in_few_calls_and_without_torch() -> No
 
 
 def small_task(
-    machine: hardware.Hardware, lora_rank: int | None = None, *, rows: int = 1, budget: int | None = None
+    machine: hardware.Hardware,
+    lora_rank: int | None = None,
+    *,
+    rows: int = 1,
+    budget: int | None = None,
 ) -> Task:
     model = decoder(layers=3, hidden=256, wide=704, keys=32, vocab=4000, lora_rank=lora_rank)
     return Task(model, costs(model), machine, Shape(rows, 128), budget)
@@ -125,7 +138,8 @@ def small_task(
 
 @pytest.mark.parametrize("lora_rank", [None, 8])
 def test_a_ranking_over_ranks_prints_every_plan_once_in_its_order(lora_rank: int | None) -> None:
-    """Oracle: the rows that the ranking holds; a zeroth-order step counts as its measured share of an exact one."""
+    """Oracle: the rows that the ranking holds; a zeroth-order step counts as its measured share of
+    an exact one."""
     machine = dataclasses.replace(hardware.load("a40-48gb-x8-eth10"), nodes=2)
     task = small_task(machine, lora_rank, budget=3 * 10**8)
     found = rank(task)
@@ -158,7 +172,8 @@ def test_a_ranking_over_ranks_prints_every_plan_once_in_its_order(lora_rank: int
     ],
 )
 def test_the_memory_that_is_short_is_named(room: dict[str, Any], said: str) -> None:
-    """A megabyte of one kind; the plan streams from that one, and on a processor device and host are one memory."""
+    """A megabyte of one kind; the plan streams from that one, and on a processor device and host
+    are one memory."""
     machine = dataclasses.replace(hardware.load("rtx-4090"), **room)
     tier = "disk" if "disk_bytes" in room else "host"
     plan = method("zo2", trainable=f"{tier} × raw", frozen=f"{tier} × raw", resident=0)
@@ -177,13 +192,17 @@ def test_a_step_that_does_not_fit_beside_weights_that_do_says_what_would_help() 
 
 
 def test_weights_that_stream_are_looked_at_on_both_tiers_of_an_accelerator() -> None:
-    """Of a model that fits neither card nor host in 16 bits the host's is the faster; a processor's host is its device."""
-    machine = dataclasses.replace(hardware.load("rtx-4090"), device_bytes=2 * 10**9, host_bytes=4 * 10**9)
+    """Of a model that fits neither card nor host in 16 bits the host's is the faster; a processor's
+    host is its device."""
+    machine = dataclasses.replace(
+        hardware.load("rtx-4090"), device_bytes=2 * 10**9, host_bytes=4 * 10**9
+    )
     task = dataclasses.replace(qwen_task(8), hardware=machine)
     looked_at = {label for label, _ in candidates(task)}
     assert {"mebp, int4a", "mebp, host × int4a", "mebp, int8", "mebp, host × int8"} <= looked_at
     found = {re.sub(r", \d+ blocks stay", "", c.label): c for c in rank(task).first_order}
-    host, disk = found["mebp, host × int4a"], found["mebp, int4a"]
+    host = found["mebp, host × int4a"]
+    disk = found["mebp, int4a"]
     assert host.peaks[Pool.HOST] <= 0.8 * machine.host_bytes
     assert host.progress > disk.progress > 0
     assert choose(task).frozen.tier == "host"

@@ -1,5 +1,5 @@
-"""Oracle: closed forms of bytes, and the order that a program's dependencies leave: of updates by the processor behind an
-accelerator."""
+"""Oracle: closed forms of bytes, and the order that a program's dependencies leave: of updates by
+the processor behind an accelerator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.support.messages import refused
 
 pytestmark = pytest.mark.fast
 
-ADAPTED, WHOLE = llama(), llama(rank=0)
+ADAPTED = llama()
+WHOLE = llama(rank=0)
 TRAINED = WHOLE.numel(trainable=True)
 ON_HOST = {"trainable": "host × fp32", "optimizer_state": "host × fp32", "recompute": "all"}
 
@@ -40,7 +41,9 @@ def test_nothing_that_is_computed_waits_for_an_update(prefetch: int) -> None:
         assert not any(before[op.index] >> update.index & 1 for op in computed)
         assert before[check.index] >> update.index & 1
     fetches = [op for op in program.ops if op.kind is OpKind.FETCH and op.slot >= 0]
-    assert not any(before[fetch.index] >> update.index & 1 for fetch in fetches for update in updates)
+    assert not any(
+        before[fetch.index] >> update.index & 1 for fetch in fetches for update in updates
+    )
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -49,7 +52,11 @@ def test_gradients_of_few_units_are_on_the_device_at_once(prefetch: int) -> None
     plan = method("plain", **ON_HOST, prefetch=prefetch, **{"update.timing": "block"})
     program = step(plan)
     before = happens_before(program)
-    leaves = {op.unit: op for op in program.ops if op.kind is OpKind.STORE and op.part is StateKind.GRADIENT}
+    leaves = {
+        op.unit: op
+        for op in program.ops
+        if op.kind is OpKind.STORE and op.part is StateKind.GRADIENT
+    }
     for op in program.ops:
         if op.kind is OpKind.BACKWARD:
             earlier = [unit for unit in leaves if unit > op.unit]
@@ -68,13 +75,16 @@ def test_gradients_of_few_units_are_on_the_device_at_once(prefetch: int) -> None
         (WHOLE, {"update.timing": "block"}, {Pool.HOST: 0, Pool.DISK: 0}),
     ],
 )
-def test_bytes_between_steps(model: Any, settings: dict[str, Any], expected: dict[Pool, int]) -> None:
+def test_bytes_between_steps(
+    model: Any, settings: dict[str, Any], expected: dict[Pool, int]
+) -> None:
     held = resident(method("plain", **settings), model, device="cuda")
     assert {pool: held[pool] for pool in expected} == expected
 
 
 def test_what_updates_need_on_the_device_is_counted_there() -> None:
-    """Two moments of 4 bytes, and a copy of them and of the master that a refused step goes back to."""
+    """Two moments of 4 bytes, and a copy of them and of the master that a refused step goes back
+    to."""
     kept, at_turn = (
         resident(method("plain", **{"update.timing": timing}), WHOLE, device="cuda")[Pool.DEVICE]
         for timing in ("step", "block")
@@ -89,14 +99,18 @@ def test_adapters_are_kept_in_host_memory_and_all_parameters_on_the_disk() -> No
     row = method("mebp")
     held = resident(row, ADAPTED, device="cuda")
     assert held[Pool.HOST] == 28 * trained
-    assert held[Pool.DISK] == sum(unit.nbytes(row.frozen.codec, trainable=False) for unit in ADAPTED.units)
+    assert held[Pool.DISK] == sum(
+        unit.nbytes(row.frozen.codec, trainable=False) for unit in ADAPTED.units
+    )
     whole = method("mebp", frozen="disk × raw")
     held = resident(whole, WHOLE, device="cuda")
     assert held[Pool.DISK] == 24 * TRAINED
     largest = max(unit.numel(trainable=True) for unit in WHOLE.units)
     assert held[Pool.HOST] == (whole.prefetch + 2) * 4 * largest
     program = step(whole)
-    places = [op.slot for op in program.ops if op.kind is OpKind.STORE and op.part is StateKind.GRADIENT]
+    places = [
+        op.slot for op in program.ops if op.kind is OpKind.STORE and op.part is StateKind.GRADIENT
+    ]
     assert places == [number % 3 for number in range(len(WHOLE.units))]
 
 

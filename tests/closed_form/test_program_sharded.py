@@ -1,4 +1,5 @@
-"""Oracle: the rules of a program for random sharded plans, and closed forms of the bytes that a node sends."""
+"""Oracle: the rules of a program for random sharded plans, and closed forms of the bytes that a
+node sends."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ SHARDED = ("zero3", "zeropp", "mics", "fcdp", "hzp")
 
 
 def on_mesh(name: str, nodes: int, ranks_per_node: int, **changes: object) -> Plan:
-    return method(name, mesh={"world": nodes * ranks_per_node, "ranks_per_node": ranks_per_node}, **changes)
+    return method(
+        name, mesh={"world": nodes * ranks_per_node, "ranks_per_node": ranks_per_node}, **changes
+    )
 
 
 def steady(plan: Plan, model: ModelSpec) -> Program:
@@ -42,7 +45,9 @@ def steady(plan: Plan, model: ModelSpec) -> Program:
     return compile(plan, model, StepKind.TRAIN, shape, pending=Pending(dirty=first.dirty))
 
 
-def node_bytes(program: Program, plan: Plan, kinds: tuple[OpKind, ...] = (OpKind.GATHER, OpKind.REDUCE)) -> int:
+def node_bytes(
+    program: Program, plan: Plan, kinds: tuple[OpKind, ...] = (OpKind.GATHER, OpKind.REDUCE)
+) -> int:
     """Bytes that one node sends to others."""
     sent = sum(op.nbytes for op in program.ops if op.lane.link is Lane.INTER and op.kind in kinds)
     return sent * plan.mesh.ranks_per_node
@@ -98,14 +103,18 @@ def test_every_rule_holds_for_every_sharded_plan(
     model = toy(layers, lora=lora, tied=tied)
     trained = {u for u, unit in enumerate(model.units) if unit.numel(trainable=True)}
     pending = Pending(
-        dirty=frozenset(trained) if dirty and plan.parameter_ranks < plan.optimizer_ranks else frozenset()
+        dirty=frozenset(trained)
+        if dirty and plan.parameter_ranks < plan.optimizer_ranks
+        else frozenset()
     )
     program = compile(plan, model, kind, Shape(2, 16), pending=pending)
     for rule in INVARIANTS:
         assert rule(program) == []
     if kind is StepKind.TRAIN:
         assert {op.unit for op in program.ops if op.kind is OpKind.UPDATE} == trained
-        assert program.dirty == (trained if plan.parameter_ranks < plan.optimizer_ranks else frozenset())
+        assert program.dirty == (
+            trained if plan.parameter_ranks < plan.optimizer_ranks else frozenset()
+        )
         complete = [op for op in program.ops if op.kind is OpKind.REDUCE and op.last]
         assert sorted(op.unit for op in complete) == sorted(trained)
     stale(program, plan, pending.dirty)
@@ -122,11 +131,17 @@ def stale(program: Program, plan: Plan, dirty: frozenset[int]) -> None:
         if op.kind is OpKind.CACHE and op.part is StateKind.TRAINABLE:
             cached[op.unit] = op.index
         if op.kind is OpKind.FETCH and op.part is StateKind.TRAINABLE and op.unit in cached:
-            assert before[op.index] >> cached[op.unit] & 1, "a node slice is read while it is written"
+            assert before[op.index] >> cached[op.unit] & 1, (
+                "a node slice is read while it is written"
+            )
         if op.kind is OpKind.UPDATE:
             out_of_date.add(op.unit)
         _, outer = reach(named(make_axes(plan.mesh), op.axes))
-        if op.part is StateKind.TRAINABLE and op.kind is OpKind.GATHER and outer > plan.parameter_ranks:
+        if (
+            op.part is StateKind.TRAINABLE
+            and op.kind is OpKind.GATHER
+            and outer > plan.parameter_ranks
+        ):
             out_of_date.discard(op.unit)
         if op.kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.PROLOGUE, OpKind.LOSS):
             assert op.unit not in out_of_date
@@ -140,7 +155,8 @@ def stale(program: Program, plan: Plan, dirty: frozenset[int]) -> None:
 def test_the_lower_bound_whatever_the_micro_batches(
     name: str, micro_batches: int, nodes: int, local: int, lora: bool, tied: bool
 ) -> None:
-    """Closed form: a node sends (N − 1)/N · W · (b_p + b_g) per optimizer step, W the trainable parameters."""
+    """Closed form: a node sends (N − 1)/N · W · (b_p + b_g) per optimizer step, W the trainable
+    parameters."""
     plan = on_mesh(name, nodes, local, gradient_accumulation_steps=micro_batches)
     model = toy(5, lora=lora, tied=tied)
     trained = padded(model, plan, StateKind.TRAINABLE)
@@ -151,41 +167,64 @@ def test_the_lower_bound_whatever_the_micro_batches(
 @pytest.mark.parametrize("group", ["solo", "pair", "node", "world"])
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_the_lower_bound_whatever_the_group(group: str, micro_batches: int, nodes: int) -> None:
-    """Closed form: as many bytes where all state is spread over a part of a node, whose ranks sum between nodes together:
-    2 · (N − 1)/N · W · b_g, and W · b_p where parameters are gathered from other nodes."""
-    placed = {f"{kind}.group": group for kind in ("frozen", "trainable", "gradient", "optimizer_state")}
+    """Closed form: as many bytes where all state is spread over a part of a node, whose ranks sum
+    between nodes together: 2 · (N − 1)/N · W · b_g, and W · b_p where parameters are gathered from
+    other nodes."""
+    placed = {
+        f"{kind}.group": group for kind in ("frozen", "trainable", "gradient", "optimizer_state")
+    }
     mesh = {"world": 4 * nodes, "ranks_per_node": 4, "groups": ["solo=1", "pair=2"]}
-    changes = {"gradient_accumulation_steps": micro_batches, "accumulation_order": "block", "prefetch": 9}
-    plan, model = method("hzp", mesh=mesh, **placed, **changes), toy(5, lora=False, tied=False)
+    changes = {
+        "gradient_accumulation_steps": micro_batches,
+        "accumulation_order": "block",
+        "prefetch": 9,
+    }
+    plan = method("hzp", mesh=mesh, **placed, **changes)
+    model = toy(5, lora=False, tied=False)
     program = steady(plan, model)
     for rule in INVARIANTS:
         assert rule(program) == []
     trained = padded(model, plan, StateKind.TRAINABLE)
     gathered = node_bytes(program, plan, (OpKind.GATHER,))
-    assert node_bytes(program, plan) - gathered == (nodes - 1) * trained * 4 // nodes * (1 if group == "world" else 2)
+    assert node_bytes(program, plan) - gathered == (nodes - 1) * trained * 4 // nodes * (
+        1 if group == "world" else 2
+    )
     assert bool(gathered) == (group == "world")
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_bytes_of_the_other_rows(micro_batches: int) -> None:
-    """Closed forms, A micro-batches, hierarchical collectives: the last block of a walk is gathered once for both its turns,
-    and so is the head; in between micro-batches, so are the prologue and the first block."""
-    model, nodes = toy(6, lora=False, tied=False), 2
+    """Closed forms, A micro-batches, hierarchical collectives: the last block of a walk is gathered
+    once for both its turns, and so is the head; in between micro-batches, so are the prologue and
+    the first block."""
+    model = toy(6, lora=False, tied=False)
+    nodes = 2
     share = (nodes - 1) / nodes
     zero3, zeropp, mics = (
-        on_mesh(name, nodes, 2, gradient_accumulation_steps=micro_batches, prefetch=0) for name in SHARDED[:3]
+        on_mesh(name, nodes, 2, gradient_accumulation_steps=micro_batches, prefetch=0)
+        for name in SHARDED[:3]
     )
     whole = padded(model, zero3, StateKind.TRAINABLE)
-    sizes = [sum(part_layout(zero3, model, unit, part).numel for part in PARTS) for unit in model.units]
-    gathered = micro_batches * (2 * whole - sizes[6] - sizes[7]) - (micro_batches - 1) * (sizes[0] + sizes[1])
+    sizes = [
+        sum(part_layout(zero3, model, unit, part).numel for part in PARTS) for unit in model.units
+    ]
+    gathered = micro_batches * (2 * whole - sizes[6] - sizes[7]) - (micro_batches - 1) * (
+        sizes[0] + sizes[1]
+    )
     assert node_bytes(steady(zero3, model), zero3, (OpKind.GATHER,)) == share * 4 * gathered
-    assert node_bytes(steady(zero3, model), zero3, (OpKind.REDUCE,)) == share * micro_batches * 4 * whole
-    assert node_bytes(steady(zeropp, model), zeropp) == share * (4 * whole + micro_batches * 4 * whole)
+    assert (
+        node_bytes(steady(zero3, model), zero3, (OpKind.REDUCE,))
+        == share * micro_batches * 4 * whole
+    )
+    assert node_bytes(steady(zeropp, model), zeropp) == share * (
+        4 * whole + micro_batches * 4 * whole
+    )
     assert node_bytes(steady(mics, model), mics) == share * 2 * 4 * whole
 
 
 def test_frozen_parameters_never_cross_nodes_under_a_cache() -> None:
-    """Closed form: zero bytes of frozen parameters between nodes, (N − 1)/N of them and more under ZeRO-3."""
+    """Closed form: zero bytes of frozen parameters between nodes, (N − 1)/N of them and more under
+    ZeRO-3."""
     model = toy(4, lora=True, tied=True)
     for name, crosses in (("fcdp", False), ("hzp", False), ("zeropp", False), ("zero3", True)):
         program = steady(on_mesh(name, 2, 2), model)
@@ -194,20 +233,26 @@ def test_frozen_parameters_never_cross_nodes_under_a_cache() -> None:
 
 
 def test_host_cache_bytes_are_the_node_slices() -> None:
-    """Closed form: fcdp writes each node slice to the host once a step and reads it once for backward."""
+    """Closed form: fcdp writes each node slice to the host once a step and reads it once for
+    backward."""
     model = toy(5, lora=False, tied=False)
     plan = on_mesh("fcdp", 2, 2)
     program = steady(plan, model)
     whole = padded(model, plan, StateKind.TRAINABLE)
     sizes = [part_layout(plan, model, unit, StateKind.TRAINABLE).numel for unit in model.units]
     assert sum(op.nbytes for op in program.ops if op.kind is OpKind.CACHE) == 4 * whole // 2
-    fetched = sum(op.nbytes for op in program.ops if op.kind is OpKind.FETCH and op.part is StateKind.TRAINABLE)
+    fetched = sum(
+        op.nbytes
+        for op in program.ops
+        if op.kind is OpKind.FETCH and op.part is StateKind.TRAINABLE
+    )
     assert fetched == 4 * (whole - sizes[5] - sizes[6]) // 2
 
 
 def test_the_adaptive_cache_keeps_what_the_threshold_allows() -> None:
-    """Closed form: node slices that stay on the device are neither written to the host nor read from it; the peak stays below
-    threshold × budget, and without room the program is the one without a threshold."""
+    """Closed form: node slices that stay on the device are neither written to the host nor read
+    from it; the peak stays below threshold × budget, and without room the program is the one
+    without a threshold."""
     model = toy(6, lora=False, tied=False)
     plain = on_mesh("fcdp", 2, 2, prefetch=0, activation="host")
     floor = steady(plain, model).peaks()[Pool.DEVICE]
@@ -215,14 +260,18 @@ def test_the_adaptive_cache_keeps_what_the_threshold_allows() -> None:
     ends = 4 * part_layout(plain, model, model.prologue, StateKind.TRAINABLE).numel // 2
     for room, fewer in ((0, 0), (ends, 1), (ends + 3 * block, 4)):
         budget = 2 * (floor + room)
-        plan = on_mesh("fcdp", 2, 2, prefetch=0, activation="host", budget=budget, **{"cache.threshold": 0.5})
+        plan = on_mesh(
+            "fcdp", 2, 2, prefetch=0, activation="host", budget=budget, **{"cache.threshold": 0.5}
+        )
         program = steady(plan, model)
         kept = [op for op in program.ops if op.kind is OpKind.CACHE and op.kept]
         written = [op for op in program.ops if op.kind is OpKind.CACHE and not op.kept]
         assert len(kept) == fewer
         assert len(kept) + len(written) == 8
         assert not {op.unit for op in kept} & {
-            op.unit for op in program.ops if op.kind is OpKind.FETCH and op.part is StateKind.TRAINABLE
+            op.unit
+            for op in program.ops
+            if op.kind is OpKind.FETCH and op.part is StateKind.TRAINABLE
         }
         assert program.peaks()[Pool.DEVICE] <= budget / 2
         assert node_bytes(program, plan) == node_bytes(steady(plain, model), plain)
@@ -259,11 +308,16 @@ def test_a_plan_that_fits_still_fits_with_any_threshold(
     kind: StepKind,
     dirty: bool,
 ) -> None:
-    """Closed form: with the transients of every op, the peak is at most threshold × budget, or the peak of the plan without an
-    adaptive cache where that is higher; and the network carries the same bytes."""
-    changes: dict[str, object] = {"prefetch": prefetch, "gradient_accumulation_steps": micro_batches}
+    """Closed form: with the transients of every op, the peak is at most threshold × budget, or the
+    peak of the plan without an adaptive cache where that is higher; and the network carries the
+    same bytes."""
+    changes: dict[str, object] = {
+        "prefetch": prefetch,
+        "gradient_accumulation_steps": micro_batches,
+    }
     changes |= {"accumulation_order": order, "activation": activation, "recompute": recompute}
-    model, shape = toy(layers, lora=lora, tied=tied), Shape(2, 16)
+    model = toy(layers, lora=lora, tied=tied)
+    shape = Shape(2, 16)
     costs = Costs(
         tuple(
             (name, UnitCost(forward, backward, saved=forward // 4))
@@ -275,7 +329,9 @@ def test_a_plan_that_fits_still_fits_with_any_threshold(
     plain = on_mesh("fcdp", 2, 2, **changes, budget=10**9)
     budget = int(room * compile(plain, model, kind, shape, costs=costs).peaks()[Pool.DEVICE])
     plain = dataclasses.replace(plain, budget=budget)
-    adaptive = dataclasses.replace(plain, cache=dataclasses.replace(plain.cache, threshold=threshold))
+    adaptive = dataclasses.replace(
+        plain, cache=dataclasses.replace(plain.cache, threshold=threshold)
+    )
     trained = frozenset(u for u, unit in enumerate(model.units) if unit.numel(trainable=True))
     pending = Pending(dirty=trained if dirty else frozenset())
     without = compile(plain, model, kind, shape, costs=costs, pending=pending)
@@ -285,18 +341,23 @@ def test_a_plan_that_fits_still_fits_with_any_threshold(
 
 
 def test_the_adaptive_cache_counts_what_ops_hold_while_they_run() -> None:
-    """Closed form: a backward that needs all of the budget leaves no room for a slice that is held through it; with room
-    for both all are kept that would be fetched again."""
-    model, shape = toy(6, lora=True, tied=False), Shape(1, 8)
+    """Closed form: a backward that needs all of the budget leaves no room for a slice that is held
+    through it; with room for both all are kept that would be fetched again."""
+    model = toy(6, lora=True, tied=False)
+    shape = Shape(1, 8)
     plain = on_mesh("fcdp", 2, 2, prefetch=0, activation="host")
     costs = Costs((("block", UnitCost(backward_transient=1_000_000)),))
     peak = compile(plain, model, StepKind.TRAIN, shape, costs=costs).peaks()[Pool.DEVICE]
-    plan = dataclasses.replace(plain, budget=peak, cache=dataclasses.replace(plain.cache, threshold=1.0))
+    plan = dataclasses.replace(
+        plain, budget=peak, cache=dataclasses.replace(plain.cache, threshold=1.0)
+    )
     program = compile(plan, model, StepKind.TRAIN, shape, costs=costs)
     assert program.peaks()[Pool.DEVICE] == peak
     assert not [op for op in program.ops if op.kept]
     roomy = dataclasses.replace(plan, budget=2 * peak)
-    kept = {op.unit for op in compile(roomy, model, StepKind.TRAIN, shape, costs=costs).ops if op.kept}
+    kept = {
+        op.unit for op in compile(roomy, model, StepKind.TRAIN, shape, costs=costs).ops if op.kept
+    }
     assert kept == {1, 2, 3, 4, 5}  # the others are fetched once a step: nothing to save
 
 
@@ -308,7 +369,9 @@ def test_a_threshold_is_a_share() -> None:
 
 
 def _without(program: Program, dep: int) -> Program:
-    ops = tuple(dataclasses.replace(op, deps=tuple(d for d in op.deps if d != dep)) for op in program.ops)
+    ops = tuple(
+        dataclasses.replace(op, deps=tuple(d for d in op.deps if d != dep)) for op in program.ops
+    )
     return dataclasses.replace(program, ops=ops, _peaks={})
 
 
@@ -319,10 +382,12 @@ def test_broken_programs_are_found() -> None:
         return next(op for op in program.ops if op.kind is wanted and op.lane is lane)
 
     assert any(
-        "not brought" in line for line in used_unfetched(_without(program, first(OpKind.GATHER, Lane.INTER).index))
+        "not brought" in line
+        for line in used_unfetched(_without(program, first(OpKind.GATHER, Lane.INTER).index))
     )
     assert any(
-        "does not wait" in line for line in used_unfetched(_without(program, first(OpKind.GATHER, Lane.INTRA).index))
+        "does not wait" in line
+        for line in used_unfetched(_without(program, first(OpKind.GATHER, Lane.INTRA).index))
     )
     last = next(op for op in program.ops if op.kind is OpKind.REDUCE and op.buffer == 0)
     final = max(op.index for op in program.ops if op.kind is OpKind.REDUCE and op.unit == last.unit)
@@ -336,7 +401,8 @@ def test_the_printed_schedule_names_axes_and_buffers() -> None:
 
 
 def test_a_block_too_large_for_its_slots_is_refused() -> None:
-    """Closed form: the budget of the forecast's own peak is enough, a byte less is not; slots and prefetch are named."""
+    """Closed form: the budget of the forecast's own peak is enough, a byte less is not; slots and
+    prefetch are named."""
     model = toy(6, lora=False, tied=False)
     plan = on_mesh("fcdp", 2, 2)
     peak = steady(plan, model).peaks()[Pool.DEVICE]
@@ -355,8 +421,11 @@ def test_ranks_that_a_method_has_no_use_for_are_refused() -> None:
 
 
 def test_updates_at_the_blocks_turn_run_behind_the_next_backward() -> None:
-    """Closed form: no compute op waits for an update, in a program whose updates begin before its backward walk ends."""
-    program = steady(on_mesh("fcdp", 2, 2, **{"update.timing": "block"}), toy(6, lora=False, tied=False))
+    """Closed form: no compute op waits for an update, in a program whose updates begin before its
+    backward walk ends."""
+    program = steady(
+        on_mesh("fcdp", 2, 2, **{"update.timing": "block"}), toy(6, lora=False, tied=False)
+    )
     updates = [op for op in program.ops if op.kind is OpKind.UPDATE]
     backward = [op for op in program.ops if op.kind is OpKind.BACKWARD]
     assert len(updates) == 8
@@ -371,23 +440,37 @@ def test_updates_at_the_blocks_turn_run_behind_the_next_backward() -> None:
     [
         ("mics", {"trainable": "device × raw × world"}, "frozen device raw node 2 trainable"),
         ("zero3", {"gradient": "device × fp32 × node"}, "trainable device raw world 4 gradient"),
-        ("mics", {"gradient": "device × fp32 × world"}, "4 optimizer_state device fp32 node 2 gradient"),
+        (
+            "mics",
+            {"gradient": "device × fp32 × world"},
+            "4 optimizer_state device fp32 node 2 gradient",
+        ),
         ("fcdp", {"frozen": "device × raw × nobody"}, "1 trainable device raw node 2 frozen"),
         ("fcdp", {"trainable": "device × raw × half"}, "nobody 1 node 2 world 4"),
         ("fcdp", {"mesh.groups": "three=3"}, "node 2 3 three"),
         ("fcdp", {"activation": "host × raw × node"}, "group"),
         ("distzo2", {"trainable": "host × raw × world"}, "mesh.ranks_per_node=2"),
-        ("distzo2", {"trainable": "host × raw × node", "zo.kind": "hizoo"}, "trainable host raw node 2"),
+        (
+            "distzo2",
+            {"trainable": "host × raw × node", "zo.kind": "hizoo"},
+            "trainable host raw node 2",
+        ),
         ("distzo2", {"frozen": "host × raw × world"}, "frozen host raw world 4"),
         ("distzo2", {"frozen": "device × raw × node"}, "frozen: host raw node"),
-        ("zero3", {"trainable": "host × raw × world"}, "trainable.tier host cache.tier fcdp device"),
+        (
+            "zero3",
+            {"trainable": "host × raw × world"},
+            "trainable.tier host cache.tier fcdp device",
+        ),
         ("fcdp", {"gradient": "disk × fp32 × node"}, "gradient.tier disk"),
         ("plain", {"optimizer_state": "host × fp32 × node", "mesh": {}}, "plain"),
         ("plain", {"frozen": "device × raw × node", "mesh": {}}, "group"),
         ("plain", {"trainable": "device × raw × node", "mesh": {}}, "plain"),
     ],
 )
-def test_a_group_that_is_not_the_meshs_is_refused(name: str, given_settings: dict[str, Any], said: str) -> None:
+def test_a_group_that_is_not_the_meshs_is_refused(
+    name: str, given_settings: dict[str, Any], said: str
+) -> None:
     """Closed form: the sizes of the groups of two nodes of two ranks."""
     with refused(ValueError, said):
         method(name, **{"mesh": {"world": 4, "ranks_per_node": 2}, **given_settings})
@@ -398,7 +481,10 @@ def test_a_group_that_is_left_out_is_the_rows() -> None:
     mesh = {"world": 8, "ranks_per_node": 4, "groups": "pair=2"}
     pair = dict.fromkeys(("frozen", "trainable"), "device × raw × pair")
     plan = method("hzp", mesh=mesh, optimizer_state="disk × fp32", **pair)
-    groups = [placement.group for placement in (plan.optimizer_state, plan.gradient, plan.trainable, plan.frozen)]
+    groups = [
+        placement.group
+        for placement in (plan.optimizer_state, plan.gradient, plan.trainable, plan.frozen)
+    ]
     assert groups == ["world", "node", "pair", "pair"]
     assert (plan.optimizer_ranks, plan.gradient_ranks, plan.parameter_ranks) == (8, 4, 2)
 
@@ -419,7 +505,9 @@ def test_a_group_that_is_left_out_is_the_rows() -> None:
         ("mebp", {"cache.tier": "device", "mesh": {}}, "cache.tier none"),
     ],
 )  # fmt: skip
-def test_a_cache_that_would_keep_nothing_is_refused(name: str, settings: dict[str, Any], said: str) -> None:
+def test_a_cache_that_would_keep_nothing_is_refused(
+    name: str, settings: dict[str, Any], said: str
+) -> None:
     """Closed form: the groups between which a slice lies."""
     mesh = {} if "mesh" in settings else {"mesh.world": 4, "mesh.ranks_per_node": 2}
     with refused(ValueError, said):
@@ -427,7 +515,9 @@ def test_a_cache_that_would_keep_nothing_is_refused(name: str, settings: dict[st
 
 
 @pytest.mark.parametrize(("nodes", "noted"), [(1, True), (2, False)])
-def test_a_cache_on_one_node_is_allowed_and_said_to_be_none(nodes: int, noted: bool, tmp_path: Path) -> None:
+def test_a_cache_on_one_node_is_allowed_and_said_to_be_none(
+    nodes: int, noted: bool, tmp_path: Path
+) -> None:
     """Closed form: the program has an op of a cache, or the outlook says that it has none."""
     model = toy(4, lora=False, tied=False)
     for name in ("fcdp", "zeropp"):
@@ -446,4 +536,7 @@ def test_a_cache_on_one_node_is_allowed_and_said_to_be_none(nodes: int, noted: b
             if op.kind is OpKind.CACHE or (op.kind is OpKind.GATHER and op.slot < 0)
         ]
         assert bool(keeps) != noted
-    assert not any("cached" in line for line in outlook.notes(dataclasses.replace(run, plan=on_mesh("zero3", 1, 2)), 8))
+    assert not any(
+        "cached" in line
+        for line in outlook.notes(dataclasses.replace(run, plan=on_mesh("zero3", 1, 2)), 8)
+    )

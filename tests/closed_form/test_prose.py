@@ -1,4 +1,5 @@
-"""Oracle: PEP 257 on first sentences, as CONTRIBUTING.md words it, read off every docstring of the package by ``ast``."""
+"""Oracle: PEP 257 on first sentences, as CONTRIBUTING.md words it, read off every docstring of the
+package by ``ast``."""
 
 from __future__ import annotations
 
@@ -12,24 +13,38 @@ import pytest
 ROOT = Path(__file__).parents[2] / "src" / "blockwalk"
 
 NOT_YET_IMPERATIVE = 218
-"""Functions whose docstring begins with no imperative. The number may only fall: lower it with each that is mended."""
+"""Functions whose docstring begins with no imperative. The number may only fall: lower it with each
+that is mended."""
 
 IMPERATIVES = frozenset(
     re.findall(
         r"\S+",
-        "accept accumulate add align allocate allow announce answer append apply ask assert assign attach await begin bind "
-        "bring build call cast change check choose clean clear close collect combine compare compile complete compress "
-        "compute continue convert copy count create cut decide decode decorate delete describe destroy detach do draw "
-        "discard dissect divide draw drop emit empty encode end enumerate enter evaluate exchange execute expand expect "
-        "extend extract fail fetch fill filter find finish fit flatten flush follow forbid forecast forget format free gather "
-        "generate get give go group guess hand have hide hold import infer initialise install insert interpolate join keep "
-        "kill launch lay leave let limit list load lock log look lower make map mark mean measure merge move multiply name "
-        "normalise note open order pack pad parse part patch pause perturb pick pin place plan point pop prefer prepare "
-        "print probe produce pull push put quantise quote raise rank read rebuild receive record reduce refuse register "
-        "release remove render repeat replace replay report request require reset resolve restore resume return rewrite "
-        "round run sample save say scale search see send serve set settle share show shrink simulate skip slice solve sort "
-        "split spread stack start step stop store subtract sum swap take tell test time track train translate transpose "
-        "turn unmap unpack update upload use validate verify visit wait walk warn watch wrap write yield zero",
+        "accept accumulate add align allocate allow announce answer append apply ask assert"
+        " assign attach await begin bind "
+        "bring build call cast change check choose clean clear close collect combine compare"
+        " compile complete compress "
+        "compute continue convert copy count create cut decide decode decorate delete describe"
+        " destroy detach do draw "
+        "discard dissect divide draw drop emit empty encode end enumerate enter evaluate exchange"
+        " execute expand expect "
+        "extend extract fail fetch fill filter find finish fit flatten flush follow forbid"
+        " forecast forget format free gather "
+        "generate get give go group guess hand have hide hold import infer initialise install"
+        " insert interpolate join keep "
+        "kill launch lay leave let limit list load lock log look lower make map mark mean measure"
+        " merge move multiply name "
+        "normalise note open order pack pad parse part patch pause perturb pick pin place plan"
+        " point pop prefer prepare "
+        "print probe produce pull push put quantise quote raise rank read rebuild receive record"
+        " reduce refuse register "
+        "release remove render repeat replace replay report request require reset resolve restore"
+        " resume return rewrite "
+        "round run sample save say scale search see send serve set settle share show shrink"
+        " simulate skip slice solve sort "
+        "split spread stack start step stop store subtract sum swap take tell test time track"
+        " train translate transpose "
+        "turn unmap unpack update upload use validate verify visit wait walk warn watch wrap"
+        " write yield zero",
     )
 )
 """Verbs that a function's docstring may begin with; whoever needs another one adds it."""
@@ -37,10 +52,14 @@ IMPERATIVES = frozenset(
 VERBS_ONLY = IMPERATIVES - frozenset(
     re.findall(
         r"\w+",
-        "answer call cast change check copy count cut draw drop empty end exchange fit forecast format free group hand hold "
-        "limit list load lock log look lower map mark mean measure move name note open order pack part pause place plan "
-        "point probe push rank read record report request reset return round run sample scale search see set share show "
-        "slice sort split spread stack start step stop store sum swap test time track train turn update use visit wait walk "
+        "answer call cast change check copy count cut draw drop empty end exchange fit forecast"
+        " format free group hand hold "
+        "limit list load lock log look lower map mark mean measure move name note open order pack"
+        " part pause place plan "
+        "point probe push rank read record report request reset return round run sample scale"
+        " search see set share show "
+        "slice sort split spread stack start step stop store sum swap test time track train turn"
+        " update use visit wait walk "
         "watch wrap zero",
     )
 )
@@ -49,14 +68,19 @@ VERBS_ONLY = IMPERATIVES - frozenset(
 NO_NOUN = frozenset(
     re.findall(
         r"\S+",
-        "what how where when which who why as if until while since once of from in inside into on onto by to at under beneath "
-        "with without within before after beside between through against for like likewise and or but so then else it they "
+        "what how where when which who why as if until while since once of from in inside into on"
+        " onto by to at under beneath "
+        "with without within before after beside between through against for like likewise and or"
+        " but so then else it they "
         "he she ... … args: raises: returns: yields:",
     )
 )
-"""First words after which a sentence's subject is a clause, a pronoun or missing. *Whether* is none: it says bool."""
+"""First words after which a sentence's subject is a clause, a pronoun or missing. *Whether* is
+none: it says bool."""
 
-DETERMINERS = frozenset(re.findall(r"\w+", "a an the its their his this these those every each all any one no what"))
+DETERMINERS = frozenset(
+    re.findall(r"\w+", "a an the its their his this these those every each all any one no what")
+)
 """Words that follow a verb at once, and a noun in an apposition only."""
 
 
@@ -66,19 +90,26 @@ def sentence(docstring: str) -> str:
 
 
 def faults(kind: str, docstring: str) -> list[str]:
-    """Return the parts of the rule that a docstring of a ``kind`` (module, class, function, value) breaks."""
+    """Return the parts of the rule that a docstring of a ``kind`` (module, class, function, value)
+    breaks."""
     text = sentence(docstring)
     first, second = [*(word.lower() for word in text.split()), "", ""][:2]
     found = []
     if first in NO_NOUN:
-        found.append(f"it begins with {text.split()[0]!r}, which is neither a noun nor an imperative")
-    noun = first in DETERMINERS or first == "whether" or first.endswith("ing") or not first.isalpha()
+        found.append(
+            f"it begins with {text.split()[0]!r}, which is neither a noun nor an imperative"
+        )
+    noun = (
+        first in DETERMINERS or first == "whether" or first.endswith("ing") or not first.isalpha()
+    )
     if second in DETERMINERS and not noun and (kind != "function" or third_person(first)):
         found.append(f"it begins with a verb: {first} {second}")
     elif kind != "function" and first in VERBS_ONLY:
         found.append(f"a {kind} begins with an imperative: {first} {second}")
     if not text.endswith((".", "!", "?", ":")):
-        found.append("its first paragraph does not end with a period, or with a colon before what follows")
+        found.append(
+            "its first paragraph does not end with a period, or with a colon before what follows"
+        )
     return found
 
 
@@ -92,16 +123,24 @@ def third_person(word: str) -> bool:
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
-    """Kind, line and text of every docstring, and of every string that stands below a field or a constant."""
+    """Kind, line and text of every docstring, and of every string that stands below a field or a
+    constant."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         text = ast.get_docstring(node, clean=True)
         if text is not None:
             kind = (
-                "module" if isinstance(node, ast.Module) else "class" if isinstance(node, ast.ClassDef) else "function"
+                "module"
+                if isinstance(node, ast.Module)
+                else "class"
+                if isinstance(node, ast.ClassDef)
+                else "function"
             )
-            if any("property" in ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ())):
+            if any(
+                "property" in ast.unparse(decorator)
+                for decorator in getattr(node, "decorator_list", ())
+            ):
                 kind = "value"
             yield kind, node.body[0].lineno, text
         for above, below in zip(node.body, node.body[1:], strict=False):
@@ -118,13 +157,17 @@ def every() -> Iterator[tuple[str, str, str]]:
 
 
 def test_first_sentences_keep_the_rule() -> None:
-    assert [f"{where}: {fault}" for where, kind, text in every() for fault in faults(kind, text)] == []
+    assert [
+        f"{where}: {fault}" for where, kind, text in every() for fault in faults(kind, text)
+    ] == []
 
 
 def test_functions_that_begin_with_no_imperative_become_fewer() -> None:
     remaining = sum(kind == "function" and not imperative(text) for _, kind, text in every())
     print(f"{remaining} docstrings of functions begin with no imperative; {NOT_YET_IMPERATIVE} may")
-    assert remaining <= NOT_YET_IMPERATIVE, "begin a function's docstring with a verb: Return, Read, Write …"
+    assert remaining <= NOT_YET_IMPERATIVE, (
+        "begin a function's docstring with a verb: Return, Read, Write …"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""Oracle: closed forms. Each number among the settings is refused by its name where no run could have it;
-text that others wrote is inert in Markdown, by its specification's escapes; an address without its password."""
+"""Oracle: closed forms. Each number among the settings is refused by its name where no run could
+have it; text that others wrote is inert in Markdown, by its specification's escapes; an address
+without its password."""
 
 from __future__ import annotations
 
@@ -31,9 +32,14 @@ def numbers() -> list[str]:
 
 
 def test_there_are_numbers() -> None:
-    assert {"max_steps", "seed", "lora.rank", "optimizer.learning_rate", "data.max_length", "zo.epsilon"} <= {
-        *numbers()
-    }
+    assert {
+        "max_steps",
+        "seed",
+        "lora.rank",
+        "optimizer.learning_rate",
+        "data.max_length",
+        "zo.epsilon",
+    } <= {*numbers()}
     assert hints_of(RunConfig)["start_timeout"] is float
 
 
@@ -46,7 +52,12 @@ def test_a_number_that_no_run_has_is_refused_by_its_name(name: str, value: Any) 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("start_timeout", 1e300), ("lora.rank", 10**6), ("optimizer.learning_rate", 1e308), ("batch_size", 10**10)],
+    [
+        ("start_timeout", 1e300),
+        ("lora.rank", 10**6),
+        ("optimizer.learning_rate", 1e308),
+        ("batch_size", 10**10),
+    ],
 )
 def test_a_number_that_is_too_large_for_its_setting(name: str, value: Any) -> None:
     with refused(ValueError, name):
@@ -54,7 +65,8 @@ def test_a_number_that_is_too_large_for_its_setting(name: str, value: Any) -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["{text!r} {label}", "{text:>9999} {label}", "{text} {label:d}", "{text!r:>9999} {label}"]
+    "text",
+    ["{text!r} {label}", "{text:>9999} {label}", "{text} {label:d}", "{text!r:>9999} {label}"],
 )
 def test_a_template_takes_names_alone(text: str) -> None:
     with refused(ValueError, "name"):
@@ -62,12 +74,17 @@ def test_a_template_takes_names_alone(text: str) -> None:
 
 
 def test_markdown_that_others_wrote_is_inert() -> None:
-    assert escaped("<img src=x>\n# [a](b) `c` | *d* &lt;") == r"\<img src=x\> \# \[a\](b) \`c\` \| \*d\* \&lt;"
+    assert (
+        escaped("<img src=x>\n# [a](b) `c` | *d* &lt;")
+        == r"\<img src=x\> \# \[a\](b) \`c\` \| \*d\* \&lt;"
+    )
     assert code("a") == "`a`"
     assert code("a`b``c") == "``` a`b``c ```"
     assert "\x1b" not in escaped("\x1b[2J") + code("\x1b[2J")
 
 
 def test_an_address_is_shown_without_its_password() -> None:
-    assert without_password("at http://user:PW@host:9/x, https://b") == "at http://host:9/x, https://b"
+    assert (
+        without_password("at http://user:PW@host:9/x, https://b") == "at http://host:9/x, https://b"
+    )
     assert without_password("http://user:P@W@host") == "http://host"

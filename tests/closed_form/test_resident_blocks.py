@@ -1,5 +1,5 @@
-"""Oracle: the definition of a plan that fits, for random budgets, models and rows: the peak of its whole program; and the
-closed form of what blocks that stay take and save."""
+"""Oracle: the definition of a plan that fits, for random budgets, models and rows: the peak of its
+whole program; and the closed form of what blocks that stay take and save."""
 
 from __future__ import annotations
 
@@ -21,19 +21,28 @@ from tests.closed_form.test_program import toy
 from tests.support.messages import refused
 
 pytestmark = pytest.mark.fast
-COSTS = Costs((("block", UnitCost(3000, 5000, 2000, 100, 200)), ("epilogue", UnitCost(9000, 9500, 0, 50, 100))))
+COSTS = Costs(
+    (
+        ("block", UnitCost(3000, 5000, 2000, 100, 200)),
+        ("epilogue", UnitCost(9000, 9500, 0, 50, 100)),
+    )
+)
 ROWS = {
     "zo2": method("zo2"),
     "zo2 on disk, 8 bits": method("zo2", trainable="disk × fp8", frozen="disk", prefetch=2),
     "distzo2": method("distzo2", mesh={"world": 2, "ranks_per_node": 2}),
     "mebp": method("mebp"),
-    "mebp, nothing recomputed": method("mebp", recompute="none", activation="device", frozen="host × bf16"),
+    "mebp, nothing recomputed": method(
+        "mebp", recompute="none", activation="device", frozen="host × bf16"
+    ),
 }
 
 
 def step(plan: Plan, model: ModelSpec) -> Program:
     pending = Pending(1, flush=True) if plan.method in ("zo2", "distzo2") else Pending()
-    return compile(plan, model, StepKind.TRAIN, Shape(1, 8), costs=COSTS, pending=pending, device="cuda")
+    return compile(
+        plan, model, StepKind.TRAIN, Shape(1, 8), costs=COSTS, pending=pending, device="cuda"
+    )
 
 
 def peak(plan: Plan, model: ModelSpec) -> int:
@@ -47,10 +56,18 @@ def peak(plan: Plan, model: ModelSpec) -> int:
     lora=st.booleans(),
     budgets=st.lists(st.integers(1, 900_000), min_size=2, max_size=3),
 )
-def test_a_plan_that_fits_never_stops_fitting(name: str, layers: int, lora: bool, budgets: list[int]) -> None:
-    """Neither for more memory nor for blocks that stay; more memory never keeps fewer, and one block more would not fit."""
-    plan, model, last = ROWS[name], toy(layers, lora=lora, tied=False), 0
-    least = min(peak(dataclasses.replace(plan, resident=0, budget=None, recompute=_least(plan)), model), 900_000)
+def test_a_plan_that_fits_never_stops_fitting(
+    name: str, layers: int, lora: bool, budgets: list[int]
+) -> None:
+    """Neither for more memory nor for blocks that stay; more memory never keeps fewer, and one
+    block more would not fit."""
+    plan = ROWS[name]
+    model = toy(layers, lora=lora, tied=False)
+    last = 0
+    least = min(
+        peak(dataclasses.replace(plan, resident=0, budget=None, recompute=_least(plan)), model),
+        900_000,
+    )
     for budget in sorted(budgets):
         within = dataclasses.replace(plan, budget=budget)
         found = settled(within, model, Shape(1, 8), COSTS, device="cuda")
@@ -68,16 +85,20 @@ def _least(plan: Plan) -> str:
 
 
 def test_both_ends_are_the_rows_that_they_are() -> None:
-    """All blocks on the device take what ``mezo`` takes and move nothing; each that stays saves its way there and back."""
+    """All blocks on the device take what ``mezo`` takes and move nothing; each that stays saves its
+    way there and back."""
     model = toy(6, lora=False, tied=False)
     block = sum(p.numel * 4 for p in model.blocks[0].params)
     moved = {n: step(method("zo2", resident=n), model).bytes_by_lane() for n in range(7)}
     assert [moved[n].get(Lane.FETCH, 0) for n in range(7)] == [(6 - n) * block for n in range(7)]
     assert [moved[n].get(Lane.STORE, 0) for n in range(7)] == [(6 - n) * block for n in range(7)]
-    every, mezo = step(method("zo2", resident=6), model), step(method("mezo"), model)
+    every = step(method("zo2", resident=6), model)
+    mezo = step(method("mezo"), model)
     assert every.peaks() == mezo.peaks()
     assert not [op for op in every.ops if op.kind in (OpKind.FETCH, OpKind.STORE, OpKind.EVICT)]
-    assert "stay on the device: prologue, block 0, block 3, epilogue" in str(step(method("zo2", resident=2), model))
+    assert "stay on the device: prologue, block 0, block 3, epilogue" in str(
+        step(method("zo2", resident=2), model)
+    )
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 96, 126])
@@ -86,7 +107,9 @@ def test_any_beginning_of_the_order_lies_evenly(count: int) -> None:
     assert sorted(order) == list(range(count))
     for few in range(1, count + 1):
         kept = sorted(order[:few])
-        gaps = [after - before for before, after in zip(kept, [*kept[1:], count + kept[0]], strict=True)]
+        gaps = [
+            after - before for before, after in zip(kept, [*kept[1:], count + kept[0]], strict=True)
+        ]
         assert max(gaps) <= 2 * count / few + 1
 
 

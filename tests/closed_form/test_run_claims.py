@@ -1,4 +1,5 @@
-"""Oracle: counting: how often each example comes, what a list of losses means, the rows of a table of positions."""
+"""Oracle: counting: how often each example comes, what a list of losses means, the rows of a table
+of positions."""
 
 from __future__ import annotations
 
@@ -21,12 +22,23 @@ from tests.support.messages import refused, says
 
 def examples(count: int) -> Encoded:
     tokens = np.arange(3 * count, dtype=np.int32)
-    return Encoded(tokens, np.ones(3 * count, bool), np.arange(0, 3 * count + 1, 3, dtype=np.int64), 0)
+    return Encoded(
+        tokens, np.ones(3 * count, bool), np.arange(0, 3 * count + 1, 3, dtype=np.int64), 0
+    )
 
 
 @pytest.mark.parametrize(
     ("count", "size", "epochs"),
-    [(9, 8, 10), (3, 8, 5), (17, 16, 3), (1000, 16, 3), (1, 8, 1), (30, 1, 0.1), (10, 4, 2.5), (10, 5, 2)],
+    [
+        (9, 8, 10),
+        (3, 8, 5),
+        (17, 16, 3),
+        (1000, 16, 3),
+        (1, 8, 1),
+        (30, 1, 0.1),
+        (10, 4, 2.5),
+        (10, 5, 2),
+    ],
 )
 def test_epochs_are_as_many_as_were_set(count: int, size: int, epochs: float) -> None:
     """The examples that come are those of the epochs, and fewer than one batch more."""
@@ -73,18 +85,27 @@ def test_a_card_does_not_say_that_a_changed_run_is_repeatable(tmp_path: Path) ->
 
 
 def test_a_card_has_no_folder_of_this_machine(tmp_path: Path) -> None:
-    model, file = tmp_path / "model", tmp_path / "train.jsonl"
+    model = tmp_path / "model"
+    file = tmp_path / "train.jsonl"
     atomic_files.make_folder(model)
     file.write_text("{}\n")
-    run = RunConfig(str(model), data=DataSettings(str(file), (str(file), "owner/data")), output_dir=str(tmp_path))
+    run = RunConfig(
+        str(model),
+        data=DataSettings(str(file), (str(file), "owner/data")),
+        output_dir=str(tmp_path),
+    )
     shared = card.shareable(run.to_mapping())
     assert str(tmp_path) not in str(shared)
     assert (shared["model"], shared["data"]["eval"]) == ("model", ["train.jsonl", "owner/data"])
     assert card.shareable(RunConfig("owner/model@v1").to_mapping())["model"] == "owner/model@v1"
 
 
-@pytest.mark.parametrize(("kind", "positions"), [("gpt2", "n_positions"), ("opt", "max_position_embeddings")])
-def test_positions_that_were_not_learnt_are_refused(kind: str, positions: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "positions"), [("gpt2", "n_positions"), ("opt", "max_position_embeddings")]
+)
+def test_positions_that_were_not_learnt_are_refused(
+    kind: str, positions: str, tmp_path: Path
+) -> None:
     from transformers import AutoConfig
 
     AutoConfig.for_model(kind, **{positions: 32}).save_pretrained(tmp_path)
@@ -96,5 +117,7 @@ def test_positions_that_were_not_learnt_are_refused(kind: str, positions: str, t
 def test_turned_positions_go_on(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    AutoConfig.for_model("llama", max_position_embeddings=32, num_hidden_layers=1).save_pretrained(tmp_path)
+    AutoConfig.for_model("llama", max_position_embeddings=32, num_hidden_layers=1).save_pretrained(
+        tmp_path
+    )
     require_positions(tmp_path, 4096)

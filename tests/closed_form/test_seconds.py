@@ -1,4 +1,5 @@
-"""Oracle: closed forms. On a toy machine with round figures an op takes its bytes, elements and FLOPs over their rates."""
+"""Oracle: closed forms. On a toy machine with round figures an op takes its bytes, elements and
+FLOPs over their rates."""
 
 from __future__ import annotations
 
@@ -34,7 +35,13 @@ CPU = dataclasses.replace(GPU, device="cpu", devices_per_node=1, nodes=1)
 
 
 def seconds(
-    plan: Plan, machine: Hardware, kind: OpKind, lane: Lane, *, model: ModelSpec = MODEL, **of_op: Any
+    plan: Plan,
+    machine: Hardware,
+    kind: OpKind,
+    lane: Lane,
+    *,
+    model: ModelSpec = MODEL,
+    **of_op: Any,
 ) -> float:
     costs = of_op.pop("costs", Costs())
     return CostModel(plan, model, machine, costs).seconds(Op(0, kind, 1, lane, **of_op))
@@ -51,14 +58,21 @@ def seconds(
         (dataclasses.replace(CPU, host_bytes=10**5), "disk × raw", 2.0 + 10.0, 4.0 + 20.0),
     ],
 )
-def test_bytes_take_every_link_on_their_way(machine: Hardware, placed: str, fetched: float, stored: float) -> None:
-    """100 bytes of a parameter; a processor's page cache stands in for the disk as far as the model fits half of memory."""
+def test_bytes_take_every_link_on_their_way(
+    machine: Hardware, placed: str, fetched: float, stored: float
+) -> None:
+    """100 bytes of a parameter; a processor's page cache stands in for the disk as far as the model
+    fits half of memory."""
     plan = method("plain", recompute="all", trainable=placed, frozen=placed)
     for part in (StateKind.FROZEN, StateKind.TRAINABLE):
         found = seconds(plan, machine, OpKind.FETCH, Lane.FETCH, part=part, nbytes=100)
         assert found == pytest.approx(fetched)
-        assert seconds(plan, machine, OpKind.STORE, Lane.STORE, part=part, nbytes=100) == pytest.approx(stored)
-        assert seconds(plan, machine, OpKind.FETCH, Lane.FETCH, part=part) == 0.0, "no bytes, no time"
+        assert seconds(
+            plan, machine, OpKind.STORE, Lane.STORE, part=part, nbytes=100
+        ) == pytest.approx(stored)
+        assert seconds(plan, machine, OpKind.FETCH, Lane.FETCH, part=part) == 0.0, (
+            "no bytes, no time"
+        )
         assert seconds(plan, machine, OpKind.STORE, Lane.STORE, part=part) == 0.0
 
 
@@ -71,12 +85,15 @@ def test_activations_go_to_their_own_tier_and_buckets_past_the_page_cache() -> N
     assert seconds(zo2, CPU, OpKind.FETCH, Lane.FETCH, **bucket) == pytest.approx(2.0 + 10.0)
     assert seconds(zo2, CPU, OpKind.STORE, Lane.STORE, **bucket) == pytest.approx(4.0 + 20.0)
     cached = method("fcdp", mesh={"world": 16, "ranks_per_node": 4})
-    assert seconds(cached, GPU, OpKind.FETCH, Lane.FETCH, **bucket) == pytest.approx(0.5 + 1.0), "kept on the host"
+    assert seconds(cached, GPU, OpKind.FETCH, Lane.FETCH, **bucket) == pytest.approx(0.5 + 1.0), (
+        "kept on the host"
+    )
 
 
 @pytest.mark.parametrize(("size", "rounds"), [(1, 0), (2, 0), (4, 1), (8, 2), (16, 3)])
 def test_a_collective_is_a_tree(size: int, rounds: int) -> None:
-    """α once for each round, β for the bytes that one rank sends; between nodes the four ranks of a node share its link."""
+    """α once for each round, β for the bytes that one rank sends; between nodes the four ranks of a
+    node share its link."""
     plan = method("zero3", mesh={"world": 16, "ranks_per_node": 4, "groups": f"these={size}"})
     axes = names_of(between(make_axes(plan.mesh), 1, size))
     moved = {"part": StateKind.TRAINABLE, "nbytes": 100, "axes": axes}
@@ -89,8 +106,8 @@ def test_a_collective_is_a_tree(size: int, rounds: int) -> None:
 
 @pytest.mark.parametrize(("rule", "touched"), [("sgd", 12), ("momentum", 20), ("adamw", 28)])
 def test_an_update_touches_parameter_gradient_and_states(rule: str, touched: int) -> None:
-    """Bytes an element: three of four bytes, and every state read and written; or the rate that was measured. Ranks update the
-    slices that they own."""
+    """Bytes an element: three of four bytes, and every state read and written; or the rate that was
+    measured. Ranks update the slices that they own."""
     plan = method("plain", optimizer={"name": rule})
     update = (OpKind.UPDATE, Lane.COMPUTE)
     assert seconds(plan, GPU, *update) == pytest.approx(1.0 + touched * BLOCK / 1e5)
@@ -100,11 +117,14 @@ def test_an_update_touches_parameter_gradient_and_states(rule: str, touched: int
     assert seconds(ranks, measured, *update) == pytest.approx(1.0 + BLOCK / 16 / 1e3)
     at_once = method("plain", recompute="all", optimizer={"name": rule}, update={"timing": "block"})
     copied = touched - 4  # parameter and states, read and written once more before they change
-    assert seconds(at_once, measured, *update) == pytest.approx(1.0 + BLOCK / 1e3 + copied * BLOCK / 1e5)
+    assert seconds(at_once, measured, *update) == pytest.approx(
+        1.0 + BLOCK / 1e3 + copied * BLOCK / 1e5
+    )
 
 
 def test_zeroth_order_updates_draw_their_noise_again() -> None:
-    """Closed form: for each query and each entry that waited, every element's noise; then its rule, unless that is SGD."""
+    """Closed form: for each query and each entry that waited, every element's noise; then its rule,
+    unless that is SGD."""
     update = (OpKind.UPDATE, Lane.STORE)
     sgd = method("zo2", **{"zo.queries": 3})
     assert seconds(sgd, GPU, *update, entries=2) == pytest.approx(1.0 + 2 * 3 * BLOCK / 1e4)
@@ -114,7 +134,9 @@ def test_zeroth_order_updates_draw_their_noise_again() -> None:
     narrow = method("zo2", trainable="host × bf16")
     rounding = dataclasses.replace(GPU, update_rate={"round": 500.0})
     assert seconds(narrow, rounding, *update) == pytest.approx(1.0 + BLOCK / 1e4 + BLOCK / 500)
-    assert seconds(narrow, GPU, *update) == pytest.approx(1.0 + BLOCK / 1e4 + BLOCK * 2 * (2 + 4) / 1e5)
+    assert seconds(narrow, GPU, *update) == pytest.approx(
+        1.0 + BLOCK / 1e4 + BLOCK * 2 * (2 + 4) / 1e5
+    )
 
 
 def test_a_norm_and_a_perturbation_in_place_read_every_trainable() -> None:
@@ -132,14 +154,17 @@ WORK = Work(products=((10**6, 2),), passes=((1000, 3),), attention=5 * 10**5, st
 
 
 def test_a_forward_takes_its_products_its_passes_and_its_weights() -> None:
-    """FLOPs and bytes over the machine's rates, and the weights read once; where only FLOPs and the bytes that it holds are
-    known, four times these are touched."""
-    plan, forward = method("plain"), (OpKind.FORWARD, Lane.COMPUTE)
+    """FLOPs and bytes over the machine's rates, and the weights read once; where only FLOPs and the
+    bytes that it holds are known, four times these are touched."""
+    plan = method("plain")
+    forward = (OpKind.FORWARD, Lane.COMPUTE)
     costs = Costs((("block", UnitCost(forward=WORK, backward=WORK)),))
     weights = 4 * BLOCK / 1e5
     assert seconds(plan, GPU, *forward, costs=costs) == pytest.approx(1.0 + 2.5 + 0.03 + weights)
     again = seconds(plan, GPU, OpKind.BACKWARD, Lane.COMPUTE, costs=costs)
-    assert again == pytest.approx(1.0 + 2 * (2.5 + 0.03) + weights), "computed again, and differentiated"
+    assert again == pytest.approx(1.0 + 2 * (2.5 + 0.03) + weights), (
+        "computed again, and differentiated"
+    )
     graph = seconds(plan, GPU, OpKind.BACKWARD, Lane.COMPUTE, costs=costs, keep_graph=True)
     assert graph == pytest.approx(1.0 + 2.5 + 0.03 + weights)
     unknown = seconds(plan, GPU, *forward, flops=3 * 10**6, transient=10**4)
@@ -147,7 +172,8 @@ def test_a_forward_takes_its_products_its_passes_and_its_weights() -> None:
 
 
 def test_rates_by_size_go_before_the_flat_ones() -> None:
-    """Closed form: a product of a million FLOPs takes a second, a pass of a kilobyte a tenth, attention its own rate."""
+    """Closed form: a product of a million FLOPs takes a second, a pass of a kilobyte a tenth,
+    attention its own rate."""
     forward = dataclasses.replace(WORK, thin_products=((10**6, 1),), in_place=((1000, 1),))
     costs = Costs((("block", UnitCost(forward=forward)),))
     machine = dataclasses.replace(
@@ -159,19 +185,28 @@ def test_rates_by_size_go_before_the_flat_ones() -> None:
 
 
 def test_coded_weights_are_decoded_as_often_as_they_are_read() -> None:
-    """Frozen elements over the decoder's rate: once forwards, twice where a block is computed again for its backward."""
+    """Frozen elements over the decoder's rate: once forwards, twice where a block is computed again
+    for its backward."""
     model = toy(2, lora=True, tied=False)
     raw, coded = (method("mebp", frozen=f"disk × {codec}") for codec in ("raw", "int4"))
-    for kind, kept, times in ((OpKind.FORWARD, False, 1), (OpKind.BACKWARD, True, 1), (OpKind.BACKWARD, False, 2)):
+    for kind, kept, times in (
+        (OpKind.FORWARD, False, 1),
+        (OpKind.BACKWARD, True, 1),
+        (OpKind.BACKWARD, False, 2),
+    ):
         of = {"model": model, "keep_graph": kept}
-        more = seconds(coded, GPU, kind, Lane.COMPUTE, **of) - seconds(raw, GPU, kind, Lane.COMPUTE, **of)
+        more = seconds(coded, GPU, kind, Lane.COMPUTE, **of) - seconds(
+            raw, GPU, kind, Lane.COMPUTE, **of
+        )
         assert more == pytest.approx(times * model.blocks[0].numel(trainable=False) / 2e4)
 
 
 @pytest.mark.parametrize("loss", ["chunked", "model"])
 def test_a_chunked_loss_decodes_the_head_for_every_chunk(loss: str) -> None:
-    """Closed form: chunks of tokens as the budget of logits cuts them; the model's own loss takes the head once."""
-    model, shape = toy(1, lora=True, tied=False, vocab=40_000), Shape(8, 513)
+    """Closed form: chunks of tokens as the budget of logits cuts them; the model's own loss takes
+    the head once."""
+    model = toy(1, lora=True, tied=False, vocab=40_000)
+    shape = Shape(8, 513)
     found = {}
     for codec in ("raw", "int4"):
         plan = method("mebp", frozen=f"disk × {codec}", loss=loss)
@@ -179,13 +214,17 @@ def test_a_chunked_loss_decodes_the_head_for_every_chunk(loss: str) -> None:
         op = next(op for op in program.ops if op.kind is OpKind.LOSS)
         costs = CostModel(plan, model, GPU, program=program)
         found[codec], chunks = costs.seconds(op), costs._token_chunks()
-    assert found["int4"] - found["raw"] == pytest.approx(chunks * model.epilogue.numel(trainable=False) / 2e4)
+    assert found["int4"] - found["raw"] == pytest.approx(
+        chunks * model.epilogue.numel(trainable=False) / 2e4
+    )
     assert (chunks > 1) == (loss == "chunked")
 
 
 def test_graphs_in_file_maps_are_copied_there_and_fresh_memory_is_touched() -> None:
-    """Closed form: saved bytes are written twice over memory; gradients made anew take the rate of first touches."""
-    plan, takes = method("plain", activation="disk", recompute="none"), ((Pool.MAPPED, 1000),)
+    """Closed form: saved bytes are written twice over memory; gradients made anew take the rate of
+    first touches."""
+    plan = method("plain", activation="disk", recompute="none")
+    takes = ((Pool.MAPPED, 1000),)
     weights = 4 * BLOCK / 1e5
     mapped = seconds(plan, CPU, OpKind.FORWARD, Lane.COMPUTE, takes=takes)
     assert mapped == pytest.approx(1.0 + weights + 2 * 1000 / 1e5)

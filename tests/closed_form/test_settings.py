@@ -1,4 +1,5 @@
-"""Oracle: closed forms. A value changes where its dotted name points and nowhere else; each refusal names its setting."""
+"""Oracle: closed forms. A value changes where its dotted name points and nowhere else; each refusal
+names its setting."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ pytestmark = pytest.mark.fast
 
 def changed(before: Plan, after: Plan) -> set[str]:
     """The fields in which two plans differ."""
-    return {f.name for f in dataclasses.fields(Plan) if getattr(before, f.name) != getattr(after, f.name)}
+    return {
+        f.name
+        for f in dataclasses.fields(Plan)
+        if getattr(before, f.name) != getattr(after, f.name)
+    }
 
 
 def test_a_setting_changes_what_its_name_points_to_and_nothing_else() -> None:
@@ -33,7 +38,15 @@ def test_a_setting_changes_what_its_name_points_to_and_nothing_else() -> None:
         found = override(plan, given)
         assert changed(plan, found) == {"optimizer"}
         assert found.optimizer == dataclasses.replace(plan.optimizer, learning_rate=2e-4)
-    found = override(plan, {"prefetch": "3", "trainable": "host × fp32", "trainable.codec": "bf16", "recompute": "all"})
+    found = override(
+        plan,
+        {
+            "prefetch": "3",
+            "trainable": "host × fp32",
+            "trainable.codec": "bf16",
+            "recompute": "all",
+        },
+    )
     assert changed(plan, found) == {"prefetch", "trainable", "recompute"}
     assert found.trainable == Placement(Tier.HOST, Codec.BF16)
 
@@ -42,7 +55,9 @@ def test_a_placement_without_a_group_keeps_the_plans() -> None:
     """The rows over ranks: another tier or codec does not gather anything elsewhere."""
     plan = method("zero3", mesh={"world": 4, "ranks_per_node": 2})
     assert plan.frozen.group == "world"
-    assert override(plan, {"frozen": "device × int8"}).frozen == Placement(Tier.DEVICE, Codec.INT8, "world")
+    assert override(plan, {"frozen": "device × int8"}).frozen == Placement(
+        Tier.DEVICE, Codec.INT8, "world"
+    )
     assert override(plan, {"frozen": plan.frozen}) == plan
 
 
@@ -50,8 +65,14 @@ def test_a_placement_without_a_group_keeps_the_plans() -> None:
 @pytest.mark.parametrize("divider", [" × ", " x ", "×", "x"])
 def test_a_group_whose_name_has_an_x_can_be_named(group: str, divider: str) -> None:
     """Closed form: what was joined is taken apart again, whichever sign of the two divides it."""
-    plan = method("hzp", mesh={"world": 4, "groups": [f"{group}=2"]}, trainable=divider.join(("device", "raw", "node")))
-    again = override(plan, {kind: divider.join(("device", "raw", group)) for kind in ("frozen", "trainable")})
+    plan = method(
+        "hzp",
+        mesh={"world": 4, "groups": [f"{group}=2"]},
+        trainable=divider.join(("device", "raw", "node")),
+    )
+    again = override(
+        plan, {kind: divider.join(("device", "raw", group)) for kind in ("frozen", "trainable")}
+    )
     assert again.trainable == again.frozen == Placement(group=group)
 
 
@@ -85,14 +106,23 @@ def test_every_name_that_is_listed_can_be_set() -> None:
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("18GB", 18 * 10**9), ("512MiB", 2**29), ("1.5 kb", 1500), ("2 TiB", 2**41), ("7", 7), (7, 7), ("3b", 3)],
+    [
+        ("18GB", 18 * 10**9),
+        ("512MiB", 2**29),
+        ("1.5 kb", 1500),
+        ("2 TiB", 2**41),
+        ("7", 7),
+        (7, 7),
+        ("3b", 3),
+    ],
 )
 def test_sizes(text: str | int, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 
 def test_names_that_were_probably_meant() -> None:
-    """The nearest; else what other libraries call it; else the only one that ends so; else nothing."""
+    """The nearest; else what other libraries call it; else the only one that ends so; else
+    nothing."""
     known = setting_names()
     assert did_you_mean("lr", known) == "; did you mean 'optimizer.learning_rate'?"
     assert did_you_mean("eps", known) == "; did you mean 'optimizer.eps'?"
@@ -102,8 +132,15 @@ def test_names_that_were_probably_meant() -> None:
 
 
 def test_adapters_are_read_as_every_other_setting() -> None:
-    given = {"rank": "8", "alpha": 16, "target_modules": "q_proj, v_proj", "options": {"use_rslora": True}}
-    wanted = LoraSettings(rank=8, alpha=16.0, target_modules=("q_proj", "v_proj"), options={"use_rslora": True})
+    given = {
+        "rank": "8",
+        "alpha": 16,
+        "target_modules": "q_proj, v_proj",
+        "options": {"use_rslora": True},
+    }
+    wanted = LoraSettings(
+        rank=8, alpha=16.0, target_modules=("q_proj", "v_proj"), options={"use_rslora": True}
+    )
     assert adapter_settings(given) == wanted
     with refused(ValueError, "lora.rnk lora.rank"):
         adapter_settings({"rnk": 8})
@@ -112,7 +149,10 @@ def test_adapters_are_read_as_every_other_setting() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"num_virtual_tokens": 5, "init_weights": "text"}, "prefix.init_weights text tokens random zero"),
+        (
+            {"num_virtual_tokens": 5, "init_weights": "text"},
+            "prefix.init_weights text tokens random zero",
+        ),
         ({"num_virtual_tokens": 5, "rank": 8}, "prefix.rank"),
         ({"target_modules": []}, "lora.target_modules lora.options"),
     ],
@@ -122,14 +162,18 @@ def test_adapters_that_make_no_sense_are_refused(wrong: dict[str, Any], message:
         adapter_settings(wrong)
 
 
-@pytest.mark.parametrize("given", [{"prefix": {"num_virtual_tokens": 5}}, {"lora": {"rank": 4}}, {}])
+@pytest.mark.parametrize(
+    "given", [{"prefix": {"num_virtual_tokens": 5}}, {"lora": {"rank": 4}}, {}]
+)
 @pytest.mark.parametrize("name", ["mebp", "mezo"])
 def test_what_is_trained(given: dict[str, Any], name: str) -> None:
-    """Oracle: the settings themselves; a method whose frozen weights are codes means LoRA unless a prefix is given. And a run's
-    own file gives the run again."""
+    """Oracle: the settings themselves; a method whose frozen weights are codes means LoRA unless a
+    prefix is given. And a run's own file gives the run again."""
     run = from_mapping({"model": "m", "method": name, **given})
     wanted = {"prefix": PrefixSettings(5), "lora": LoraSettings(4)}
-    assert run.adapters == next((wanted[key] for key in given), LoraSettings() if name == "mebp" else None)
+    assert run.adapters == next(
+        (wanted[key] for key in given), LoraSettings() if name == "mebp" else None
+    )
     assert from_mapping(run.to_mapping()) == run
 
 
@@ -147,22 +191,31 @@ def test_what_is_trained(given: dict[str, Any], name: str) -> None:
         ({"prefix": PrefixSettings(5), "lora": LoraSettings()}, "prefix lora"),
         ({"prefix": PrefixSettings(5), "data": DataSettings(packing=True)}, "data.packing prefix"),
         ({"data": DataSettings(label_words=("a", "b"))}, "data.template data.label_words"),
-        ({"batch_size": 9, "plan": method("plain", gradient_accumulation_steps=2)}, "gradient_accumulation_steps=2 9"),
+        (
+            {"batch_size": 9, "plan": method("plain", gradient_accumulation_steps=2)},
+            "gradient_accumulation_steps=2 9",
+        ),
         (
             {"batch_size": 6, "plan": method("distzo2", mesh={"world": 4, "data": 4})},
             "mesh.data=4 gradient_accumulation_steps=1",
         ),
     ],
 )
-def test_a_run_with_one_setting_out_of_range_is_refused(wrong: dict[str, Any], message: str) -> None:
+def test_a_run_with_one_setting_out_of_range_is_refused(
+    wrong: dict[str, Any], message: str
+) -> None:
     with refused(ValueError, message):
         RunConfig(**wrong)
 
 
 def test_ranks_agree_on_all_but_the_places() -> None:
     """Two nodes keep model, data and output elsewhere; any other difference is one."""
-    here = RunConfig(model="/a/model", data=DataSettings(train="/a/t", eval="/a/e"), output_dir="/a/out")
-    there = RunConfig(model="/b/model", data=DataSettings(train="/b/t", eval="/b/e"), output_dir="/b/out")
+    here = RunConfig(
+        model="/a/model", data=DataSettings(train="/a/t", eval="/a/e"), output_dir="/a/out"
+    )
+    there = RunConfig(
+        model="/b/model", data=DataSettings(train="/b/t", eval="/b/e"), output_dir="/b/out"
+    )
     assert here.shared() == there.shared()
     assert here.to_mapping() != there.to_mapping()
     assert here.shared() != dataclasses.replace(there, batch_size=4).shared()
@@ -170,9 +223,12 @@ def test_ranks_agree_on_all_but_the_places() -> None:
 
 
 def test_a_model_as_its_source_stores_it() -> None:
-    """Closed form: each parameter has what is known of it; bytes are those of the codec that a plan's raw leaves it in."""
+    """Closed form: each parameter has what is known of it; bytes are those of the codec that a
+    plan's raw leaves it in."""
     model = toy(2, lora=True, tied=False)
-    found = model.as_stored(lambda p: dataclasses.replace(p, codec=Codec.Q8_0, group_size=32) if p.quantizable else p)
+    found = model.as_stored(
+        lambda p: dataclasses.replace(p, codec=Codec.Q8_0, group_size=32) if p.quantizable else p
+    )
     for unit, before in zip(found.units, model.units, strict=True):
         frozen = [p for p in before.params if not p.trainable]
         codes = sum(p.numel // 32 * 34 for p in frozen if p.quantizable)

@@ -1,5 +1,5 @@
-"""Oracle: closed forms of what a machine has room for, and the peaks of the whole compiled program; settings that somebody
-named, which stay as they are."""
+"""Oracle: closed forms of what a machine has room for, and the peaks of the whole compiled program;
+settings that somebody named, which stay as they are."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ PLENTY = Room(device_free=10**12, host_free=10**12)
 NO_DEVICE = Room(host_free=10**12)
 
 
-def run(room: Room, plan: Plan | None = None, named: frozenset[str] | None = frozenset(), **inputs: Any) -> Settled:
+def run(
+    room: Room, plan: Plan | None = None, named: frozenset[str] | None = frozenset(), **inputs: Any
+) -> Settled:
     plan = plan or method("mebp")
     inputs = {"device": "cuda", **inputs}
     return settle(plan, MODEL, SHAPE, costs(MODEL)(plan, SHAPE), room=room, named=named, **inputs)
 
 
 def peaks(plan: Plan) -> dict[Pool, int]:
-    return compile(plan, MODEL, StepKind.TRAIN, SHAPE, costs=costs(MODEL)(plan, SHAPE), device="cuda").peaks()
+    return compile(
+        plan, MODEL, StepKind.TRAIN, SHAPE, costs=costs(MODEL)(plan, SHAPE), device="cuda"
+    ).peaks()
 
 
 def test_a_budget_is_nine_tenths_of_what_is_free_unless_one_is_named() -> None:
@@ -55,16 +59,25 @@ def test_a_processor_changes_nothing() -> None:
 
 
 def test_weights_and_activations_begin_from_the_host_where_it_has_room_for_what_is_pinned() -> None:
-    """On both sides of the border: what the program of the answer pins is 0.8 of what is free, or a byte more."""
+    """On both sides of the border: what the program of the answer pins is 0.8 of what is free, or a
+    byte more."""
     every = run(NO_DEVICE)
-    assert (every.plan.frozen.tier, every.plan.activation.tier, every.plan.trainable.tier) == ("host", "host", "disk")
+    assert (every.plan.frozen.tier, every.plan.activation.tier, every.plan.trainable.tier) == (
+        "host",
+        "host",
+        "disk",
+    )
     assert every.names == ("frozen.tier", "activation.tier", "resident")
     pinned = peaks(every.plan)[Pool.HOST]
     anyway = peaks(method("mebp", resident=0))[Pool.HOST]
     blocks = sum(block.nbytes(every.plan.frozen.codec, trainable=False) for block in MODEL.blocks)
     assert pinned - anyway == blocks + len(MODEL.blocks) * SHAPE.tokens * MODEL.hidden_size * 2
     border = -(-pinned * 10 // 8)
-    for free, tiers in ((border, ("host", "host")), (border - 2, ("disk", "host")), (1, ("disk", "disk"))):
+    for free, tiers in (
+        (border, ("host", "host")),
+        (border - 2, ("disk", "host")),
+        (1, ("disk", "disk")),
+    ):
         found = run(Room(host_free=free))
         assert (found.plan.frozen.tier, found.plan.activation.tier) == tiers
         assert found.names == every.names, "what stays on the disk was decided as well"
@@ -75,8 +88,12 @@ def test_what_stays_on_the_device_is_not_pinned() -> None:
     """A card that holds the model needs no room on the host for it."""
     found = run(Room(10**12, 1))
     assert (found.plan.resident, found.plan.frozen.tier) == (len(MODEL.blocks), "host")
-    disk = dataclasses.replace(found.plan, frozen=method("mebp").frozen, activation=method("mebp").activation)
-    assert peaks(found.plan)[Pool.HOST] == peaks(disk)[Pool.HOST], "what optimizer states take anyway"
+    disk = dataclasses.replace(
+        found.plan, frozen=method("mebp").frozen, activation=method("mebp").activation
+    )
+    assert peaks(found.plan)[Pool.HOST] == peaks(disk)[Pool.HOST], (
+        "what optimizer states take anyway"
+    )
     assert peaks(found.plan)[Pool.DEVICE] < 10**12
 
 
@@ -96,7 +113,11 @@ def test_what_somebody_named_stays(named: set[str] | None, tiers: tuple[str, str
 
 
 def test_other_rows_keep_their_tiers() -> None:
-    for plan in (method("plain"), method("zo2", trainable="disk × raw", frozen="disk × raw"), method("mezo")):
+    for plan in (
+        method("plain"),
+        method("zo2", trainable="disk × raw", frozen="disk × raw"),
+        method("mezo"),
+    ):
         assert list(begins(plan, frozenset())) == [plan]
 
 
@@ -104,9 +125,14 @@ def test_a_resumed_run_takes_what_was_decided_and_nothing_that_was_named_since()
     before = {"frozen.tier": "disk", "activation.tier": "host", "budget": 123, "resident": 7}
     plan = method("mebp")
     assert settled_before(plan, frozenset(), before) == before
-    assert settled_before(plan, frozenset({"frozen"}), before) == {k: v for k, v in before.items() if k[0] != "f"}
+    assert settled_before(plan, frozenset({"frozen"}), before) == {
+        k: v for k, v in before.items() if k[0] != "f"
+    }
     given = dataclasses.replace(plan, budget=5)
-    assert settled_before(given, frozenset({"budget"}), before) == {"frozen.tier": "disk", "activation.tier": "host"}
+    assert settled_before(given, frozenset({"budget"}), before) == {
+        "frozen.tier": "disk",
+        "activation.tier": "host",
+    }
     assert settled_before(plan, None, before) == {"budget": 123, "resident": 7}
     assert settled_before(plan, frozenset(), {}) == {}
     assert plan.resident == AUTO

@@ -1,4 +1,5 @@
-"""Oracle: the lifetime analysis, closed forms of α–β links and lanes, and what must hold of any honest forecast."""
+"""Oracle: the lifetime analysis, closed forms of α–β links and lanes, and what must hold of any
+honest forecast."""
 
 from __future__ import annotations
 
@@ -63,21 +64,49 @@ def run(plan: Plan, machine: Hardware) -> simulator.Simulation:
 @pytest.mark.parametrize("name", PLANS)
 def test_ops_that_cost_nothing_peak_as_the_lifetime_analysis_says(name: str) -> None:
     program, _, _ = program_of(PLANS[name])
-    assert simulator.peaks(program, simulator.schedule((program,), lambda _: 0.0)[0]) == program.peaks()
+    assert (
+        simulator.peaks(program, simulator.schedule((program,), lambda _: 0.0)[0])
+        == program.peaks()
+    )
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_simulated_peaks_never_exceed_the_programs_order_by_more_than_what_is_in_flight(name: str) -> None:
+def test_simulated_peaks_never_exceed_the_programs_order_by_more_than_what_is_in_flight(
+    name: str,
+) -> None:
     """Lanes that run ahead hold what they carry: no more than every op's own claim at once."""
     machine = hardware.load("a40-48gb-x8-eth1")
     found, (program, _, _) = run(PLANS[name], machine), program_of(PLANS[name])
-    claims = sum(n for op in program.ops if op.lane is not Lane.COMPUTE for pool, n in op.takes if pool is Pool.DEVICE)
+    claims = sum(
+        n
+        for op in program.ops
+        if op.lane is not Lane.COMPUTE
+        for pool, n in op.takes
+        if pool is Pool.DEVICE
+    )
     assert found.peaks[Pool.DEVICE] <= program.peaks()[Pool.DEVICE] + claims
     assert found.bytes_by_lane == program.bytes_by_lane()
 
 
-PARTS = ("host_to_device", "device_to_host", "disk_read", "disk_write", "intra", "inter", "memory_bandwidth", "flops")
-MEASURED = ("products", "thin", "passes", "attention", "update_rate", "fresh_bandwidth", "start_seconds")
+PARTS = (
+    "host_to_device",
+    "device_to_host",
+    "disk_read",
+    "disk_write",
+    "intra",
+    "inter",
+    "memory_bandwidth",
+    "flops",
+)
+MEASURED = (
+    "products",
+    "thin",
+    "passes",
+    "attention",
+    "update_rate",
+    "fresh_bandwidth",
+    "start_seconds",
+)
 """What doctor measures at several sizes."""
 
 
@@ -102,36 +131,51 @@ def improved(machine: Hardware, part: str, by: float) -> Hardware:
     if part == "flops":
         machine = improved(improved(machine, "products", by), "thin", by)
     was = getattr(machine, part)
-    change: object = {kind: seconds / by for kind, seconds in was.items()} if part == "start_seconds" else None
+    change: object = (
+        {kind: seconds / by for kind, seconds in was.items()} if part == "start_seconds" else None
+    )
     if isinstance(was, Link):
         change = Link(was.bandwidth * by, was.latency / by)
     elif change is None and isinstance(was, dict):
-        change = {name: quicker(each, by) if isinstance(each, Curve) else each * by for name, each in was.items()}
+        change = {
+            name: quicker(each, by) if isinstance(each, Curve) else each * by
+            for name, each in was.items()
+        }
     elif change is None:
         change = was * by
     return dataclasses.replace(machine, **{part: change})  # type: ignore[arg-type]
 
 
 @settings(max_examples=60, deadline=None)
-@given(name=st.sampled_from(sorted(PLANS)), faster=st.sampled_from((*PARTS, *MEASURED)), by=st.floats(1.0, 50.0))
+@given(
+    name=st.sampled_from(sorted(PLANS)),
+    faster=st.sampled_from((*PARTS, *MEASURED)),
+    by=st.floats(1.0, 50.0),
+)
 def test_a_faster_part_never_makes_a_step_slower(name: str, faster: str, by: float) -> None:
-    """Where two lanes take turns on a link another op may come first: there by a hundredth or two."""
+    """Where two lanes take turns on a link another op may come first: there by a hundredth or
+    two."""
     machine = measured() if faster in MEASURED else hardware.load("a40-48gb-x8-eth10")
-    better, slack = improved(machine, faster, by), 0.02 if PLANS[name].sums_apart else 1e-12
+    better = improved(machine, faster, by)
+    slack = 0.02 if PLANS[name].sums_apart else 1e-12
     assert run(PLANS[name], better).seconds <= run(PLANS[name], machine).seconds * (1 + slack)
 
 
 @given(st.floats(1e3, 1e12), st.floats(1.0, 100.0))
 def test_a_larger_operation_never_takes_less(size: float, more: float) -> None:
-    """Closed form at the points that were measured; between and beyond them the order of sizes is that of seconds."""
+    """Closed form at the points that were measured; between and beyond them the order of sizes is
+    that of seconds."""
     curve = Curve(((1e4, 2e-6), (1e6, 1e-5), (1e8, 2e-2)))
-    assert [curve.seconds(at) for at, _ in curve.points] == pytest.approx([seconds for _, seconds in curve.points])
+    assert [curve.seconds(at) for at, _ in curve.points] == pytest.approx(
+        [seconds for _, seconds in curve.points]
+    )
     assert curve.seconds(1e10) == pytest.approx(2.0)
     assert curve.seconds(size) <= curve.seconds(size * more) * (1 + 1e-12)
 
 
 def test_a_process_holds_its_tensors_and_what_doctor_found_beside_them() -> None:
-    """Closed form: a base, what steps add whatever the model, and a multiple of what comes and goes, by kind of walk."""
+    """Closed form: a base, what steps add whatever the model, and a multiple of what comes and
+    goes, by kind of walk."""
     program, _, _ = program_of(PLANS["plain"])
     machine = dataclasses.replace(
         hardware.load("laptop"),
@@ -139,20 +183,31 @@ def test_a_process_holds_its_tensors_and_what_doctor_found_beside_them() -> None
         buffers={"graphs": 7},
         slack={"graphs": 0.5, "forwards": 2.0},
     )
-    held, moving = process_memory.tensors(program), process_memory.transients(program)
+    held = process_memory.tensors(program)
+    moving = process_memory.transients(program)
     assert 0 < moving < held
-    assert process_memory.process_peak(program, PLANS["plain"], machine, MODEL) == held + 10**8 + 7 + moving // 2
+    assert (
+        process_memory.process_peak(program, PLANS["plain"], machine, MODEL)
+        == held + 10**8 + 7 + moving // 2
+    )
     forwards, _, _ = program_of(PLANS["mezo"])
     found = process_memory.process_peak(forwards, PLANS["mezo"], machine, MODEL)
-    assert found == process_memory.tensors(forwards) + 10**8 + 2 * process_memory.transients(forwards)
+    assert found == process_memory.tensors(forwards) + 10**8 + 2 * process_memory.transients(
+        forwards
+    )
     bare = dataclasses.replace(machine, process_bytes={}, buffers={}, slack={})
     most = process_memory.process_peak(forwards, PLANS["mezo"], bare, MODEL, process=5)
-    assert most == process_memory.tensors(forwards) + 5, "what the process holds by now stands for what doctor found"
+    assert most == process_memory.tensors(forwards) + 5, (
+        "what the process holds by now stands for what doctor found"
+    )
 
 
-def test_streamed_walks_in_16_bits_have_figures_of_their_own_unless_the_description_is_older() -> None:
+def test_streamed_walks_in_16_bits_have_figures_of_their_own_unless_the_description_is_older() -> (
+    None
+):
     """Closed form, at a program's own bytes."""
-    plan, wide = method("mebp"), dataclasses.replace(MODEL, dtype="float32")
+    plan = method("mebp")
+    wide = dataclasses.replace(MODEL, dtype="float32")
     program = compile(plan, MODEL, StepKind.TRAIN, SHAPE, costs=COSTS(plan, SHAPE), device="cpu")
     moving = process_memory.transients(program)
     older = Hardware("older", "cpu", 1, flops={"float32": 1.0}, slack={"streamed": 2.0})
@@ -169,10 +224,14 @@ def test_streamed_walks_in_16_bits_have_figures_of_their_own_unless_the_descript
 
 
 def test_on_a_processor_compute_loses_what_its_lanes_copy() -> None:
-    """Closed form: every byte of a bucket's FETCH and STORE, at one thread's rate, once; mapped weights are not copied."""
-    machine = dataclasses.replace(hardware.load("laptop"), host_to_device=Link(4e9), device_to_host=Link(4e9))
+    """Closed form: every byte of a bucket's FETCH and STORE, at one thread's rate, once; mapped
+    weights are not copied."""
+    machine = dataclasses.replace(
+        hardware.load("laptop"), host_to_device=Link(4e9), device_to_host=Link(4e9)
+    )
     for plan, copied in ((method("zo2", trainable="disk × raw"), True), (method("mebp"), False)):
-        costs, model = COSTS(plan, SHAPE), MODEL
+        costs = COSTS(plan, SHAPE)
+        model = MODEL
         program = compile(plan, model, StepKind.TRAIN, SHAPE, costs=costs, device="cpu")
         free = dataclasses.replace(machine, host_to_device=Link(1e30))
         slow, fast = (CostModel(plan, model, each, costs, program) for each in (machine, free))
@@ -184,21 +243,31 @@ def test_on_a_processor_compute_loses_what_its_lanes_copy() -> None:
 
 
 def test_an_update_of_slices_takes_a_slice_of_the_time() -> None:
-    """Closed form: noise for 1/n of a block's parameters, where zo2's update makes it for all of them."""
+    """Closed form: noise for 1/n of a block's parameters, where zo2's update makes it for all of
+    them."""
     machine = dataclasses.replace(hardware.load("rtx-4090"), op_seconds=0.0, devices_per_node=4)
     model = MODEL
-    for plan, share in ((method("zo2"), 1), (method("distzo2", mesh={"world": 4, "ranks_per_node": 4}), 4)):
-        program = compile(plan, model, StepKind.TRAIN, SHAPE, pending=Pending(1, flush=True), device="cuda")
+    for plan, share in (
+        (method("zo2"), 1),
+        (method("distzo2", mesh={"world": 4, "ranks_per_node": 4}), 4),
+    ):
+        program = compile(
+            plan, model, StepKind.TRAIN, SHAPE, pending=Pending(1, flush=True), device="cuda"
+        )
         update = next(op for op in program.ops if op.kind is OpKind.UPDATE and op.unit == 1)
         sgd = CostModel(plan, model, machine)
-        expected = model.blocks[0].numel() / share * (1 / machine.noise_rate + sgd._narrowed("round", 1.0))
+        expected = (
+            model.blocks[0].numel() / share * (1 / machine.noise_rate + sgd._narrowed("round", 1.0))
+        )
         assert sgd.seconds(update) == pytest.approx(expected)
 
 
 def test_a_description_of_another_make_says_what_to_do(tmp_path: Path) -> None:
     """The contract of load: a figure where rates by name belong."""
     hardware.save(hardware.load("laptop"), tmp_path / "old.yaml")
-    text = (tmp_path / "old.yaml").read_text().replace("start_seconds: {}", "start_seconds: 3.5e-06")
+    text = (
+        (tmp_path / "old.yaml").read_text().replace("start_seconds: {}", "start_seconds: 3.5e-06")
+    )
     (tmp_path / "old.yaml").write_text(text)
     with refused(ValueError, "start_seconds mapping doctor"):
         hardware.load(tmp_path / "old.yaml")
@@ -206,12 +275,15 @@ def test_a_description_of_another_make_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_sharded_process_holds_gloos_copy_of_its_largest_gather() -> None:
     """Closed form: the largest unit whole, twice, whatever a rank sends of it."""
-    machine, model = dataclasses.replace(hardware.load("laptop"), buffers={}, slack={}), MODEL
+    machine = dataclasses.replace(hardware.load("laptop"), buffers={}, slack={})
+    model = MODEL
     plan = method("zero3", mesh={"world": 4, "ranks_per_node": 4})
     costs = COSTS(plan, SHAPE)
     program = compile(plan, model, StepKind.TRAIN, SHAPE, costs=costs, device="cpu")
     largest = max(unit.nbytes() for unit in model.units)
-    found = process_memory.process_peak(program, plan, machine, model) - process_memory.tensors(program)
+    found = process_memory.process_peak(program, plan, machine, model) - process_memory.tensors(
+        program
+    )
     assert 2 * largest <= found <= 2.01 * largest  # a slice is padded
 
 
@@ -221,7 +293,11 @@ def _op(index: int, lane: Lane, deps: tuple[int, ...] = ()) -> Op:
 
 def test_lanes_overlap_as_far_as_dependencies_allow() -> None:
     """Closed form: fetches of 3 s and computations of 2 s in turn end after 3 + 3 + 3 + 2 s."""
-    ops = tuple(op for i in range(3) for op in (_op(2 * i, Lane.FETCH), _op(2 * i + 1, Lane.COMPUTE, (2 * i,))))
+    ops = tuple(
+        op
+        for i in range(3)
+        for op in (_op(2 * i, Lane.FETCH), _op(2 * i + 1, Lane.COMPUTE, (2 * i,)))
+    )
     program = Program("toy", StepKind.TRAIN, SHAPE, ("a", "b"), frozenset(), frozenset(), ops)
     spans = simulator.schedule((program,), lambda op: 3.0 if op.lane is Lane.FETCH else 2.0)
     assert [span.ended for span in spans[0]] == [3, 5, 6, 8, 9, 11]
@@ -230,8 +306,9 @@ def test_lanes_overlap_as_far_as_dependencies_allow() -> None:
 
 
 def test_lanes_that_share_a_link_take_turns_as_they_come() -> None:
-    """Closed form: the sum comes at 1 s and has the link of both gathers' lane for 4; the gather that was written first and
-    comes at 2 begins at 5, and the sum that it finds in front of it is in its path. Ops without bytes do not wait."""
+    """Closed form: the sum comes at 1 s and has the link of both gathers' lane for 4; the gather
+    that was written first and comes at 2 begins at 5, and the sum that it finds in front of it is
+    in its path. Ops without bytes do not wait."""
     draft = Draft()
     for lane, seconds in ((Lane.FETCH, 2), (Lane.COMPUTE, 1)):
         draft.op(OpKind.FETCH, 1, lane, flops=seconds)
@@ -239,9 +316,18 @@ def test_lanes_that_share_a_link_take_turns_as_they_come() -> None:
     draft.op(OpKind.REDUCE, 1, Lane.INTER_SUMS, [1], nbytes=1, flops=4)
     draft.op(OpKind.REDUCE, 1, Lane.INTER_SUMS, flops=1)
     draft.op(OpKind.GATHER, 1, Lane.INTRA, [0], nbytes=1, flops=3)
-    program = Program("toy", StepKind.TRAIN, SHAPE, ("a", "b"), frozenset(), frozenset(), tuple(draft.ops))
+    program = Program(
+        "toy", StepKind.TRAIN, SHAPE, ("a", "b"), frozenset(), frozenset(), tuple(draft.ops)
+    )
     spans = simulator.schedule((program,), lambda op: float(op.flops))
-    assert [(span.began, span.ended) for span in spans[0]] == [(0, 2), (0, 1), (5, 8), (1, 5), (5, 6), (2, 5)]
+    assert [(span.began, span.ended) for span in spans[0]] == [
+        (0, 2),
+        (0, 1),
+        (5, 8),
+        (1, 5),
+        (5, 6),
+        (2, 5),
+    ]
     path = simulator.critical_path((program,), spans, lambda op: str(op.lane))
     assert path == {"inter-sums": 4.0, "inter-node": 3.0, "compute": 1.0}
     assert program.bytes_by_lane() == {Lane.INTER: 2, Lane.INTRA: 1}
@@ -252,7 +338,9 @@ def test_a_gather_takes_alpha_and_beta() -> None:
     machine = hardware.load("a40-48gb-x8-eth1")
     plan = method("zero3", mesh={"world": 16, "ranks_per_node": 8})
     model = CostModel(plan, MODEL, machine)
-    op = Op(0, OpKind.GATHER, 1, Lane.INTER, part=StateKind.TRAINABLE, nbytes=10**6, axes=("world",))
+    op = Op(
+        0, OpKind.GATHER, 1, Lane.INTER, part=StateKind.TRAINABLE, nbytes=10**6, axes=("world",)
+    )
     assert model.seconds(op) == pytest.approx(1e-4 + 8 * 10**6 / 1.18e8)
 
 
@@ -270,9 +358,17 @@ def test_a_trace_holds_every_op_that_took_time(tmp_path: Path) -> None:
     """Oracle: the spans; a lane's events do not overlap."""
     found = run(PLANS["zo2"], hardware.load("a100-80gb"))
     timed = [(span.op, span.began, span.ended) for span in found.spans]
-    timeline.write(tmp_path / "trace.json", timeline.events(found.program, [timed], process="simulated"))
-    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
-    assert sum(e["dur"] for e in events) == pytest.approx(1e6 * sum(span.seconds for span in found.spans), rel=1e-3)
+    timeline.write(
+        tmp_path / "trace.json", timeline.events(found.program, [timed], process="simulated")
+    )
+    events = [
+        e
+        for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        if e["ph"] == "X"
+    ]
+    assert sum(e["dur"] for e in events) == pytest.approx(
+        1e6 * sum(span.seconds for span in found.spans), rel=1e-3
+    )
     for lane in {e["tid"] for e in events}:
         mine = sorted((e["ts"], e["dur"]) for e in events if e["tid"] == lane)
         assert all(a + d <= b + 0.01 for (a, d), (b, _) in itertools.pairwise(mine))
@@ -285,13 +381,24 @@ def test_a_trace_holds_every_op_that_took_time(tmp_path: Path) -> None:
         ("mezo", {"flops": {"float32": 1.0}}, "computing forwards"),
         ("plain", {"update_rate": {"adamw": 1.0}}, "updating"),
         ("zero3", {"inter": Link(1.0)}, "waiting for the network: gather of trainable parameters"),
-        ("zero3", {"intra": Link(1.0)}, "waiting for the node's own link: gather of trainable parameters"),
-        ("host", {"host_to_device": Link(1.0)}, "waiting for the host's link: fetch of trainable parameters"),
+        (
+            "zero3",
+            {"intra": Link(1.0)},
+            "waiting for the node's own link: gather of trainable parameters",
+        ),
+        (
+            "host",
+            {"host_to_device": Link(1.0)},
+            "waiting for the host's link: fetch of trainable parameters",
+        ),
         ("disk", {"disk_write": Link(1.0)}, "waiting for the disk: save of activation checkpoints"),
     ],
 )
-def test_the_critical_path_names_the_part_that_is_slow(name: str, slow: dict[str, object], words: str) -> None:
-    """Oracle: the one part of the machine that was made a billion times slower takes all of the time."""
+def test_the_critical_path_names_the_part_that_is_slow(
+    name: str, slow: dict[str, object], words: str
+) -> None:
+    """Oracle: the one part of the machine that was made a billion times slower takes all of the
+    time."""
     plan = {**PLANS, "disk": method("plain", recompute="all", activation="disk")}[name]
     machine = dataclasses.replace(hardware.load("a100-80gb"), **slow)  # type: ignore[arg-type]
     found = run(plan, machine)
@@ -300,14 +407,18 @@ def test_the_critical_path_names_the_part_that_is_slow(name: str, slow: dict[str
 
 
 def test_useful_work_over_promised_speed() -> None:
-    """Closed form: twice the ranks, twice the tokens; recomputing costs time and is no useful work; without time no rate."""
+    """Closed form: twice the ranks, twice the tokens; recomputing costs time and is no useful work;
+    without time no rate."""
     machine = hardware.load("a100-80gb")
-    plain, again = run(PLANS["plain"], machine), run(method("plain", recompute="all"), machine)
+    plain = run(PLANS["plain"], machine)
+    again = run(method("plain", recompute="all"), machine)
     assert plain.tokens == again.tokens == SHAPE.tokens
     assert run(PLANS["zero3"], machine).tokens == 16 * SHAPE.tokens
     assert again.seconds > plain.seconds
     assert again.useful_flops == pytest.approx(plain.useful_flops)
-    assert plain.mfu == pytest.approx(plain.useful_flops / plain.seconds / machine.peak_of("bfloat16"))
+    assert plain.mfu == pytest.approx(
+        plain.useful_flops / plain.seconds / machine.peak_of("bfloat16")
+    )
     empty = Program("toy", StepKind.TRAIN, SHAPE, ("a",), frozenset(), frozenset(), ())
     model = MODEL
     nothing = simulator.simulate((empty,), PLANS["plain"], model, machine)
@@ -316,7 +427,8 @@ def test_useful_work_over_promised_speed() -> None:
 
 
 def ranks_of(*counts: int) -> list[Program]:
-    """A program for each rank: so many forwards of a second, then a sum over all ranks, then one forward more."""
+    """A program for each rank: so many forwards of a second, then a sum over all ranks, then one
+    forward more."""
     programs = []
     for count in counts:
         draft = Draft()
@@ -325,13 +437,16 @@ def ranks_of(*counts: int) -> list[Program]:
         met = draft.op(OpKind.REDUCE, 1, Lane.INTRA, [count - 1], axes=("node",))
         draft.op(OpKind.FORWARD, 1, Lane.COMPUTE, [met])
         names = ("prologue", "block 0", "epilogue")
-        written = Program("ranks", StepKind.TRAIN, SHAPE, names, frozenset(), frozenset(), tuple(draft.ops))
+        written = Program(
+            "ranks", StepKind.TRAIN, SHAPE, names, frozenset(), frozenset(), tuple(draft.ops)
+        )
         programs.append(written)
     return programs
 
 
 def test_a_collective_begins_when_the_slowest_rank_has_come() -> None:
-    """Closed form: ranks of one, three and two forwards meet after three; the critical path is the slowest rank's."""
+    """Closed form: ranks of one, three and two forwards meet after three; the critical path is the
+    slowest rank's."""
     programs = ranks_of(1, 3, 2)
     spans = simulator.schedule(programs, lambda op: 1.0)
     for its in spans:
@@ -355,20 +470,28 @@ def test_ranks_that_wait_for_each_other_are_a_defect_of_the_compiler() -> None:
 
 
 def test_a_plan_has_as_many_programs_as_ranks_that_differ() -> None:
-    """Closed form: three forwards over two places are two and one, four are two and two; over the axes of state all are alike.
-    Each meets the others in the same collectives, and a step takes the time of the place with the most."""
+    """Closed form: three forwards over two places are two and one, four are two and two; over the
+    axes of state all are alike. Each meets the others in the same collectives, and a step takes the
+    time of the place with the most."""
     mesh = {"world": 4, "perturb": 2, "data": 2}
     uneven = method("distzo2", mesh=mesh, **{"zo.kind": "fzoo", "zo.queries": 2})
     step = (StepKind.TRAIN, SHAPE)
     programs = compile_ranks(uneven, MODEL, *step, device="cuda", pending=Pending(1, flush=True))
-    assert [len({op.forward_pass for op in program.ops if op.kind is OpKind.LOSS}) for program in programs] == [2, 1]
+    assert [
+        len({op.forward_pass for op in program.ops if op.kind is OpKind.LOSS})
+        for program in programs
+    ] == [2, 1]
     assert len(compile_ranks(method("distzo2", mesh=mesh, **{"zo.queries": 2}), MODEL, *step)) == 1
-    assert len(compile_ranks(method("zero3", mesh={"world": 16, "ranks_per_node": 4}), MODEL, *step)) == 1
+    assert (
+        len(compile_ranks(method("zero3", mesh={"world": 16, "ranks_per_node": 4}), MODEL, *step))
+        == 1
+    )
     met = [[(op.kind, op.unit, op.axes) for op in program.ops if op.axes] for program in programs]
     assert met[0] == met[1]
     machine = hardware.load("a40-48gb-x8-eth10")
     found = [
-        simulator.simulate(some, uneven, MODEL, machine).seconds for some in (programs, programs[:1], programs[1:])
+        simulator.simulate(some, uneven, MODEL, machine).seconds
+        for some in (programs, programs[:1], programs[1:])
     ]
     assert found[0] == pytest.approx(found[1])
     assert found[2] < found[0]

@@ -20,12 +20,18 @@ from blockwalk.tiers.block_store.writer import plan_units
 from tests.closed_form.test_program import toy
 
 
-def random_unit(spec: UnitSpec, codec: Codec, states: tuple[str, ...], seed: int) -> tuple[StoredUnit, torch.Tensor]:
+def random_unit(
+    spec: UnitSpec, codec: Codec, states: tuple[str, ...], seed: int
+) -> tuple[StoredUnit, torch.Tensor]:
     """A unit encoded as one process holds it, with random weights, its states' bytes random too."""
     generator = torch.Generator().manual_seed(seed)
     model = replace(toy(1, lora=False, tied=True), blocks=(spec,))
     kept, written_as = trainable_spec(model, codec, dict.fromkeys(states, Codec.FP32))
-    held = {p.name: torch.randn(p.shape, generator=generator) for p in kept.params() if STATE not in p.name}
+    held = {
+        p.name: torch.randn(p.shape, generator=generator)
+        for p in kept.params()
+        if STATE not in p.name
+    }
     source = Initial(kept, None, held, dict.fromkeys(states, 0.0))
     unit = plan_units(source, kept, written_as, group_size=32)[1]
     whole_P = torch.zeros(unit.nbytes, dtype=torch.uint8)
@@ -37,7 +43,8 @@ def random_unit(spec: UnitSpec, codec: Codec, states: tuple[str, ...], seed: int
     return unit, whole_P
 
 
-vectors, matrices = st.tuples(st.integers(1, 70)), st.tuples(st.integers(1, 9), st.integers(1, 40))
+vectors = st.tuples(st.integers(1, 70))
+matrices = st.tuples(st.integers(1, 9), st.integers(1, 40))
 shapes = st.lists(st.one_of(vectors, matrices), min_size=1, max_size=4)
 
 
@@ -47,7 +54,10 @@ shapes = st.lists(st.one_of(vectors, matrices), min_size=1, max_size=4)
 def test_slices_are_the_unit_cut_and_come_together_as_it_was(
     shapes: list[tuple[int, ...]], codec: Codec, states: tuple[str, ...], count: int, seed: int
 ) -> None:
-    params = tuple(ParamSpec(f"p{i}", shape, "float32", True, len(shape) == 2) for i, shape in enumerate(shapes))
+    params = tuple(
+        ParamSpec(f"p{i}", shape, "float32", True, len(shape) == 2)
+        for i, shape in enumerate(shapes)
+    )
     unit, whole_P = random_unit(UnitSpec("block", "block", params), codec, states, seed)
     slices = BucketSlices(unit, count)
     cut = [slices.cut(whole_P, place) for place in range(count)]
@@ -77,14 +87,23 @@ def test_slices_are_the_unit_cut_and_come_together_as_it_was(
     assert all(bool((times == 1).all()) for times in seen.values())
 
 
-@pytest.mark.parametrize(("codec", "optimizer"), [("bf16", "sgd"), ("raw", "momentum"), ("fp8", "adamw")])
+@pytest.mark.parametrize(
+    ("codec", "optimizer"), [("bf16", "sgd"), ("raw", "momentum"), ("fp8", "adamw")]
+)
 def test_a_program_knows_what_a_slice_has(codec: str, optimizer: str) -> None:
     """Within the padding of each tensor: a slice's bytes, and those that are gathered of it."""
-    plan = method("distzo2", mesh={"world": 4}, trainable=f"host × {codec}", **{"optimizer.name": optimizer})
-    params = (ParamSpec("w", (512, 96), "float32", True, True), ParamSpec("b", (96,), "float32", True, False))
+    plan = method(
+        "distzo2", mesh={"world": 4}, trainable=f"host × {codec}", **{"optimizer.name": optimizer}
+    )
+    params = (
+        ParamSpec("w", (512, 96), "float32", True, True),
+        ParamSpec("b", (96,), "float32", True, False),
+    )
     spec = UnitSpec("block", "block", params)
     states = {"momentum": ("m",), "adamw": ("m", "v")}.get(optimizer, ())
     slices = BucketSlices(random_unit(spec, Codec(codec), states, 0)[0], 4)
     nbytes, gathered = slice_bytes(plan, spec)
     assert slices.gathered == pytest.approx(gathered, abs=64 * 2 + 96 * 4)
-    assert slices.nbytes == pytest.approx(nbytes, abs=64 * 2 * (1 + len(states)) + 96 * 4 * (1 + len(states)))
+    assert slices.nbytes == pytest.approx(
+        nbytes, abs=64 * 2 * (1 + len(states)) + 96 * 4 * (1 + len(states))
+    )

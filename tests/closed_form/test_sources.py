@@ -1,4 +1,5 @@
-"""Oracle: the records of each file, written by hand in the shapes that people have; LLaMA-Factory's demos, where they are."""
+"""Oracle: the records of each file, written by hand in the shapes that people have; LLaMA-Factory's
+demos, where they are."""
 
 from __future__ import annotations
 
@@ -25,11 +26,15 @@ from tests.closed_form import test_data
 from tests.closed_form.test_data import jsonl
 from tests.support.messages import refused
 
-REAL = Path(os.environ.get("BLOCKWALK_REAL", Path(__file__).resolve().parents[3] / "shared" / "real"))
+REAL = Path(
+    os.environ.get("BLOCKWALK_REAL", Path(__file__).resolve().parents[3] / "shared" / "real")
+)
 DEMO = REAL / "llamafactory-demo"
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}"
-    "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}{{"
+    " m.tool_calls[0].function.name }}{% endif %}"
+    "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}{% if add_generation_prompt"
+    " %}<assistant>{% endif %}"
 )
 
 
@@ -49,7 +54,8 @@ def said(fields: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
     return tokenizer.decode(ids), tokenizer.decode(ids[in_loss])
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- files
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_array_and_lines_hold_the_same_records(tmp_path: Path) -> None:
@@ -70,7 +76,9 @@ def test_csv_has_commas_quotes_and_line_breaks(tmp_path: Path) -> None:
         writer = csv.DictWriter(text, ["prompt", "completion"], delimiter=delimiter)
         writer.writeheader()
         writer.writerows(rows)
-        (tmp_path / f"d{suffix}").write_text("\ufeff" + text.getvalue(), encoding="utf-8", newline="")
+        (tmp_path / f"d{suffix}").write_text(
+            "\ufeff" + text.getvalue(), encoding="utf-8", newline=""
+        )
         assert [record.fields for record in read_records(tmp_path / f"d{suffix}")] == rows
     (tmp_path / "long.csv").write_text("text\n" + "x" * 200_000)
     assert len(next(read_records(tmp_path / "long.csv")).text("text")) == 200_000
@@ -78,7 +86,9 @@ def test_csv_has_commas_quotes_and_line_breaks(tmp_path: Path) -> None:
 
 def test_a_text_file_is_one_record(tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_text("first\n\nsecond")
-    assert [record.fields for record in read_records(tmp_path / "d.txt")] == [{"text": "first\n\nsecond"}]
+    assert [record.fields for record in read_records(tmp_path / "d.txt")] == [
+        {"text": "first\n\nsecond"}
+    ]
 
 
 def test_columns_are_named_anew(tmp_path: Path) -> None:
@@ -105,7 +115,9 @@ def test_columns_are_named_anew(tmp_path: Path) -> None:
         ("d.parquet", "PAR1abc", "d.parquet 7"),
     ],
 )
-def test_a_broken_file_is_named_with_what_is_expected(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_a_broken_file_is_named_with_what_is_expected(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow")
     (tmp_path / name).write_text(text, encoding="latin-1")
@@ -113,9 +125,12 @@ def test_a_broken_file_is_named_with_what_is_expected(tmp_path: Path, name: str,
         list(read_records(tmp_path / name))
 
 
-def test_a_hub_name_is_read_by_datasets_and_its_records_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_is_read_by_datasets_and_its_records_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Oracle: what a stand-in for the hub was asked, and the rows that it gave."""
-    datasets, asked = pytest.importorskip("datasets"), []
+    datasets = pytest.importorskip("datasets")
+    asked = []
 
     def load(name: str, subset: str | None, *, split: str) -> Any:
         asked.append((name, subset, split))
@@ -124,14 +139,17 @@ def test_a_hub_name_is_read_by_datasets_and_its_records_are_named(monkeypatch: p
         return datasets.Dataset.from_dict({"text": ["a", "b"]})
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    first, second = read_records("owner/cards", split="test", subset="easy", columns=["prompt=text"])
+    first, second = read_records(
+        "owner/cards", split="test", subset="easy", columns=["prompt=text"]
+    )
     assert asked == [("owner/cards", "easy", "test")]
     assert (first.text("prompt"), second.where) == ("a", "owner/cards[test] row 2")
     with refused(ValueError, "nobody/nothing hub train", "the hub is not there"):
         next(read_records("nobody/nothing"))
 
 
-# --- formats ---------------------------------------------------------------------------------------------------------
+# --- formats
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_alpaca_is_a_conversation_or_a_completion(chat: Any) -> None:
@@ -181,7 +199,9 @@ def test_the_columns_tell_the_format(fields: dict[str, Any], kind: Format) -> No
         ({"question": "", "reply": ""}, "question reply data.columns"),
     ],
 )
-def test_detection_names_the_setting_that_reads_the_file(fields: dict[str, Any], message: str) -> None:
+def test_detection_names_the_setting_that_reads_the_file(
+    fields: dict[str, Any], message: str
+) -> None:
     with refused(ValueError, f"f 1 {message}"):
         detect_format(Record(fields, "f record 1"))
 
@@ -197,17 +217,24 @@ def test_detection_names_the_setting_that_reads_the_file(fields: dict[str, Any],
         ({"instruction": "a"}, "output instruction data.columns output=COLUMN"),
     ],
 )
-def test_a_wrong_record_is_named_with_its_field(chat: Any, fields: dict[str, Any], message: str) -> None:
+def test_a_wrong_record_is_named_with_its_field(
+    chat: Any, fields: dict[str, Any], message: str
+) -> None:
     with refused(ValueError, f"f 8 {message}"):
         encode([Record(fields, "f line 8")], chat, max_length=9)
 
 
 def test_a_format_that_needs_a_template_says_so(tokenizer: Any) -> None:
     with refused(ValueError, "x sharegpt template"):
-        encode([Record({"conversations": [{"from": "gpt", "value": "a"}]}, "x")], tokenizer, max_length=9)
+        encode(
+            [Record({"conversations": [{"from": "gpt", "value": "a"}]}, "x")],
+            tokenizer,
+            max_length=9,
+        )
 
 
-# --- several sources -------------------------------------------------------------------------------------------------
+# --- several sources
+# -------------------------------------------------------------------------------------------------
 
 
 def test_sources_of_several_formats_are_joined(tmp_path: Path, chat: Any) -> None:
@@ -217,29 +244,40 @@ def test_sources_of_several_formats_are_joined(tmp_path: Path, chat: Any) -> Non
     assert isinstance(rows, Encoded)
     assert chat.decode(rows.token_ids) == "<s>ab</s><user>c<assistant>d</s>"
     assert rows.report.records == 2
-    held_out, count = held_out_set(DataSettings(eval=(str(a), str(tmp_path / "b.json"))), chat, limit=1)
+    held_out, count = held_out_set(
+        DataSettings(eval=(str(a), str(tmp_path / "b.json"))), chat, limit=1
+    )
     assert (len(held_out), count) == (1, 2)
 
 
 def test_a_mixture_draws_by_weight_until_every_source_was_whole() -> None:
-    """Closed form: every record comes; of draws by 3 to 1, a share of 3/4 within four standard deviations."""
+    """Closed form: every record comes; of draws by 3 to 1, a share of 3/4 within four standard
+    deviations."""
     pytest.importorskip("datasets")
     order = mixture([300, 100], [3.0, 1.0], seed=7)
     assert set(order) == set(range(400))
-    assert order == mixture([300, 100], [3.0, 1.0], seed=7) != mixture([300, 100], [3.0, 1.0], seed=8)
+    assert (
+        order == mixture([300, 100], [3.0, 1.0], seed=7) != mixture([300, 100], [3.0, 1.0], seed=8)
+    )
     first = sum(row < 300 for row in order) / len(order)
     assert abs(first - 0.75) < 4 * np.sqrt(0.75 * 0.25 / len(order))
     repeats = Counter(row for row in order if row >= 300)
     assert max(repeats.values()) - min(repeats.values()) <= 1, "a source that runs out begins again"
 
 
-def test_a_mixture_of_classification_keeps_words_and_labels_together(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_mixture_of_classification_keeps_words_and_labels_together(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     pytest.importorskip("datasets")
     files = [
-        jsonl(tmp_path / f"{c}.jsonl", *({"text": c * (n + 1), "label": n % 2} for n in range(3))) for c in ("a", "b")
+        jsonl(tmp_path / f"{c}.jsonl", *({"text": c * (n + 1), "label": n % 2} for n in range(3)))
+        for c in ("a", "b")
     ]
     settings = DataSettings(
-        train=tuple(map(str, files)), weights=(1.0, 2.0), template="{text}{label}", label_words=("no", "yes")
+        train=tuple(map(str, files)),
+        weights=(1.0, 2.0),
+        template="{text}{label}",
+        label_words=("no", "yes"),
     )
     mixed = training_set(settings, tokenizer, every_word=True)
     assert isinstance(mixed, Choices)
@@ -258,11 +296,17 @@ def test_settings_take_sources_and_weights() -> None:
         RunConfig(data=DataSettings(train=("a", "b"), weights=(1.0,)))
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------------
+# --- what is shown
+# ---------------------------------------------------------------------------------------------------
 
 
-def test_the_first_record_is_shown_with_what_is_learnt(tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    records = [Record({"prompt": "1+1=\n", "completion": "2"}, "x"), Record({"prompt": "b", "completion": "c"}, "x")]
+def test_the_first_record_is_shown_with_what_is_learnt(
+    tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [
+        Record({"prompt": "1+1=\n", "completion": "2"}, "x"),
+        Record({"prompt": "b", "completion": "c"}, "x"),
+    ]
     rows = encode(records, tokenizer, max_length=20)
     assert first_example(rows, tokenizer) == [("<s>1+1=\n", False), ("2</s>", True)]
     packed = pack(rows, 20)
@@ -274,7 +318,8 @@ def test_the_first_record_is_shown_with_what_is_learnt(tokenizer: Any, capsys: p
     assert len(capsys.readouterr().out) < 450
 
 
-# --- as downloaded ---------------------------------------------------------------------------------------------------
+# --- as downloaded
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not DEMO.is_dir(), reason=f"LLaMA-Factory's demo data are not at {DEMO}")

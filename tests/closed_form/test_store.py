@@ -1,4 +1,5 @@
-"""Oracle: closed forms. What a store holds is a function of its input (or of the step in a unit's header), byte by byte."""
+"""Oracle: closed forms. What a store holds is a function of its input (or of the step in a unit's
+header), byte by byte."""
 
 from __future__ import annotations
 
@@ -23,14 +24,24 @@ from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec, encoded_nb
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files
 from blockwalk.tiers.block_store import writable as writable_store
-from blockwalk.tiers.block_store.store import DATA_START, HEADER_PAGE, BlockStore, UnitHeader, crc32, unpack_header
+from blockwalk.tiers.block_store.store import (
+    DATA_START,
+    HEADER_PAGE,
+    BlockStore,
+    UnitHeader,
+    crc32,
+    unpack_header,
+)
 from blockwalk.tiers.block_store.writable import WritableStore
 from blockwalk.tiers.block_store.writer import write_store
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from tests.support.messages import refused
 from tests.support.writable import writable_store as make_writable
 
-BLOCK, FUSED, NORM, HEAD = "layer.0.weight", "layer.0.experts", "layer.0.norm", "head.weight"
+BLOCK = "layer.0.weight"
+FUSED = "layer.0.experts"
+NORM = "layer.0.norm"
+HEAD = "head.weight"
 
 
 class Dictionary:
@@ -80,7 +91,10 @@ def toy(dtype: torch.dtype = torch.float32) -> tuple[Dictionary, ModelSpec]:
 
     def spec(*names: str) -> tuple[ParamSpec, ...]:
         name_of = str(dtype).removeprefix("torch.")
-        return tuple(ParamSpec(n, tuple(tensors[n].shape), name_of, quantizable=tensors[n].dim() > 1) for n in names)
+        return tuple(
+            ParamSpec(n, tuple(tensors[n].shape), name_of, quantizable=tensors[n].dim() > 1)
+            for n in names
+        )
 
     return Dictionary(tensors), ModelSpec(
         "toy",
@@ -100,7 +114,7 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-# ---- what is written is what was given --------------------------------------------------------------------------------
+# ---- what is written is what was given -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", [Codec.RAW, Codec.FP32])
@@ -117,16 +131,25 @@ def test_lossless_codecs_give_the_same_bits(codec: Codec, tmp_path: Path) -> Non
         assert store.shape(name) == tensor.shape
         assert store.prefetch([name]) == tensor.nbytes
     assert store.index.tied == (("alias.weight", "embed.weight"),)
-    assert [unit.name for unit in store.index.units] == ["prologue", "block 0", "epilogue", "buffers"]
+    assert [unit.name for unit in store.index.units] == [
+        "prologue",
+        "block 0",
+        "epilogue",
+        "buffers",
+    ]
     store.verify()
 
 
 @pytest.mark.parametrize(
-    ("codec", "bound"), [(Codec.INT4, 1 / 8), (Codec.INT8, 1 / 254), (Codec.FP8, 1 / 16), (Codec.BF16, 2**-8)]
+    ("codec", "bound"),
+    [(Codec.INT4, 1 / 8), (Codec.INT8, 1 / 254), (Codec.FP8, 1 / 16), (Codec.BF16, 2**-8)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lossy_codecs_stay_within_half_a_step(codec: Codec, bound: float, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Oracle: the codec's largest error, relative to the largest element of the row. The vectors stay as they are."""
+def test_lossy_codecs_stay_within_half_a_step(
+    codec: Codec, bound: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Oracle: the codec's largest error, relative to the largest element of the row. The vectors
+    stay as they are."""
     source, spec = toy(dtype)
     write_store(tmp_path / "store", source, spec, codec, group_size=64)
     store = BlockStore(tmp_path / "store")
@@ -154,10 +177,17 @@ def test_the_files_are_laid_out_as_documented(codec: Codec, tmp_path: Path) -> N
     source, spec = toy()
     write_store(tmp_path / "store", source, spec, codec, group_size=32)
     index = json.loads((tmp_path / "store" / "store.json").read_text())
-    assert (index["format"], index["version"], index["codec"], index["group_size"]) == ("blockwalk-store", 2, codec, 32)
+    assert (index["format"], index["version"], index["codec"], index["group_size"]) == (
+        "blockwalk-store",
+        2,
+        codec,
+        32,
+    )
     for number, unit in enumerate(index["units"]):
         data = (tmp_path / "store" / unit["file"]).read_bytes()
-        magic, version, who, generations, area, sequence, step, nbytes, crc = struct.unpack_from("<8sIIIIQqQI", data)
+        magic, version, who, generations, area, sequence, step, nbytes, crc = struct.unpack_from(
+            "<8sIIIIQqQI", data
+        )
         assert (magic, version, who, generations, area) == (b"BLKWUNIT", 2, number, 1, 0)
         assert (sequence, step, nbytes, crc) == (1, 0, unit["nbytes"], 0)
         assert len(data) == 8192 + -(-nbytes // 4096) * 4096
@@ -179,21 +209,31 @@ def test_a_packed_model_is_a_model_folder(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        "llama", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+        "llama",
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "model" / "pytorch_model.bin").write_text("")
     seen: list[tuple[int, int]] = []
-    pack(tmp_path / "model", tmp_path / "store", Codec.RAW, progress=lambda done, total: seen.append((done, total)))
+    pack(
+        tmp_path / "model",
+        tmp_path / "store",
+        Codec.RAW,
+        progress=lambda done, total: seen.append((done, total)),
+    )
 
     store = BlockStore(tmp_path / "store")
     for name, tensor in model.state_dict().items():
         assert torch.equal(store.weights([name])[name], tensor)
-    assert AutoConfig.from_pretrained(tmp_path / "store").to_diff_dict() == config.to_diff_dict() | {
-        "dtype": "bfloat16"
-    }
+    assert AutoConfig.from_pretrained(
+        tmp_path / "store"
+    ).to_diff_dict() == config.to_diff_dict() | {"dtype": "bfloat16"}
     names = {path.name for path in (tmp_path / "store").iterdir()}
     assert names - {f"unit-{i:05d}.bin" for i in range(4)} == {
         "config.json",
@@ -202,7 +242,11 @@ def test_a_packed_model_is_a_model_folder(tmp_path: Path) -> None:
         "store.json",
     }
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert seen[-1][0] == sum(p.nbytes for unit in store.index.units for p in unit.params) <= seen[-1][1]
+    assert (
+        seen[-1][0]
+        == sum(p.nbytes for unit in store.index.units for p in unit.params)
+        <= seen[-1][1]
+    )
 
     pack(tmp_path / "model", tmp_path / "int4", Codec.INT4)
     packed = BlockStore(tmp_path / "int4")
@@ -228,7 +272,9 @@ def test_repacking_a_store(tmp_path: Path) -> None:
 def test_pages_are_asked_for_and_given_back_by_name(store: Path) -> None:
     """Oracle: the bytes that store.json lists."""
     opened = BlockStore(store)
-    assert opened.prefetch([BLOCK, NORM, HEAD]) == sum(opened.stored_as(name).nbytes for name in (BLOCK, NORM, HEAD))
+    assert opened.prefetch([BLOCK, NORM, HEAD]) == sum(
+        opened.stored_as(name).nbytes for name in (BLOCK, NORM, HEAD)
+    )
     before = opened.weights([NORM])[NORM].clone()
     opened.release([BLOCK, NORM])
     assert torch.equal(opened.weights([NORM])[NORM], before)
@@ -238,11 +284,13 @@ def test_pages_are_asked_for_and_given_back_by_name(store: Path) -> None:
         opened.read_into(NORM, torch.empty(41))
 
 
-# ---- what is wrong is said ------------------------------------------------------------------------------------------
+# ---- what is wrong is said -----------------------------------------------------------------------
 
 
 def edit_index(store: Path, **changes: object) -> None:
-    atomic_files.write_sealed(store / "store.json", {**atomic_files.read_sealed(store / "store.json"), **changes})
+    atomic_files.write_sealed(
+        store / "store.json", {**atomic_files.read_sealed(store / "store.json"), **changes}
+    )
 
 
 def test_every_single_flipped_bit_is_found(store: Path) -> None:
@@ -343,7 +391,7 @@ def test_a_failed_pack_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
-# ---- two generations ------------------------------------------------------------------------------------------------
+# ---- two generations -----------------------------------------------------------------------------
 
 
 def contents(unit: int, step: int, nbytes: int) -> torch.Tensor:
@@ -365,7 +413,10 @@ def writable(path: Path, **settings: object) -> WritableStore:
 
 def tensors(store: WritableStore, number: int, bytes_P: torch.Tensor) -> dict[str, torch.Tensor]:
     """A unit's parameters in its bytes, by name."""
-    found = {p.name: p.open(bytes_P[p.offset : p.offset + p.nbytes], 32) for p in store.units[number].params}
+    found = {
+        p.name: p.open(bytes_P[p.offset : p.offset + p.nbytes], 32)
+        for p in store.units[number].params
+    }
     return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
 
@@ -382,7 +433,8 @@ def test_a_fresh_copy_holds_the_model(tmp_path: Path) -> None:
 
 
 def test_the_last_write_is_what_is_read(tmp_path: Path) -> None:
-    """Oracle: the closed form of the contents, over several steps, in this object, a new one and a read-only one."""
+    """Oracle: the closed form of the contents, over several steps, in this object, a new one and a
+    read-only one."""
     with writable(tmp_path / "store") as store:
         sizes = [unit.nbytes for unit in store.units]
         for step in (1, 2, 3, 7):
@@ -417,14 +469,16 @@ def test_values_written_through_the_buffer(tmp_path: Path) -> None:
 
 
 def test_a_damaged_generation_counts_as_not_written(tmp_path: Path) -> None:
-    """Oracle: the contents before it; the step that they are of. One bit of the newest data, then of both."""
+    """Oracle: the contents before it; the step that they are of. One bit of the newest data, then
+    of both."""
     file = tmp_path / "store" / "unit-00001.bin"
     with writable(tmp_path / "store") as store:
         unit = store.units[1]
         packed = file.read_bytes()
         for step in (1, 2):
             store.write_unit(1, contents(1, step, unit.nbytes), step)
-    whole, buffer_P = bytearray(file.read_bytes()), torch.empty(unit.nbytes, dtype=torch.uint8)
+    whole = bytearray(file.read_bytes())
+    buffer_P = torch.empty(unit.nbytes, dtype=torch.uint8)
     newest = whole[:]
     newest[unit.area_offset(0) + unit.nbytes // 2] ^= 1
     for data, step in ((whole, 2), (newest, 1), (packed, 0)):
@@ -435,15 +489,19 @@ def test_a_damaged_generation_counts_as_not_written(tmp_path: Path) -> None:
                 assert torch.equal(buffer_P, contents(1, step, unit.nbytes))
         assert BlockStore(tmp_path / "store").steps[1] == step, "readers see the same generation"
     newest[unit.area_offset(1) + unit.nbytes // 2] ^= 1
-    for data in (newest, bytes([*packed[: DATA_START + 9], packed[DATA_START + 9] ^ 1, *packed[DATA_START + 10 :]])):
+    for data in (
+        newest,
+        bytes([*packed[: DATA_START + 9], packed[DATA_START + 9] ^ 1, *packed[DATA_START + 10 :]]),
+    ):
         file.write_bytes(data)
         with refused(atomic_files.Damaged, "unit-00001.bin damaged ledger"):
             WritableStore(tmp_path / "store")
 
 
 def test_a_crash_at_any_instant_leaves_a_whole_generation(tmp_path: Path) -> None:
-    """Oracle: the closed form. Every state of the file between two writes is made by hand: the data written in part, the
-    data written and the header not, the header torn after each of its bytes, the header written."""
+    """Oracle: the closed form. Every state of the file between two writes is made by hand: the data
+    written in part, the data written and the header not, the header torn after each of its bytes,
+    the header written."""
     with writable(tmp_path / "store") as store:
         nbytes = store.units[1].nbytes
         file = tmp_path / "store" / store.units[1].file
@@ -457,7 +515,8 @@ def test_a_crash_at_any_instant_leaves_a_whole_generation(tmp_path: Path) -> Non
     length = len(UnitHeader(0, 0, 0, 0, 0, 0).pack())
 
     def image(data: int, header: int) -> bytes:
-        """The first ``data`` changed bytes of data and the first ``header`` bytes of the header are new."""
+        """The first ``data`` changed bytes of data and the first ``header`` bytes of the header are
+        new."""
         mixed = bytearray(before)
         for i in data_at[:data]:
             mixed[i] = after[i]
@@ -487,22 +546,33 @@ def test_a_crash_at_any_instant_leaves_a_whole_generation(tmp_path: Path) -> Non
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(
-    ("sync", "direct"), [(True, False), (False, False), (True, True)], ids=["sync", "no sync", "direct"]
+    ("sync", "direct"),
+    [(True, False), (False, False), (True, True)],
+    ids=["sync", "no sync", "direct"],
 )
-def test_killed_at_random_moments(sync: bool, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the closed form. A child that writes in a loop is killed 30 times; each time every unit is whole, of a step
-    that never goes back, and units differ by the one step in flight. ``direct``: written past the page cache."""
+def test_killed_at_random_moments(
+    sync: bool, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the closed form. A child that writes in a loop is killed 30 times; each time every
+    unit is whole, of a step that never goes back, and units differ by the one step in flight.
+    ``direct``: written past the page cache."""
     monkeypatch.setattr(writable_store, "DIRECT_BYTES", 0 if direct else 1 << 40)
     tensors = {f"unit.{i}": torch.zeros(1 << 16) for i in range(3)}
-    units = [UnitSpec(f"u{i}", "block", (ParamSpec(f"unit.{i}", (1 << 16,), "float32"),)) for i in range(3)]
+    units = [
+        UnitSpec(f"u{i}", "block", (ParamSpec(f"unit.{i}", (1 << 16,), "float32"),))
+        for i in range(3)
+    ]
     spec = ModelSpec("toy", units[0], (units[1],), units[2], 1, 1)
-    path, nbytes = tmp_path / "store", 4 << 16
+    path = tmp_path / "store"
+    nbytes = 4 << 16
     with make_writable(path, Dictionary(tensors), spec, Codec.FP32) as store:
         began = time.perf_counter()
         for unit in range(3):
             store.write_unit(unit, contents(unit, 1, nbytes), 1)
         one_step = max(time.perf_counter() - began, 0.01)
-    rng, newest, interrupted = random.Random(0), [1, 1, 1], 0
+    rng = random.Random(0)
+    newest = [1, 1, 1]
+    interrupted = 0
     for _ in range(30):
         begins, tell = os.pipe()
         child = os.fork()
@@ -521,7 +591,9 @@ def test_killed_at_random_moments(sync: bool, direct: bool, tmp_path: Path, monk
         os.kill(child, signal.SIGKILL)
         os.close(begins)
         os.close(tell)
-        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the child was still writing when it was killed"
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), (
+            "the child was still writing when it was killed"
+        )
 
         buffer_P = torch.empty(nbytes, dtype=torch.uint8)
         with WritableStore(path) as store:
@@ -556,24 +628,38 @@ def test_the_folder_it_is_copied_from_is_never_written(tmp_path: Path) -> None:
     from blockwalk.cutting.verify import certified
 
     config = AutoConfig.for_model(
-        "llama", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+        "llama",
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     skeleton = build_skeleton(tmp_path / "model")
     source = CheckpointFolder(tmp_path / "model", skeleton)
     with make_writable(
-        tmp_path / "store", source, certified(skeleton).spec(), Codec.BF16, copy_from=tmp_path / "model"
+        tmp_path / "store",
+        source,
+        certified(skeleton).spec(),
+        Codec.BF16,
+        copy_from=tmp_path / "model",
     ) as store:
         for number, unit in enumerate(store.units):
             store.write_unit(number, torch.zeros(unit.nbytes, dtype=torch.uint8), 1)
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
-    assert BlockStore(tmp_path / "store").weights(["lm_head.weight"])["lm_head.weight"].abs().sum() == 0
+    assert (
+        BlockStore(tmp_path / "store").weights(["lm_head.weight"])["lm_head.weight"].abs().sum()
+        == 0
+    )
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4097, 100_000])
 def test_a_checksum_is_zlibs_whole_and_in_parts(cut: int) -> None:
-    whole_P = torch.randint(0, 256, (100_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    whole_P = torch.randint(
+        0, 256, (100_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     expected = zlib.crc32(whole_P.numpy().data)
     assert crc32(whole_P) == expected
     assert crc32(whole_P[cut:], crc32(whole_P[:cut])) == expected

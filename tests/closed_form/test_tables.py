@@ -1,4 +1,5 @@
-"""Oracle: the tables themselves. A row's name stands where the row and its own arithmetic are, and nothing hangs on it."""
+"""Oracle: the tables themselves. A row's name stands where the row and its own arithmetic are, and
+nothing hangs on it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ README = SOURCE.parents[1] / "README.md"
 
 CHOSEN = {"plan.choices": {"adamw", "spsa"}, "plan.methods": {"sgd"}, "plan.plan": {"sgd", "spsa"},
           "integrations.trainer": {"adamw", "sgd"}}  # fmt: skip
-"""Values chosen: the defaults, what rows begin with, what the original MeZO's arithmetic is of, and what transformers means."""
+"""Values chosen: the defaults, what rows begin with, what the original MeZO's arithmetic is of, and
+what transformers means."""
 
 
 def named(words: Iterable[str]) -> dict[str, set[str]]:
@@ -36,7 +38,11 @@ def named(words: Iterable[str]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in SOURCE.rglob("*.py"):
         module = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
-        constants = (n.value for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Constant))
+        constants = (
+            n.value
+            for n in ast.walk(ast.parse(path.read_text("utf-8")))
+            if isinstance(n, ast.Constant)
+        )
         if here := {value for value in constants if isinstance(value, str)} & set(words):
             found[module] = here - CHOSEN.get(module, set())
     return {module: here for module, here in found.items() if here}
@@ -50,13 +56,19 @@ def test_no_module_but_the_table_names_an_update_rule_or_its_states() -> None:
 def test_no_module_but_the_table_and_its_own_names_a_zeroth_order_kind_or_its_states() -> None:
     own = {f"estimators.zeroth_order.{name}" for name in KINDS}
     assert set(named(KINDS)) == {"plan.zeroth_order_kinds"}
-    assert set(named(state for row in KINDS.values() for state in row.states)) <= {"plan.zeroth_order_kinds", *own}
+    assert set(named(state for row in KINDS.values() for state in row.states)) <= {
+        "plan.zeroth_order_kinds",
+        *own,
+    }
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_nothing_hangs_on_a_methods_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plans and programs of a row, in every variant of it that is kept, are those of the same row under another name."""
-    given: list[dict[str, Any]] = [{"mesh": m, "zo.kind": k} for m in MESHES.values() for k in ("spsa", "hizoo")]
+    """The plans and programs of a row, in every variant of it that is kept, are those of the same
+    row under another name."""
+    given: list[dict[str, Any]] = [
+        {"mesh": m, "zo.kind": k} for m in MESHES.values() for k in ("spsa", "hizoo")
+    ]
     given = given if METHODS[name]().spread else []
     own = [(title, replace(plan, method="")) for title, plan in variants(name)]
     meshed = [replace(method(name, **settings), method="") for settings in given]
@@ -78,11 +90,14 @@ def test_distzo2_is_zo2_whose_blocks_are_spread_over_a_node() -> None:
 
 
 def test_the_tables_of_methods_are_one() -> None:
-    """Of the module's docstring, of README, and of the planner: the same rows; each estimator is the row's."""
+    """Of the module's docstring, of README, and of the planner: the same rows; each estimator is
+    the row's."""
     assert methods.__doc__ is not None
     lines = [line.split("|") for line in methods.__doc__.splitlines() if line.startswith("| ")][1:]
     assert [line[1].strip() for line in lines] == list(METHODS)
-    assert all(line[2].strip().partition(",")[0] == METHODS[line[1].strip()]().estimator for line in lines)
+    assert all(
+        line[2].strip().partition(",")[0] == METHODS[line[1].strip()]().estimator for line in lines
+    )
     table = README.read_text("utf-8").partition("## Methods")[2].partition("## ")[0]
     firsts = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")][1:]
     assert [name for first in firsts for name in re.findall(r"`(\w+)`", first)] == list(METHODS)

@@ -1,4 +1,5 @@
-"""Oracle: prompts, scores and draws written down by hand from the paper's table and the original's sampling, for each task."""
+"""Oracle: prompts, scores and draws written down by hand from the paper's table and the original's
+sampling, for each task."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ from tests.support.messages import refused
 tokenizer = test_data.tokenizer
 NO_YES = ("No", "Yes")
 RECORDS: dict[str, tuple[dict[str, Any], str, tuple[str, ...], tuple[int, ...]]] = {
-    "sst2": ({"sentence": "a fine film ", "label": 1}, "a fine film It was", (" terrible", " great"), (1,)),
+    "sst2": (
+        {"sentence": "a fine film ", "label": 1},
+        "a fine film It was",
+        (" terrible", " great"),
+        (1,),
+    ),
     "sst5": (
         {"text": "so so .", "label": 2},
         "so so . It was",
@@ -40,7 +46,12 @@ RECORDS: dict[str, tuple[dict[str, Any], str, tuple[str, ...], tuple[int, ...]]]
         ("Yes", "No", "Maybe"),
         (2,),
     ),
-    "boolq": ({"passage": "P.", "question": "is it so", "label": 1}, "P. Is it so?\n", NO_YES, (1,)),
+    "boolq": (
+        {"passage": "P.", "question": "is it so", "label": 1},
+        "P. Is it so?\n",
+        NO_YES,
+        (1,),
+    ),
     "wsc": (
         {"text": "T.", "span1_text": "Ann", "span2_text": "She", "label": 1},
         'T.\nIn the previous sentence, does the pronoun "she" refer to Ann? Yes or No?\n',
@@ -60,7 +71,13 @@ RECORDS: dict[str, tuple[dict[str, Any], str, tuple[str, ...], tuple[int, ...]]]
         (1,),
     ),
     "copa": (
-        {"premise": "It rained.", "question": "effect", "choice1": "I got wet.", "choice2": "The sun set.", "label": 1},
+        {
+            "premise": "It rained.",
+            "question": "effect",
+            "choice1": "I got wet.",
+            "choice2": "The sun set.",
+            "label": 1,
+        },
         "It rained so",
         (" I got wet.", " the sun set."),
         (1,),
@@ -83,13 +100,22 @@ RECORDS: dict[str, tuple[dict[str, Any], str, tuple[str, ...], tuple[int, ...]]]
         (3,),
     ),
     "squad": (
-        {"title": "T", "context": "C.", "question": "Q? ", "answers": {"text": ["one", "two"], "answer_start": [0, 1]}},
+        {
+            "title": "T",
+            "context": "C.",
+            "question": "Q? ",
+            "answers": {"text": ["one", "two"], "answer_start": [0, 1]},
+        },
         "Title: T\nContext: C.\nQuestion: Q?\nAnswer:",
         (" one\n",),
         (0,),
     ),
     "drop": (
-        {"passage": "P.", "question": "Q?", "answers_spans": {"spans": ["3", "three"], "types": ["number", "span"]}},
+        {
+            "passage": "P.",
+            "question": "Q?",
+            "answers_spans": {"spans": ["3", "three"], "types": ["number", "span"]},
+        },
         "Passage: P.\nQuestion: Q?\nAnswer:",
         (" 3\n",),
         (0,),
@@ -119,15 +145,19 @@ def test_variants_of_records_are_read() -> None:
 
 def test_demonstrations_are_answered_questions_with_blank_lines_between() -> None:
     asked = [TASKS[name].question(Record(RECORDS[name][0], "x")) for name in ("sst2", "squad")]
-    assert demonstrations(asked) == ("a fine film It was great\n\nTitle: T\nContext: C.\nQuestion: Q?\nAnswer: one\n\n")
+    assert demonstrations(asked) == (
+        "a fine film It was great\n\nTitle: T\nContext: C.\nQuestion: Q?\nAnswer: one\n\n"
+    )
 
 
-# --- splits ----------------------------------------------------------------------------------------------------------
+# --- splits
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_split_is_the_originals() -> None:
-    """The original's: numpy's global generator, seeded, permutes the training records; the first 1,000 + 500 are taken, the
-    last 500 of them for development; the evaluation's records are the first 1,000 of their own permutation."""
+    """The original's: numpy's global generator, seeded, permutes the training records; the first
+    1,000 + 500 are taken, the last 500 of them for development; the evaluation's records are the
+    first 1,000 of their own permutation."""
     records = [Record({"n": n}, "x") for n in range(2000)]
     np.random.seed(7)
     order = np.random.permutation(2000).tolist()
@@ -150,7 +180,8 @@ def test_the_split_is_the_originals() -> None:
 
 
 def test_a_local_file_stands_in_for_the_hub(tmp_path: Path, tokenizer: Any) -> None:
-    """Records of ReCoRD have as many candidates as they have entities; several may be right, and one is learnt."""
+    """Records of ReCoRD have as many candidates as they have entities; several may be right, and
+    one is learnt."""
     rows = [RECORDS["record"][0], {**RECORDS["record"][0], "entities": ["Ann", "Cy"]}]
     file = jsonl(tmp_path / "d.jsonl", *rows)
     settings = DataSettings(task="record", train=str(file), eval=str(file), task_dev=0)
@@ -198,11 +229,13 @@ def test_settings_of_tasks_that_make_no_sense_are_refused(tokenizer: Any) -> Non
             RunConfig(data=settings)
 
 
-# --- metrics ---------------------------------------------------------------------------------------------------------
+# --- metrics
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_words_of_answers_are_compared() -> None:
-    """By hand: "the red cat sat" and "a red cat" share 2 of 3 and of 2 words: precision 2/3, recall 1, F1 0.8."""
+    """By hand: "the red cat sat" and "a red cat" share 2 of 3 and of 2 words: precision 2/3, recall
+    1, F1 0.8."""
     assert token_f1("The red cat sat!", ["A red cat"]) == pytest.approx(0.8)
     assert token_f1("red red", ["red"]) == pytest.approx(2 / 3)
     assert token_f1("dog", ["cat", "dog."]) == 1.0
@@ -212,16 +245,20 @@ def test_words_of_answers_are_compared() -> None:
 
 
 def test_f1_over_classes() -> None:
-    """By hand: class 0 has TP 1, FP 1, FN 0: 2/3; class 1 has TP 1, FP 0, FN 1: 2/3; class 2 never comes: 0."""
+    """By hand: class 0 has TP 1, FP 1, FN 0: 2/3; class 1 has TP 1, FP 0, FN 1: 2/3; class 2 never
+    comes: 0."""
     assert macro_f1([0, 0, 1], [0, 1, 1], 3) == pytest.approx((2 / 3 + 2 / 3 + 0) / 3)
 
 
 def test_f1_over_classes_is_scikit_learns() -> None:
-    """Oracle: scikit-learn, which the ``evaluate`` package's F1 calls, over draws in which classes are missing too."""
+    """Oracle: scikit-learn, which the ``evaluate`` package's F1 calls, over draws in which classes
+    are missing too."""
     metrics = pytest.importorskip("sklearn.metrics")
     for seed in range(20):
         chosen, targets = np.random.default_rng(seed).integers(0, 4, (2, 12)).tolist()
-        expected = metrics.f1_score(targets, chosen, labels=range(5), average="macro", zero_division=0)
+        expected = metrics.f1_score(
+            targets, chosen, labels=range(5), average="macro", zero_division=0
+        )
         assert macro_f1(chosen, targets, 5) == pytest.approx(expected)
 
 

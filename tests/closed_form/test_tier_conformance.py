@@ -1,4 +1,5 @@
-"""Oracle: the bytes that were put there; and for a tier that lives in this file alone, the run with everything resident."""
+"""Oracle: the bytes that were put there; and for a tier that lives in this file alone, the run with
+everything resident."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from tests.support.writable import writable_store
 
 
 class CompressedTier:
-    """Buckets in host memory, each compressed on its way out of a slot and decompressed on its way in (a UnitTier).
+    """Buckets in host memory, each compressed on its way out of a slot and decompressed on its way
+    in (a UnitTier).
 
     All that a tier for buckets takes: it knows bytes and steps, and neither names nor codecs.
     """
@@ -42,7 +44,9 @@ class CompressedTier:
         return self._steps[unit]
 
     def read_unit(self, unit: int, out_P: torch.Tensor) -> int:
-        out_P.copy_(torch.frombuffer(bytearray(zlib.decompress(self._packed[unit])), dtype=torch.uint8))
+        out_P.copy_(
+            torch.frombuffer(bytearray(zlib.decompress(self._packed[unit])), dtype=torch.uint8)
+        )
         return self._steps[unit]
 
     def write_unit(self, unit: int, data_P: torch.Tensor, step: int) -> None:
@@ -71,8 +75,12 @@ class TestHost(UnitTierTests):
 class TestDisk(UnitTierTests):
     def open(self, buckets: Sequence[torch.Tensor], folder: Path) -> UnitTier:
         """Units of one parameter each, whose elements are the bucket's bytes."""
-        tensors = {f"unit.{number}": bytes_P.view(torch.float32) for number, bytes_P in enumerate(buckets)}
-        return writable_store(folder / "store", Dictionary(tensors), spec_of(tensors), Codec.RAW, sync=False)
+        tensors = {
+            f"unit.{number}": bytes_P.view(torch.float32) for number, bytes_P in enumerate(buckets)
+        }
+        return writable_store(
+            folder / "store", Dictionary(tensors), spec_of(tensors), Codec.RAW, sync=False
+        )
 
 
 class TestBlockStore(WeightSourceTests):
@@ -96,7 +104,11 @@ class TestModelFolder(WeightSourceTests):
 def spec_of(tensors: Mapping[str, torch.Tensor]) -> ModelSpec:
     """A prologue, blocks of one parameter each, and an epilogue."""
     first, *blocks, last = (
-        UnitSpec(f"unit {number}", "block", (ParamSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")),))
+        UnitSpec(
+            f"unit {number}",
+            "block",
+            (ParamSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")),),
+        )
         for number, (n, t) in enumerate(tensors.items())
     )
     return ModelSpec("toy", first, tuple(blocks), last, 8, 8)
@@ -104,22 +116,34 @@ def spec_of(tensors: Mapping[str, torch.Tensor]) -> ModelSpec:
 
 @visited_host()
 def test_a_run_trains_on_a_tier_that_it_has_never_seen(tmp_path: Path) -> None:
-    """Oracle: ``mezo``, whose weights never leave the device, bit for bit; what moved counts the tier's own steps."""
+    """Oracle: ``mezo``, whose weights never leave the device, bit for bit; what moved counts the
+    tier's own steps."""
     found = []
     for name in ("mezo", "zo2"):
         plan = method(name, optimizer={"name": "sgd", "learning_rate": 3e-2})
         with Walker(
-            copy.deepcopy(tiny_model("llama", tied=True)), plan, workdir=tmp_path / name, device="cpu"
+            copy.deepcopy(tiny_model("llama", tied=True)),
+            plan,
+            workdir=tmp_path / name,
+            device="cpu",
         ) as walker:
             buckets = walker.engine.buckets
             if isinstance(host := buckets.tier, HostTier):
-                buckets.tier = CompressedTier([host.bucket(unit).clone() for unit in range(len(buckets.units))])
+                buckets.tier = CompressedTier(
+                    [host.bucket(unit).clone() for unit in range(len(buckets.units))]
+                )
                 del host
             results = [walker.step(random_batch(seed=step)) for step in range(4)]
             walker.flush()
-            weights = {n: w.clone() for n, w in buckets.weights().items() if isinstance(w, torch.Tensor)}
+            weights = {
+                n: w.clone() for n, w in buckets.weights().items() if isinstance(w, torch.Tensor)
+            }
             found.append(
-                ([(r.loss, r.projected_grad) for r in results], walker.evaluate(random_batch(seed=9)).loss, weights)
+                (
+                    [(r.loss, r.projected_grad) for r in results],
+                    walker.evaluate(random_batch(seed=9)).loss,
+                    weights,
+                )
             )
             tier = buckets.tier
             assert name == "mezo" or buckets.streamed

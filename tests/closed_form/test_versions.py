@@ -16,13 +16,21 @@ PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
     ("versions", "named"),
     [
         ({"torch": "2.11.0", "transformers": "5.17.0"}, []),
-        ({"torch": f"{NEWEST_TESTED['torch']}.9+cpu", "transformers": f"{NEWEST_TESTED['transformers']}.3"}, []),
+        (
+            {
+                "torch": f"{NEWEST_TESTED['torch']}.9+cpu",
+                "transformers": f"{NEWEST_TESTED['transformers']}.3",
+            },
+            [],
+        ),
         ({"torch": "2.99.0a0+git1", "transformers": "5.17.0"}, ["torch 2.99.0a0+git1"]),
         ({"torch": "3.0", "transformers": "6.0.0.dev0"}, ["torch 3.0", "transformers 6.0.0.dev0"]),
         ({"torch": "not installed", "transformers": "unknown"}, []),
     ],
 )
-def test_one_note_names_what_is_newer_than_tested(versions: dict[str, str], named: list[str]) -> None:
+def test_one_note_names_what_is_newer_than_tested(
+    versions: dict[str, str], named: list[str]
+) -> None:
     note = untested(versions)
     assert bool(note) == bool(named)
     assert all(f"{name} (tested to" in note for name in named)

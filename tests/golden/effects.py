@@ -1,7 +1,9 @@
-"""The effects of a walk, recorded where they happen: which units compute on what, what moves, what is updated. Not a test.
+"""The effects of a walk, recorded where they happen: which units compute on what, what moves, what
+is updated. Not a test.
 
-Each op's work runs inside a note-taker: whatever the model, the tiers, the collectives, the update rules and the noise do on
-its behalf is noted under the op's place in the program, from the arguments that they are really called with."""
+Each op's work runs inside a note-taker: whatever the model, the tiers, the collectives, the update
+rules and the noise do on its behalf is noted under the op's place in the program, from the
+arguments that they are really called with."""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Effects:
     """The effects of every op that a walker runs, in the order of its programs."""
 
     def __init__(self, walker: Walker, patch: pytest.MonkeyPatch) -> None:
-        self.walker, self.patch = walker, patch
+        self.walker = walker
+        self.patch = patch
         self.of_ops: list[set[Effect]] = []
         self.bytes_of_ops: list[int] = []
         """Bytes that collectives and copies of slices move."""
@@ -66,7 +69,11 @@ class Effects:
             self.bytes_of_ops[place] += nbytes
 
     def _tap(
-        self, owner: Any, name: str, effect: Callable[..., Effect | None], nbytes: Any = lambda *_, **__: 0
+        self,
+        owner: Any,
+        name: str,
+        effect: Callable[..., Effect | None],
+        nbytes: Any = lambda *_, **__: 0,
     ) -> None:
         """Note ``effect`` of the arguments whenever ``owner.name`` is called."""
         original = getattr(owner, name)
@@ -86,23 +93,45 @@ class Effects:
         def micro_batch(batch: Any) -> int:
             """The place of a batch among the step's; the head is given one without labels."""
             batches = self.walker.estimator.state.batches  # type: ignore[union-attr]
-            return next(m for m, each in enumerate(batches) if each["input_ids"] is batch["input_ids"])
+            return next(
+                m for m, each in enumerate(batches) if each["input_ids"] is batch["input_ids"]
+            )
 
         def micro_batch_of(call: Any) -> int:
             prologues: Any = self.walker.estimator.state.prologues  # type: ignore[union-attr]
-            keys = [key for key, prologue in prologues.items() if any(each is call for each in prologue.calls)]
+            keys = [
+                key
+                for key, prologue in prologues.items()
+                if any(each is call for each in prologue.calls)
+            ]
             return int(keys[0][0] if isinstance(keys[0], tuple) else keys[0])
 
         self._tap(CutModel, "prologue", lambda cut, batch, **_: ("forward", 0, micro_batch(batch)))
-        self._tap(CutModel, "run", lambda cut, call, *_, **__: ("forward", _unit(cut, call), micro_batch_of(call)))
+        self._tap(
+            CutModel,
+            "run",
+            lambda cut, call, *_, **__: ("forward", _unit(cut, call), micro_batch_of(call)),
+        )
         self._tap(
             CutModel,
             "_epilogue_pass",
-            lambda cut, _prologue, _hidden, batch, *_, **__: ("forward", cut.epilogue_index, micro_batch(batch)),
+            lambda cut, _prologue, _hidden, batch, *_, **__: (
+                "forward",
+                cut.epilogue_index,
+                micro_batch(batch),
+            ),
         )
         self._tap(torch.autograd, "grad", lambda *_, **__: ("differentiate",))
-        self._tap(Perturbation, "noise", lambda z, *_: ("perturbed", z.step, z.query, z.scale) if z.scale else None)
-        self._tap(mezo_original, "perturb_", lambda every, seed, sign, epsilon: ("perturb all", sign * epsilon))
+        self._tap(
+            Perturbation,
+            "noise",
+            lambda z, *_: ("perturbed", z.step, z.query, z.scale) if z.scale else None,
+        )
+        self._tap(
+            mezo_original,
+            "perturb_",
+            lambda every, seed, sign, epsilon: ("perturb all", sign * epsilon),
+        )
         self._tap(Activations, "save", lambda _, key, *__: ("save", key[0]))
         self._tap(Activations, "load", lambda _, key, *__: ("load", key[0]))
 
@@ -111,9 +140,17 @@ class Effects:
         if engine.source is not None:
             units = {p.name: n for n, unit in enumerate(engine.spec.units) for p in unit.params}
             for name in ("prefetch", "release"):
-                self._tap(type(engine.source), name, lambda _, names, what=name: _of_unit(what, names, units))
+                self._tap(
+                    type(engine.source),
+                    name,
+                    lambda _, names, what=name: _of_unit(what, names, units),
+                )
         self._tap(ScratchMaps, "will_need", lambda _, group: ("will need", group))
-        self._tap(ScratchMaps, "dont_need", lambda _, group: None if "before" in str(group) else ("done with", group))
+        self._tap(
+            ScratchMaps,
+            "dont_need",
+            lambda _, group: None if "before" in str(group) else ("done with", group),
+        )
         self._tap(Buckets, "fetch", lambda _, unit, slot: ("fetch", unit, slot))
         self._tap(Buckets, "store", lambda buckets, unit: ("store", unit, buckets.step(unit)))
         self._tap(Buckets, "vacate", lambda _, slot: ("vacate", slot))
@@ -138,7 +175,9 @@ class Effects:
             self._tap(gradients, "squares", lambda _: ("check",))
         self._tap(Backprop, "_over_ranks", lambda _, values: ("total",))
         self._tap(Buckets, "advance", lambda _, unit, step: ("update", unit, step))
-        self._tap(estimator, "apply_all_", lambda rule, entries, *_: ("apply", *(e.step for e in entries)))
+        self._tap(
+            estimator, "apply_all_", lambda rule, entries, *_: ("apply", *(e.step for e in entries))
+        )
         self._tap(mezo_original, "update_", lambda every, entry, rule: ("update all", entry.step))
         self._tap(mezo_original, "replay_", lambda every, entry, rule: ("replay", entry.step))
         self._tap(SharedForwards, "confirm", lambda _, step, entry, **__: ("entry", step))
@@ -146,7 +185,9 @@ class Effects:
 
 def _unit(cut: CutModel, call: Any) -> int:
     """The unit whose module is called."""
-    return next(u for u in range(1, cut.epilogue_index) if any(call.module is m for m in cut.modules(u)))
+    return next(
+        u for u in range(1, cut.epilogue_index) if any(call.module is m for m in cut.modules(u))
+    )
 
 
 def _of_unit(what: str, names: Any, units: dict[str, int]) -> Effect | None:

@@ -1,5 +1,5 @@
-"""Every row's programs as text, whole: what ``test_programs.py`` compares and ``python -m tests.golden.programs`` rewrites.
-Not a test."""
+"""Every row's programs as text, whole: what ``test_programs.py`` compares and ``python -m
+tests.golden.programs`` rewrites. Not a test."""
 
 from __future__ import annotations
 
@@ -30,22 +30,36 @@ def costs(model: ModelSpec) -> Costs:
     """Figures that no two kinds of unit share, so that a mix-up shows."""
     kinds = sorted({unit.kind for unit in model.units})
     figures = (
-        (1000 * k + 11, 5000 * k + 13, 2000 * k + 17, 100 * k + 1, 200 * k + 3) for k in range(1, len(kinds) + 1)
+        (1000 * k + 11, 5000 * k + 13, 2000 * k + 17, 100 * k + 1, 200 * k + 3)
+        for k in range(1, len(kinds) + 1)
     )
-    return Costs(tuple((kind, UnitCost(*each)) for kind, each in zip(kinds, figures, strict=True)), scratch=4096)
+    return Costs(
+        tuple((kind, UnitCost(*each)) for kind, each in zip(kinds, figures, strict=True)),
+        scratch=4096,
+    )
 
 
 def variants(name: str) -> Iterator[tuple[str, Plan]]:
-    """The plans of a row: as it stands, with four micro-batches in both orders, and what else it alone can do."""
+    """The plans of a row: as it stands, with four micro-batches in both orders, and what else it
+    alone can do."""
     row = METHODS[name]()
     if row.sharded:
         for size, mesh in MESHES.items():
             yield size, method(name, mesh=mesh)
             for order in ("micro_batch", "block"):
-                yield f"{size}, 4 × {order}", method(name, mesh=mesh, accumulation_order=order, **FOUR)
-            yield f"{size}, at the block's turn", method(name, mesh=mesh, **{"update.timing": Timing.BLOCK})
+                yield (
+                    f"{size}, 4 × {order}",
+                    method(name, mesh=mesh, accumulation_order=order, **FOUR),
+                )
+            yield (
+                f"{size}, at the block's turn",
+                method(name, mesh=mesh, **{"update.timing": Timing.BLOCK}),
+            )
             if row.cache.tier == "host":
-                yield f"{size}, threshold", method(name, mesh=mesh, budget=900_000, **{"cache.threshold": 0.8})
+                yield (
+                    f"{size}, threshold",
+                    method(name, mesh=mesh, budget=900_000, **{"cache.threshold": 0.8}),
+                )
         return
     if row.trainable.group != NOBODY:
         for size, mesh in MESHES.items():
@@ -53,7 +67,10 @@ def variants(name: str) -> Iterator[tuple[str, Plan]]:
         return
     yield "one rank", method(name)
     if row.update.timing is Timing.DEFERRED:
-        yield "on disk, bf16, 2 queries", method(name, trainable="disk × bf16", **{"zo.queries": 2}, **FOUR)
+        yield (
+            "on disk, bf16, 2 queries",
+            method(name, trainable="disk × bf16", **{"zo.queries": 2}, **FOUR),
+        )
         yield "hizoo", method(name, **{"zo.kind": "hizoo"})
     elif row.zeroth_order:
         yield "4 micro-batches", method(name, **FOUR)
@@ -61,15 +78,28 @@ def variants(name: str) -> Iterator[tuple[str, Plan]]:
     else:
         for order in ("micro_batch", "block"):
             yield f"4 × {order}", method(name, accumulation_order=order, **FOUR)
-        yield "recompute: auto, budget", method(name, recompute="auto", budget=1_200_000, activation="device")
+        yield (
+            "recompute: auto, budget",
+            method(name, recompute="auto", budget=1_200_000, activation="device"),
+        )
         yield "clipped", method(name, **{"optimizer.max_grad_norm": 1.0})
 
 
 def steps(plan: Plan, model: ModelSpec, device: str) -> Cases:
-    """The kinds of step of a plan: the first one, one after it, what it finds pending flushed, evaluation."""
+    """The kinds of step of a plan: the first one, one after it, what it finds pending flushed,
+    evaluation."""
 
     def compiled(kind: StepKind, pending: Pending) -> Program:
-        return compile(plan, model, kind, SHAPE, costs=costs(model), pending=pending, device=device, page_cache=20_000)
+        return compile(
+            plan,
+            model,
+            kind,
+            SHAPE,
+            costs=costs(model),
+            pending=pending,
+            device=device,
+            page_cache=20_000,
+        )
 
     first = compiled(StepKind.TRAIN, Pending())
     yield "first", first

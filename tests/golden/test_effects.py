@@ -1,4 +1,5 @@
-"""Oracle: the printed program. What a walk really does, recorded where it is done (``effects.py``), is what its ops say."""
+"""Oracle: the printed program. What a walk really does, recorded where it is done (``effects.py``),
+is what its ops say."""
 
 from __future__ import annotations
 
@@ -22,10 +23,23 @@ STEPS = 3
 Case = tuple[str, dict[str, Any], bool]
 ON_DISK = {"trainable": "disk × fp32", "optimizer_state": "disk × fp32", "gradient": "disk × fp32"}
 ALONE: list[Case] = [
-    ("plain", {**ON_DISK, "recompute": "all", "optimizer.max_grad_norm": 1.0, "gradient_accumulation_steps": 2}, False),
+    (
+        "plain",
+        {
+            **ON_DISK,
+            "recompute": "all",
+            "optimizer.max_grad_norm": 1.0,
+            "gradient_accumulation_steps": 2,
+        },
+        False,
+    ),
     ("plain", {"optimizer.max_grad_norm": 1.0}, False),
     ("mebp", {"frozen": "disk × raw", "update.timing": "block"}, False),
-    ("mebp", {"frozen": "disk", "gradient_accumulation_steps": 2, "accumulation_order": "block"}, True),
+    (
+        "mebp",
+        {"frozen": "disk", "gradient_accumulation_steps": 2, "accumulation_order": "block"},
+        True,
+    ),
     ("mebp", {"frozen": "host × int8", "recompute": "none"}, True),
     ("mezo", {"zo.queries": 2, "gradient_accumulation_steps": 2}, False),
     ("mezo", {"zo.noise": "mezo", "gradient_accumulation_steps": 2}, False),
@@ -36,8 +50,16 @@ FOUR = {"world": 4, "ranks_per_node": 2}
 SPREAD: list[Case] = [
     ("mezo", {"mesh": {"world": 4, "perturb": 2, "data": 2}}, False),
     ("zo2", {"mesh": {"world": 4, "perturb": 4}, "zo.kind": "hizoo", "zo.queries": 3}, False),
-    ("distzo2", {"mesh": {**FOUR, "perturb": 2, "data": 2}, "gradient_accumulation_steps": 2}, False),
-    ("zero3", {"mesh": FOUR, "gradient_accumulation_steps": 2, "optimizer.max_grad_norm": 1.0}, False),
+    (
+        "distzo2",
+        {"mesh": {**FOUR, "perturb": 2, "data": 2}, "gradient_accumulation_steps": 2},
+        False,
+    ),
+    (
+        "zero3",
+        {"mesh": FOUR, "gradient_accumulation_steps": 2, "optimizer.max_grad_norm": 1.0},
+        False,
+    ),
     ("zeropp", {"mesh": FOUR}, False),
     ("mics", {"mesh": FOUR, "gradient_accumulation_steps": 2}, False),
     ("fcdp", {"mesh": FOUR}, False),
@@ -47,17 +69,22 @@ SPREAD: list[Case] = [
 
 def expected(op: Op, program: Program, walker: Walker, step: int) -> set[Effect]:
     """What the printed op says, in a program of step ``step``."""
-    plan, trains = walker.plan, program.step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
+    plan = walker.plan
+    trains = program.step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
     zeroth = plan.estimator is Estimator.ZEROTH_ORDER
     deferred = plan.update.timing is Timing.DEFERRED
     done = step - 1 if deferred and program.step_kind is StepKind.TRAIN else step
     if op.kind in COMPUTES:
         found: set[Effect] = set()
-        if op.kind is not OpKind.PROLOGUE_BACKWARD and not (op.kind is OpKind.BACKWARD and op.keep_graph):
+        if op.kind is not OpKind.PROLOGUE_BACKWARD and not (
+            op.kind is OpKind.BACKWARD and op.keep_graph
+        ):
             found.add(("forward", op.unit, op.micro_batch))
         if not zeroth and trains and op.kind not in (OpKind.PROLOGUE, OpKind.FORWARD):
             found.add(("differentiate",))
-        first = op.micro_batch < plan.mesh.data  # what is made for a pass's first micro-batch serves all
+        first = (
+            op.micro_batch < plan.mesh.data
+        )  # what is made for a pass's first micro-batch serves all
         if zeroth and trains and plan.zo.noise != "mezo" and first:
             query, sign = plan.kind.passes(plan.zo.queries)[op.forward_pass]
             found |= {("perturbed", step, query, sign * plan.zo.epsilon)} if sign else set()
@@ -70,7 +97,11 @@ def expected(op: Op, program: Program, walker: Walker, step: int) -> set[Effect]
         case OpKind.PERTURB:
             return {("perturb all", SIGNS[op.forward_pass] * plan.zo.epsilon)}
         case OpKind.UPDATE_ALL:
-            trained = (unit for unit in range(len(walker.spec.units)) if walker.spec.units[unit].numel(trainable=True))
+            trained = (
+                unit
+                for unit in range(len(walker.spec.units))
+                if walker.spec.units[unit].numel(trainable=True)
+            )
             return {("update all", step), *(("update", unit, step) for unit in trained)}
         case OpKind.EXCHANGE:
             return {("entry", step)}
@@ -81,7 +112,10 @@ def expected(op: Op, program: Program, walker: Walker, step: int) -> set[Effect]
         case OpKind.NORM:
             return {("norm",)}
         case OpKind.UPDATE if zeroth:
-            return {("update", op.unit, done), ("apply", *range(done - max(op.entries, 1) + 1, done + 1))}
+            return {
+                ("update", op.unit, done),
+                ("apply", *range(done - max(op.entries, 1) + 1, done + 1)),
+            }
         case OpKind.UPDATE:
             return {("update", op.unit, step)}
         case OpKind.STORE:
@@ -107,7 +141,8 @@ def _group(op: Op) -> Any:
 
 
 def _sums(op: Op, walker: Walker) -> bool:
-    """Whether a reduction is the last one over ranks that hold the same slice: each needs the sum."""
+    """Whether a reduction is the last one over ranks that hold the same slice: each needs the
+    sum."""
     inner, outer = reach(named(make_axes(walker.plan.mesh), op.axes))
     replicas = inner >= walker.plan.optimizer_ranks and outer == walker.plan.mesh.world
     return op.kind is OpKind.REDUCE and replicas
@@ -126,7 +161,8 @@ def compared(case: Case, patch: pytest.MonkeyPatch) -> set[OpKind]:
     world = settings.get("mesh", {}).get("world", 1)
     lora = LoraSettings(rank=2, target_modules=("q_proj", "v_proj")) if adapters else None
     with Walker(tiny_model("llama"), method(name, **settings), lora=lora, device="cpu") as walker:
-        effects, walker.timeline = Effects(walker, patch), []
+        effects = Effects(walker, patch)
+        walker.timeline = []
         if walker.plan.estimator is Estimator.BACKPROP:
             walker.gradients(random_batch(8))
         for step in range(1, STEPS + 1):
@@ -171,4 +207,10 @@ def _rank(rank: int, cases: list[Case]) -> list[set[OpKind]]:
 def test_every_rank_does_what_is_printed() -> None:
     """Four ranks on two nodes, each with its own program."""
     for of_rank in run_ranks(4, _rank, SPREAD):
-        assert {OpKind.GATHER, OpKind.REDUCE, OpKind.CACHE, OpKind.NORM, OpKind.EXCHANGE} < set().union(*of_rank)
+        assert {
+            OpKind.GATHER,
+            OpKind.REDUCE,
+            OpKind.CACHE,
+            OpKind.NORM,
+            OpKind.EXCHANGE,
+        } < set().union(*of_rank)

@@ -1,5 +1,6 @@
-"""Oracle: the programs of main, byte for byte, of models as the cut of real ``transformers`` models describes them. A change to
-what is compiled must show here as a diff that its author meant; ``python -m tests.golden.programs`` rewrites them."""
+"""Oracle: the programs of main, byte for byte, of models as the cut of real ``transformers`` models
+describes them. A change to what is compiled must show here as a diff that its author meant;
+``python -m tests.golden.programs`` rewrites them."""
 
 from __future__ import annotations
 
@@ -17,9 +18,16 @@ from tests.golden.specs import HIDDEN, MODELS, VOCABULARY
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", METHODS)
 def test_the_programs_of_a_row_are_those_of_main(name: str, model: str) -> None:
-    wanted, found = path_of(name, model).read_text(), text(name, model)
-    changed = list(difflib.unified_diff(wanted.splitlines(), found.splitlines(), "main", "here", n=1, lineterm=""))
-    assert not changed, "\n".join(changed[:40]) + "\n\nif this is meant: python -m tests.golden.programs"
+    wanted = path_of(name, model).read_text()
+    found = text(name, model)
+    changed = list(
+        difflib.unified_diff(
+            wanted.splitlines(), found.splitlines(), "main", "here", n=1, lineterm=""
+        )
+    )
+    assert not changed, (
+        "\n".join(changed[:40]) + "\n\nif this is meant: python -m tests.golden.programs"
+    )
 
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -30,7 +38,12 @@ SIZES: dict[str, dict[str, Any]] = {
         "word_embed_proj_dim": HIDDEN,
         "max_position_embeddings": 128,
     },
-    "mixtral": {"intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_local_experts": 4},
+    "mixtral": {
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+    },
 }
 
 
@@ -45,7 +58,9 @@ def test_the_models_are_those_that_a_cut_finds(name: str) -> None:
     from blockwalk.cutting.verify import certified
 
     wanted = MODELS[name]
-    config = AutoConfig.for_model(name, hidden_size=HIDDEN, num_attention_heads=4, vocab_size=VOCABULARY, **SIZES[name])
+    config = AutoConfig.for_model(
+        name, hidden_size=HIDDEN, num_attention_heads=4, vocab_size=VOCABULARY, **SIZES[name]
+    )
     model = build_skeleton(config, getattr(torch, wanted.dtype))
     if name == "llama":
         model = add_adapter(model, lora_config(4, target_modules=["q_proj", "v_proj"]))

@@ -1,4 +1,5 @@
-"""Oracle: the storages and the products of real steps, seen by PyTorch's dispatcher; what is predicted has no weights."""
+"""Oracle: the storages and the products of real steps, seen by PyTorch's dispatcher; what is
+predicted has no weights."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from blockwalk.walk.walker import Walker
 CASES = {
     "full, graphs kept": ("plain", None, {}),
     "full, recomputed": ("plain", None, {"recompute": "all"}),
-    "full, two micro-batches": ("plain", None, {"recompute": "all", "gradient_accumulation_steps": 2}),
+    "full, two micro-batches": (
+        "plain",
+        None,
+        {"recompute": "all", "gradient_accumulation_steps": 2},
+    ),
     "LoRA, graphs kept": ("plain", LoraSettings(rank=4), {}),
     "LoRA on 4 bits": ("mebp", LoraSettings(rank=4), {}),
     "LoRA on 4 bits, recomputed": ("mebp", LoraSettings(rank=4), {"recompute": "all"}),
@@ -39,13 +44,21 @@ def config(kind: str, dtype: str) -> Any:
         "opt": {"ffn_dim": 512, "word_embed_proj_dim": 128, "dropout": 0.0},
     }[kind]
     return AutoConfig.for_model(
-        kind, hidden_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=3000, dtype=dtype, **sizes
+        kind,
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=3000,
+        dtype=dtype,
+        **sizes,
     )
 
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kept in cache.folder().glob("anatomy-*.json"):  # the costs are measured anew, the anatomies are not
+    for kept in cache.folder().glob(
+        "anatomy-*.json"
+    ):  # the costs are measured anew, the anatomies are not
         (tmp_path / kept.name).write_bytes(kept.read_bytes())
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path))
 
@@ -65,9 +78,13 @@ def test_predicted_peak_and_flops_are_those_of_real_steps(kind: str, dtype: str,
     ids = torch.randint(3, 3000, (4, 64))
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
 
-    scratch._SHARED.arena = scratch.ScratchArena()  # what earlier tests decoded into would not be seen
+    scratch._SHARED.arena = (
+        scratch.ScratchArena()
+    )  # what earlier tests decoded into would not be seen
     with Walker(model, plan, lora=lora) as walker:
-        program: Program = compile(plan, walker.spec, StepKind.TRAIN, shape, costs=costs, page_cache=1 << 30)
+        program: Program = compile(
+            plan, walker.spec, StepKind.TRAIN, shape, costs=costs, page_cache=1 << 30
+        )
         with Meter() as meter:
             walker.step(batch)
             once = meter.work.flops
@@ -83,10 +100,14 @@ def test_predicted_peak_and_flops_are_those_of_real_steps(kind: str, dtype: str,
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("zeroth")])
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("opt", "bfloat16")])
-def test_predicted_peak_of_an_evaluation_of_several_batches(kind: str, dtype: str, case: str) -> None:
+def test_predicted_peak_of_an_evaluation_of_several_batches(
+    kind: str, dtype: str, case: str
+) -> None:
     """Oracle: the meter. A block computes four batches at its turn."""
     name, lora, changes = CASES[case]
-    plan, settings, shape = method(name, **changes), config(kind, dtype), Shape(4, 64)
+    plan = method(name, **changes)
+    settings = config(kind, dtype)
+    shape = Shape(4, 64)
     costs = UnitCosts(settings, lora=lora)(plan, shape)
     from transformers import AutoModelForCausalLM
 
@@ -108,29 +129,46 @@ def test_a_second_question_is_answered_from_the_file(monkeypatch: pytest.MonkeyP
     """Oracle: the first answer; measuring again would fail here."""
     from blockwalk.walk import unit_costs as costs
 
-    settings, plan, shape = config("llama", "float32"), method("plain"), Shape(1, 32)
+    settings = config("llama", "float32")
+    plan = method("plain")
+    shape = Shape(1, 32)
     first = UnitCosts(settings)(plan, shape)
     monkeypatch.delattr(costs, "_measure")
     assert UnitCosts(settings)(plan, shape) == first
 
 
-def test_a_model_that_was_asked_before_answers_as_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: each plan measured anew, on a model that was cut for it alone. Plans that cost differently are told apart."""
-    settings, shape = config("llama", "bfloat16"), Shape(2, 32)
+def test_a_model_that_was_asked_before_answers_as_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: each plan measured anew, on a model that was cut for it alone. Plans that cost
+    differently are told apart."""
+    settings = config("llama", "bfloat16")
+    shape = Shape(2, 32)
     moving = {"optimizer": {"name": "adamw"}}
     plans = [method(name) for name in ("plain", "mezo", "zo2", "zero3")]
-    plans += [method("mezo", **moving), method("zo2", **moving), method("plain", compute_dtype="float32")]
+    plans += [
+        method("mezo", **moving),
+        method("zo2", **moving),
+        method("plain", compute_dtype="float32"),
+    ]
     asked = UnitCosts(settings)
     answers = [asked(plan, shape) for plan in plans]
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "empty"))
     assert answers == [UnitCosts(settings)(plan, shape) for plan in plans]
-    assert len(set(answers)) == 4  # of gradients and of losses, with a rule that keeps states and in another dtype
+    assert (
+        len(set(answers)) == 4
+    )  # of gradients and of losses, with a rule that keeps states and in another dtype
 
 
 def test_a_mask_for_padding_costs_what_it_takes() -> None:
-    """Oracle: closed form, B·S² booleans that every block's call refers to, beside what the prologue holds without."""
-    settings, plan, shape = config("llama", "float32"), method("plain"), Shape(2, 64)
-    plain, padded = (UnitCosts(settings, padded=p)(plan, shape).of("prologue").saved for p in (False, True))
+    """Oracle: closed form, B·S² booleans that every block's call refers to, beside what the
+    prologue holds without."""
+    settings = config("llama", "float32")
+    plan = method("plain")
+    shape = Shape(2, 64)
+    plain, padded = (
+        UnitCosts(settings, padded=p)(plan, shape).of("prologue").saved for p in (False, True)
+    )
     assert 2 * 64 * 64 <= padded - plain <= 2 * 64 * 64 + 2 * 64 * 8
 
 

@@ -1,5 +1,5 @@
-"""Oracle: the rows that a killed run left: the run that follows has each of them to the bit, and those that it lacked; and the
-planner's own reader of a card's figures."""
+"""Oracle: the rows that a killed run left: the run that follows has each of them to the bit, and
+those that it lacked; and the planner's own reader of a card's figures."""
 
 from __future__ import annotations
 
@@ -25,19 +25,34 @@ CODECS = ("int4a", "nf4")
 MEASURES = {"environment", "copies", "launches", "noise", "norm", "loss", "shared memory"}
 MEASURES |= {f"decode {codec}" for codec in (*CODECS, "int8", "fp8")}
 MEASURES |= {f"product of {rows} rows, {codec}" for rows in (16, 32) for codec in CODECS}
-ROWS = {"lora-1.5B": {f"{row}, {batch}" for row in (*PEERS, *WALKS) for batch in (1, 4)}, "facts": MEASURES}
+ROWS = {
+    "lora-1.5B": {f"{row}, {batch}" for row in (*PEERS, *WALKS) for batch in (1, 4)},
+    "facts": MEASURES,
+}
 
 
 def started(part: str, cache: Path, results: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--tiny", "--part", part]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu.py"),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--part",
+        part,
+    ]
     environment = {**os.environ, "BLOCKWALK_BENCH_CACHE": str(cache)}
-    return subprocess.Popen([*command, "--results", str(results)], env=environment, start_new_session=True)
+    return subprocess.Popen(
+        [*command, "--results", str(results)], env=environment, start_new_session=True
+    )
 
 
 @pytest.mark.parametrize("part", ROWS)
 def test_a_part_that_is_killed_goes_on_from_its_rows(part: str, tmp_path: Path) -> None:
     """Nothing is there before it: no model, no tokenizer."""
-    rows, whole = (tmp_path / "results" / "cpu-tiny" / f"{part}{end}" for end in (".rows.json", ".json"))
+    rows, whole = (
+        tmp_path / "results" / "cpu-tiny" / f"{part}{end}" for end in (".rows.json", ".json")
+    )
     process = started(part, tmp_path / "cache", tmp_path / "results")
     while not rows.exists() and process.poll() is None:
         time.sleep(0.01)
@@ -56,16 +71,29 @@ def test_a_part_that_is_killed_goes_on_from_its_rows(part: str, tmp_path: Path) 
         assert facts.copy_up == figures["copies"]["copy_up"] > 0
         assert facts.decode_rate.keys() == {*CODECS, "int8", "fp8"}
         assert facts.fused_crossing_rows.keys() == set(CODECS)
-        assert min(facts.copy_down, facts.copy_both, facts.launch_us, facts.operator_us, facts.noise_per_s) > 0
+        assert (
+            min(
+                facts.copy_down,
+                facts.copy_both,
+                facts.launch_us,
+                facts.operator_us,
+                facts.noise_per_s,
+            )
+            > 0
+        )
         assert min(facts.norm_bytes_per_s, facts.loss_s) > 0
 
 
-def test_products_cross_where_decoding_inside_is_first_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_cross_where_decoding_inside_is_first_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks.gpu_facts import crossing
 
     def rows(inside: dict[int, float]) -> dict[str, dict[str, float]]:
-        return {f"product of {n} rows, nf4": {"inside_s": s, "before_s": 1.0} for n, s in inside.items()}
+        return {
+            f"product of {n} rows, nf4": {"inside_s": s, "before_s": 1.0} for n, s in inside.items()
+        }
 
     assert crossing(rows({16: 0.2, 32: 0.5, 64: 1.1, 128: 0.9}), Codec.NF4) == 32
     assert crossing(rows({16: 1.2, 32: 0.5}), Codec.NF4) == 0
@@ -73,7 +101,9 @@ def test_products_cross_where_decoding_inside_is_first_slower(monkeypatch: pytes
     assert crossing(rows({16: 0.2}), Codec.INT4A) is None
 
 
-def test_a_row_without_memory_or_with_an_error_loses_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_memory_or_with_an_error_loses_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: torch's own error of a card that is full."""
     monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks import gpu

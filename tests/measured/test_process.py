@@ -1,4 +1,5 @@
-"""Oracle: the kernel's figures of a whole process, against what doctor's walks of another model say that it will hold."""
+"""Oracle: the kernel's figures of a whole process, against what doctor's walks of another model say
+that it will hold."""
 
 from __future__ import annotations
 
@@ -23,14 +24,17 @@ WORST = 0.10
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A description with what doctor's walks found here, made by the first of pytest's workers that wants it."""
+    """A description with what doctor's walks found here, made by the first of pytest's workers that
+    wants it."""
     mine = tmp_path_factory.getbasetemp()
     folder = mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine
     path = folder / "here.yaml"
     with (folder / "here.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            with pytest.MonkeyPatch.context() as patch:  # threads as the cases have them, and no more than are free
+            with (
+                pytest.MonkeyPatch.context() as patch
+            ):  # threads as the cases have them, and no more than are free
                 patch.setattr(probe_walk, "_LAUNCHED", ())
                 walks = probe_walk.measure()
             assert walks.keys() == probe_walk.WALKS.keys()
@@ -39,9 +43,12 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("method", ["plain", "plain, recompute", "plain, LoRA", "mebp", "mezo", "zo2, disk"])
+@pytest.mark.parametrize(
+    "method", ["plain", "plain, recompute", "plain, LoRA", "mebp", "mezo", "zo2, disk"]
+)
 def test_a_process_peaks_where_it_was_foreseen(method: str, machine: Path) -> None:
-    """A case of the benchmark, at 2.9 million parameters, in a process of its own from its first import on."""
+    """A case of the benchmark, at 2.9 million parameters, in a process of its own from its first
+    import on."""
     if not Path("/proc/self/smaps_rollup").exists():
         pytest.skip("the peak of a process is read from /proc")
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "foresight.py")]
@@ -52,4 +59,6 @@ def test_a_process_peaks_where_it_was_foreseen(method: str, machine: Path) -> No
     assert done.returncode == 0, done.stderr
     row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     assert row["predicted_bytes"] == pytest.approx(row["measured_bytes"], rel=WORST)
-    assert row["measured_bytes"] > row["tensors"] + 150e6, "the interpreter and its libraries are in it"
+    assert row["measured_bytes"] > row["tensors"] + 150e6, (
+        "the interpreter and its libraries are in it"
+    )

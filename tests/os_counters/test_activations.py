@@ -21,7 +21,9 @@ from tests.models import random_batch, tiny_model
 def mapped(folder: Path) -> int:
     """Bytes of this process's maps of files that were in a folder."""
     spans = [
-        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line
+        line.split()[0].split("-")
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if str(folder) in line
     ]
     return sum(int(stop, 16) - int(start, 16) for start, stop in spans)
 
@@ -34,7 +36,9 @@ def taken(folder: Path, micro_batches: int, **settings: Any) -> int:
         "update.timing": "step",
         **settings,
     }
-    with Walker(tiny_model("llama"), method("mebp", **changes), lora=LoraSettings(rank=2), workdir=folder) as walker:
+    with Walker(
+        tiny_model("llama"), method("mebp", **changes), lora=LoraSettings(rank=2), workdir=folder
+    ) as walker:
         for seed in range(2):
             walker.step(random_batch(2 * micro_batches, 32, seed=seed))
         return mapped(folder)
@@ -44,16 +48,22 @@ def taken(folder: Path, micro_batches: int, **settings: Any) -> int:
 def test_activations_of_micro_batches_that_follow_each_other_take_the_room_of_one(
     tmp_path: Path, recompute: str
 ) -> None:
-    """A walk for each micro-batch has the activations of one alive; a walk block by block has those of all."""
+    """A walk for each micro-batch has the activations of one alive; a walk block by block has those
+    of all."""
     folders = [tmp_path / name for name in "abc"]
-    one, four = (taken(folder, count, recompute=recompute) for folder, count in zip(folders, (1, 4), strict=False))
+    one, four = (
+        taken(folder, count, recompute=recompute)
+        for folder, count in zip(folders, (1, 4), strict=False)
+    )
     assert one == four
     assert taken(folders[2], 4, recompute=recompute, accumulation_order="block") > four
 
 
 def test_a_map_that_is_closed_holds_nothing(tmp_path: Path) -> None:
-    """Oracle: the kernel, which gives one of the next maps of the same size the address of the one that was closed."""
-    first, second = ScratchMaps(tmp_path / "a"), ScratchMaps(tmp_path / "b")
+    """Oracle: the kernel, which gives one of the next maps of the same size the address of the one
+    that was closed."""
+    first = ScratchMaps(tmp_path / "a")
+    second = ScratchMaps(tmp_path / "b")
     held = first.bytes(8 << 20)
     assert first.holds(held[5:])
     address = held.data_ptr()
@@ -66,11 +76,13 @@ def test_a_map_that_is_closed_holds_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "opt"])
 def test_gradients_that_wait_on_disk_are_those_in_memory(architecture: str, tmp_path: Path) -> None:
-    """Oracle: the same steps with gradients in memory, bit for bit, and the kernel: four bytes more of maps for each parameter,
-    as foreseen. One step has micro-batches, whose gradients are added up in the map; opt's head is its embedding."""
+    """Oracle: the same steps with gradients in memory, bit for bit, and the kernel: four bytes more
+    of maps for each parameter, as foreseen. One step has micro-batches, whose gradients are added
+    up in the map; opt's head is its embedding."""
 
     def trained(gradient: str) -> tuple[dict[str, Any], int, int]:
-        folder, settings = tmp_path / gradient, {"gradient_accumulation_steps": 2, "optimizer_state": "disk × fp32"}
+        folder = tmp_path / gradient
+        settings = {"gradient_accumulation_steps": 2, "optimizer_state": "disk × fp32"}
         plan = method("plain", gradient=f"{gradient} × fp32", recompute="all", **settings)
         with Walker(tiny_model(architecture), plan, workdir=folder) as walker:
             for seed in range(3):
@@ -88,10 +100,14 @@ def test_gradients_that_wait_on_disk_are_those_in_memory(architecture: str, tmp_
 
 
 @pytest.mark.parametrize("repeats", [512, 1])
-def test_a_small_view_that_a_graph_saves_does_not_keep_what_it_is_a_view_of(tmp_path: Path, repeats: int) -> None:
-    """Oracle: the storage's own count of references. A part of 1 kB, of 1 MB or of 2 kB (as a norm's statistics have), is
-    copied to the map as a large tensor is: what stays in memory takes the place of a block's temporaries."""
-    saved, leaf = SavedTensors(ScratchMaps(tmp_path)), torch.ones(512, requires_grad=True)
+def test_a_small_view_that_a_graph_saves_does_not_keep_what_it_is_a_view_of(
+    tmp_path: Path, repeats: int
+) -> None:
+    """Oracle: the storage's own count of references. A part of 1 kB, of 1 MB or of 2 kB (as a
+    norm's statistics have), is copied to the map as a large tensor is: what stays in memory takes
+    the place of a block's temporaries."""
+    saved = SavedTensors(ScratchMaps(tmp_path))
+    leaf = torch.ones(512, requires_grad=True)
     with saved.saving([leaf]):
         large = leaf.repeat(repeats) * 2
         kept = StorageWeakRef(large.untyped_storage())
@@ -109,9 +125,13 @@ def never_written() -> int:
     return int(lines["cancelled_write_bytes"])
 
 
-def test_what_graphs_saved_goes_before_the_kernel_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: /proc/self/io. Maps are used again while they are fresh; older ones are dropped with what is dirty in them."""
-    saved, numbers = SavedTensors(ScratchMaps(tmp_path)), torch.arange(4 << 20, dtype=torch.int32)
+def test_what_graphs_saved_goes_before_the_kernel_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: /proc/self/io. Maps are used again while they are fresh; older ones are dropped with
+    what is dirty in them."""
+    saved = SavedTensors(ScratchMaps(tmp_path))
+    numbers = torch.arange(4 << 20, dtype=torch.int32)
     saved.rewind()
     place = saved.write(numbers).data_ptr()
     saved.rewind()
@@ -120,6 +140,8 @@ def test_what_graphs_saved_goes_before_the_kernel_writes_it(tmp_path: Path, monk
     monkeypatch.setattr(scratch_maps, "_FRESH", 0.0)
     saved.rewind()
     if never_written() == before:
-        pytest.skip("the folder for temporary files is on a file system without dirty pages of files")
+        pytest.skip(
+            "the folder for temporary files is on a file system without dirty pages of files"
+        )
     assert never_written() - before >= numbers.nbytes
     assert saved.write(numbers).equal(numbers)

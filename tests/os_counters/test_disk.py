@@ -1,4 +1,5 @@
-"""Oracle: the kernel's own counters (/proc/self/pagemap, status and io, page faults) and the bytes of the file."""
+"""Oracle: the kernel's own counters (/proc/self/pagemap, status and io, page faults) and the bytes
+of the file."""
 
 from __future__ import annotations
 
@@ -28,8 +29,10 @@ PAGES = 64
 
 
 def mapped_pages(file: MappedFile) -> set[int]:
-    """The pages of the map that are mapped into this process now: bit 63 of each entry in /proc/self/pagemap."""
-    first, count = file.bytes_P.data_ptr() // PAGE, -(-file.nbytes // PAGE)
+    """The pages of the map that are mapped into this process now: bit 63 of each entry in
+    /proc/self/pagemap."""
+    first = file.bytes_P.data_ptr() // PAGE
+    count = -(-file.nbytes // PAGE)
     with open("/proc/self/pagemap", "rb") as pagemap:
         pagemap.seek(8 * first)
         entries = pagemap.read(8 * count)
@@ -51,17 +54,28 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("populate", [disk._POPULATE_READ, 9999], ids=["populate", "touch"])
-def test_pages_come_and_go_as_asked(path: Path, populate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_come_and_go_as_asked(
+    path: Path, populate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: /proc/self/pagemap and page faults. 9999 is an advice that no kernel knows."""
     monkeypatch.setattr(disk, "_POPULATE_READ", populate)
     with MappedFile(path) as file:
         assert mapped_pages(file) == set()
         ranges = [(20 * PAGE + 5, 3 * PAGE), (40 * PAGE, PAGE), (PAGES * PAGE - 200, 100)]
         assert file.will_need(ranges) == 4 * PAGE + 100
-        assert mapped_pages(file) >= {20, 21, 22, 23, 40, PAGES - 1}  # the kernel maps cached neighbours too
+        assert mapped_pages(file) >= {
+            20,
+            21,
+            22,
+            23,
+            40,
+            PAGES - 1,
+        }  # the kernel maps cached neighbours too
 
         bytes_P = file.bytes_P
-        torch.ones(3 * PAGE, dtype=torch.uint8).sum(dtype=torch.int64).item()  # the code itself may have been paged out
+        torch.ones(3 * PAGE, dtype=torch.uint8).sum(
+            dtype=torch.int64
+        ).item()  # the code itself may have been paged out
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         assert bytes_P[20 * PAGE + 5 : 23 * PAGE + 5].sum(dtype=torch.int64).item() == sum(
             i % 251 for i in range(20 * PAGE + 5, 23 * PAGE + 5)
@@ -106,7 +120,8 @@ def test_dropping_the_cache_goes_to_the_disk_again(path: Path) -> None:
 
 def test_views_cost_no_anonymous_memory(tmp_path: Path) -> None:
     """Oracle: RssAnon in /proc/self/status, and the pages mapped."""
-    path, nbytes = tmp_path / "file", 64 << 20
+    path = tmp_path / "file"
+    nbytes = 64 << 20
     with open(path, "wb") as file:
         file.truncate(nbytes)
     with MappedFile(path) as file:
@@ -159,7 +174,9 @@ def test_odd_offsets_and_empty_shapes(path: Path) -> None:
             int.from_bytes(data[i : i + 4], "little", signed=True) for i in (3, 7)
         ]
         assert file.view(5, 0, torch.float32, (0, 4)).shape == (0, 4)
-        assert file.view(4, 4, torch.int32, ()).item() == int.from_bytes(data[4:8], "little", signed=True)
+        assert file.view(4, 4, torch.int32, ()).item() == int.from_bytes(
+            data[4:8], "little", signed=True
+        )
 
 
 def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
@@ -175,8 +192,8 @@ def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
 
 
 def test_large_units_move_past_the_page_cache(tmp_path: Path) -> None:
-    """Oracle: the bytes that the kernel fetched from the disk, though they had just been written; a closed form of the
-    contents, read through the page cache as well."""
+    """Oracle: the bytes that the kernel fetched from the disk, though they had just been written; a
+    closed form of the contents, read through the page cache as well."""
     numel = DIRECT_BYTES // 4 + 1000  # no whole number of pages
     params = (ParamSpec("w", (numel,), "float32"),)
     spec = ModelSpec("toy", UnitSpec("prologue", "prologue", ()), (UnitSpec("block 0", "block", params),),
@@ -207,8 +224,11 @@ def test_large_units_move_past_the_page_cache(tmp_path: Path) -> None:
     assert torch.equal(reader.weights(["w"])["w"], torch.arange(numel, dtype=torch.float32) * 3)
 
 
-def test_a_file_system_that_cannot_go_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a closed form of the contents. The descriptor opens, and every transfer by it is refused."""
+def test_a_file_system_that_cannot_go_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a closed form of the contents. The descriptor opens, and every transfer by it is
+    refused."""
     numel = DIRECT_BYTES // 4
     params = (ParamSpec("w", (numel,), "float32"),)
     spec = ModelSpec("toy", UnitSpec("prologue", "prologue", ()), (UnitSpec("block 0", "block", params),),

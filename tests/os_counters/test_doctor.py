@@ -16,7 +16,9 @@ from blockwalk.simulate.hardware import Curve
 from blockwalk.system import process_memory
 
 
-def test_doctor_measures_and_writes_what_plan_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_measures_and_writes_what_plan_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One round of each rate; the middle one of several is a closed form, below."""
     monkeypatch.setattr(probe.probe_rates, "measure", partial(probe.probe_rates.measure, rounds=1))
     found = probe.measure(tmp_path, walk=False)
@@ -26,7 +28,15 @@ def test_doctor_measures_and_writes_what_plan_reads(tmp_path: Path, monkeypatch:
     bounded, limited = process_memory.host_memory()
     assert (bounded < total) == limited
     assert set(machine.flops) == {"float32", "bfloat16", "float16"}
-    assert min(machine.disk_read.bandwidth, machine.disk_write.bandwidth, machine.noise_rate, machine.decode_rate) > 0
+    assert (
+        min(
+            machine.disk_read.bandwidth,
+            machine.disk_write.bandwidth,
+            machine.noise_rate,
+            machine.decode_rate,
+        )
+        > 0
+    )
     assert not list(tmp_path.iterdir()), "what was written to measure the disk is gone"
     hardware.save(machine, tmp_path / "hardware.yaml")
     assert hardware.load(tmp_path / "hardware.yaml") == machine
@@ -35,8 +45,9 @@ def test_doctor_measures_and_writes_what_plan_reads(tmp_path: Path, monkeypatch:
 
 
 def test_what_comes_with_tensors_is_told_apart_by_the_walks() -> None:
-    """Closed form: buffers that forwards alone leave belong to every process that keeps graphs, what is above them to its free
-    heap; two walks make a line, which neither falls nor begins below nothing."""
+    """Closed form: buffers that forwards alone leave belong to every process that keeps graphs,
+    what is above them to its free heap; two walks make a line, which neither falls nor begins below
+    nothing."""
     walks = {
         "forwards": Found(90, 10, ((10, 30),), 1e-6),
         "graphs": Found(100, 10, ((100, 80),), 1e-6),
@@ -45,19 +56,42 @@ def test_what_comes_with_tensors_is_told_apart_by_the_walks() -> None:
         "streamed, 16 bits": Found(110, 10, ((1, 99), (10, 10), (20, 40)), 1e-6),
     }
     assert probe_walk.beside_tensors(walks) == {
-        "process_bytes": {"forwards": 90, "graphs": 100, "recompute": 100, "streamed": 110, "streamed, 16 bits": 110},
-        "buffers": {"forwards": 10, "graphs": 40, "recompute": 30, "streamed": 30, "streamed, 16 bits": 10},
-        "slack": {"forwards": 3.0, "graphs": 0.5, "recompute": 0.0, "streamed": 1.0, "streamed, 16 bits": 2.0},
+        "process_bytes": {
+            "forwards": 90,
+            "graphs": 100,
+            "recompute": 100,
+            "streamed": 110,
+            "streamed, 16 bits": 110,
+        },
+        "buffers": {
+            "forwards": 10,
+            "graphs": 40,
+            "recompute": 30,
+            "streamed": 30,
+            "streamed, 16 bits": 10,
+        },
+        "slack": {
+            "forwards": 3.0,
+            "graphs": 0.5,
+            "recompute": 0.0,
+            "streamed": 1.0,
+            "streamed, 16 bits": 2.0,
+        },
     }
 
 
 def test_of_several_rounds_the_middle_one_counts() -> None:
-    """Closed form: numbers, curves point by point, mappings name by name; one slow round moves nothing."""
+    """Closed form: numbers, curves point by point, mappings name by name; one slow round moves
+    nothing."""
     rounds = [
         {"flops": {"a": rate}, "curve": Curve(((1.0, seconds), (2.0, 2 * seconds))), "rate": rate}
         for rate, seconds in ((3.0, 1.0), (1.0, 9.0), (2.0, 2.0))
     ]
-    assert _middle(rounds) == {"flops": {"a": 2.0}, "curve": Curve(((1.0, 2.0), (2.0, 4.0))), "rate": 2.0}
+    assert _middle(rounds) == {
+        "flops": {"a": 2.0},
+        "curve": Curve(((1.0, 2.0), (2.0, 4.0))),
+        "rate": 2.0,
+    }
 
 
 def test_file_maps_get_a_tenth_of_what_is_free_and_none_of_a_disk_in_memory() -> None:

@@ -1,4 +1,5 @@
-"""Oracle: the kernel's count of what a process reads from the disk and dirties, /proc/self/io, in a hard memory cgroup."""
+"""Oracle: the kernel's count of what a process reads from the disk and dirties, /proc/self/io, in a
+hard memory cgroup."""
 
 from __future__ import annotations
 
@@ -15,9 +16,15 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 ROOM = 80 << 20
 """Bytes of page cache beside the process: for a few units, where all state is 700 MB."""
 ROOM_OF_GRAPHS = 120 << 20
-"""The same where a unit has, beside its state, what an update may go back to and what its graph saves."""
+"""The same where a unit has, beside its state, what an update may go back to and what its graph
+saves."""
 LAYERS = 36
-SLIDE = {"trainable": "disk × fp32", "optimizer_state": "disk × fp32", "gradient": "disk × fp32", "recompute": "all"}
+SLIDE = {
+    "trainable": "disk × fp32",
+    "optimizer_state": "disk × fp32",
+    "gradient": "disk × fp32",
+    "recompute": "all",
+}
 WORKER = """
 import json, sys
 from pathlib import Path
@@ -57,10 +64,11 @@ print(json.dumps({
 
 
 def moved(folder: Path, name: str, settings: dict[str, str], room: int) -> dict[str, int]:
-    """Return the bytes of a step of full fine-tuning on a random model, by the kernel and by the program.
+    """Return the bytes of a step of full fine-tuning on a random model, by the kernel and by the
+    program.
 
-    It is the middle one of three steps by what they read: beside other work the kernel takes pages that are read again.
-    """
+    It is the middle one of three steps by what they read: beside other work the kernel takes pages
+    that are read again."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     config = Qwen2Config(
@@ -74,33 +82,43 @@ def moved(folder: Path, name: str, settings: dict[str, str], room: int) -> dict[
     )
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder / "model")
     paths = [str(folder / "model"), str(folder / "work")]
-    done, _ = run_limited([sys.executable, "-c", WORKER, *paths, name, json.dumps(settings), str(room)], 4 << 30)
+    done, _ = run_limited(
+        [sys.executable, "-c", WORKER, *paths, name, json.dumps(settings), str(room)], 4 << 30
+    )
     assert done.returncode == 0, done.stderr
     counted: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return counted
 
 
 def test_a_step_from_disk_moves_what_its_program_says(tmp_path: Path) -> None:
-    """Full fine-tuning, 24 bytes read a parameter and 16 written. The page cache saves reads of :data:`ROOM` bytes at most. The
-    process's own code is read again where memory is short: 15 MB or so."""
+    """Full fine-tuning, 24 bytes read a parameter and 16 written. The page cache saves reads of
+    :data:`ROOM` bytes at most. The process's own code is read again where memory is short: 15 MB or
+    so."""
     found = moved(tmp_path, "plain", SLIDE, ROOM)
     assert found["said to write"] == pytest.approx(16 * found["parameters"], rel=0.01)
     assert found["said to read"] == pytest.approx(24 * found["parameters"], rel=0.02)
     assert found["written"] == pytest.approx(found["said to write"], rel=0.02)
     said = found["said to read"]
-    assert said - ROOM <= found["read"] <= 1.05 * said, found  # the cache that there is keeps so much at most
+    assert said - ROOM <= found["read"] <= 1.05 * said, (
+        found
+    )  # the cache that there is keeps so much at most
 
 
 @pytest.mark.parametrize("recompute", ["all", "none"])
-def test_what_graphs_write_to_file_maps_and_read_there_is_in_the_program(tmp_path: Path, recompute: str) -> None:
-    """Updates at the turn: 24 bytes a parameter are written beside graphs, which hold the trainables in bfloat16. A graph that
-    is kept is read again; no page is read only to be overwritten. The kernel counts large pages whole, which is 1 MB more for
-    each graph on average."""
+def test_what_graphs_write_to_file_maps_and_read_there_is_in_the_program(
+    tmp_path: Path, recompute: str
+) -> None:
+    """Updates at the turn: 24 bytes a parameter are written beside graphs, which hold the
+    trainables in bfloat16. A graph that is kept is read again; no page is read only to be
+    overwritten. The kernel counts large pages whole, which is 1 MB more for each graph on
+    average."""
     settings = {"frozen": "disk × raw", "recompute": recompute}
     found = moved(tmp_path, "mebp", settings, ROOM_OF_GRAPHS)
     assert found["said to write"] > 26 * found["parameters"], found
     for what in ("read", "write"):
-        assert found[f"foreseen to {what}"] == pytest.approx(found[f"said to {what}"], rel=0.01), found
+        assert found[f"foreseen to {what}"] == pytest.approx(found[f"said to {what}"], rel=0.01), (
+            found
+        )
     said = found["said to write"]
     assert 0.98 * said <= found["written"] <= 1.02 * said + LAYERS * 2**20, found
     said = found["said to read"]

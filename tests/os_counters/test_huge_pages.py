@@ -24,8 +24,11 @@ print(sum(int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if li
     reason="the system grants pages of 2 MB to all or to none (/sys/kernel/mm/transparent_hugepage/enabled is not madvise)",
 )
 def test_a_large_tensor_lies_in_huge_pages() -> None:
-    """Memory is fragmented now and then: half of the tensor is enough, and a process without the walker has none."""
-    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    """Memory is fragmented now and then: half of the tensor is enough, and a process without the
+    walker has none."""
+    environment = {
+        name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"
+    }
 
     def kilobytes(package: str) -> int:
         command = [sys.executable, "-c", LOOK.format(package=package)]

@@ -1,5 +1,6 @@
-"""Oracle: a run that nobody killed. SIGKILL comes 30 times, at random moments and inside random writes; each time at most
-the step in flight is lost, and the run ends with the same weights, bit for bit."""
+"""Oracle: a run that nobody killed. SIGKILL comes 30 times, at random moments and inside random
+writes; each time at most the step in flight is lost, and the run ends with the same weights, bit
+for bit."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ KILLS = 30
 
 
 def run(folder: Path, steps: int, said: Callable[[int], None] = lambda _: None) -> dict[str, int]:
-    """Take the run in ``folder`` from where it stands to ``steps``; ``said`` hears of every step that is done. Answers a
-    checksum of each weight."""
+    """Take the run in ``folder`` from where it stands to ``steps``; ``said`` hears of every step
+    that is done. Answers a checksum of each weight."""
     import torch
 
     from blockwalk import method
@@ -32,9 +33,14 @@ def run(folder: Path, steps: int, said: Callable[[int], None] = lambda _: None) 
 
     settings: dict[str, Any] = {"update": {"flush_every": 2}, "optimizer": {"learning_rate": 1e-2}}
     plan = method(
-        "zo2", trainable="disk × bf16", frozen="disk", zo={"kind": "hizoo", "hessian_alpha": 1e-3}, **settings
+        "zo2",
+        trainable="disk × bf16",
+        frozen="disk",
+        zo={"kind": "hizoo", "hessian_alpha": 1e-3},
+        **settings,
     )
-    base, ledger = folder.parent / "base", folder / "ledger.jsonl"
+    base = folder.parent / "base"
+    ledger = folder / "ledger.jsonl"
     with Walker(base, plan, workdir=folder, ledger=ledger, device="cpu") as walker:
         said(walker.steps_done)
         while walker.steps_done < steps:
@@ -71,12 +77,16 @@ def die_inside_a_write(after: int, draw: random.Random) -> None:
 
 
 def kill_often(folder: Path) -> dict[str, Any]:
-    """Start the run again and again and kill it each time; answers what was lost, and the weights at the end."""
-    draw, lost, said = random.Random(11), [], folder.parent / "said"
+    """Start the run again and again and kill it each time; answers what was lost, and the weights
+    at the end."""
+    draw = random.Random(11)
+    lost = []
+    said = folder.parent / "said"
     killed = inside = 0
     while killed < KILLS:
         at_random = killed % 2 == 0
-        pause, after = draw.uniform(0.0, 0.5), draw.randrange(1, 24)
+        pause = draw.uniform(0.0, 0.5)
+        after = draw.randrange(1, 24)
         child = os.fork()
         if child == 0:
             if not at_random:
@@ -86,14 +96,23 @@ def kill_often(folder: Path) -> dict[str, Any]:
             time.sleep(pause)
             os.kill(child, signal.SIGKILL)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-        killed, inside = killed + 1, inside + (not at_random)
+        killed = killed + 1
+        inside = inside + (not at_random)
         heard = int(said.read_text().split()[-1]) if said.exists() else 0
         path = folder / "ledger.jsonl"
         steps = path.read_bytes().count(b"\n") - 1 if path.exists() else 0
         lost.append(heard - steps)
     end = steps + 3
-    found, expected = run(folder, end), run(folder.parent / "whole", end)
-    return {"lost": max(lost), "killed": killed, "inside": inside, "steps": end, "weights": found, "expected": expected}
+    found = run(folder, end)
+    expected = run(folder.parent / "whole", end)
+    return {
+        "lost": max(lost),
+        "killed": killed,
+        "inside": inside,
+        "steps": end,
+        "weights": found,
+        "expected": expected,
+    }
 
 
 def append(path: Path, step: int) -> None:
@@ -109,7 +128,11 @@ def test_killed_thirty_times(tmp_path: Path) -> None:
     (tmp_path / "killed").mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, __file__, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])

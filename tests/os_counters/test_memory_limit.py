@@ -1,4 +1,5 @@
-"""Oracle: the kernel. In a hard memory cgroup, page cache included, a step on more weights than fit completes."""
+"""Oracle: the kernel. In a hard memory cgroup, page cache included, a step on more weights than fit
+completes."""
 
 from __future__ import annotations
 
@@ -17,8 +18,10 @@ from blockwalk.tiers.block_store.writer import write_store
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-WEIGHTS, LIMIT = 400 * 10**6, 480 * 10**6
-"""Bytes: with the ~290 MB that importing torch and transformers takes, the weights cannot stay in memory."""
+WEIGHTS = 400 * 10**6
+LIMIT = 480 * 10**6
+"""Bytes: with the ~290 MB that importing torch and transformers takes, the weights cannot stay in
+memory."""
 
 
 def test_weights_that_do_not_fit_beside_the_process_are_walked(tmp_path: Path) -> None:
@@ -43,10 +46,14 @@ def test_weights_that_do_not_fit_beside_the_process_are_walked(tmp_path: Path) -
     assert size > WEIGHTS
     result, peak = limited_run(tmp_path / "store", LIMIT, steps=1)
     assert peak <= LIMIT
-    assert all(loss == pytest.approx(10.4, abs=0.5) for loss in result["losses"])  # random weights: about log(32000)
+    assert all(
+        loss == pytest.approx(10.4, abs=0.5) for loss in result["losses"]
+    )  # random weights: about log(32000)
 
 
 def test_the_limit_is_hard() -> None:
     """The control: a process that wants more than the limit is killed."""
-    done, _ = run_limited([sys.executable, "-c", "b = bytearray(300 << 20); print(len(b))"], 200 << 20)
+    done, _ = run_limited(
+        [sys.executable, "-c", "b = bytearray(300 << 20); print(len(b))"], 200 << 20
+    )
     assert done.returncode != 0

@@ -1,4 +1,5 @@
-"""Oracle: the kernel: /proc/self/fd, /proc/self/maps, its limit of open files, and its answers EBUSY, EMFILE and ENODEV."""
+"""Oracle: the kernel: /proc/self/fd, /proc/self/maps, its limit of open files, and its answers
+EBUSY, EMFILE and ENODEV."""
 
 from __future__ import annotations
 
@@ -42,18 +43,23 @@ def open_files() -> int:
 def test_a_walk_holds_at_most_two_descriptors_a_unit_and_leaves_none(
     tmp_path: Path, name: str, settings: dict[str, Any]
 ) -> None:
-    """Masters, moments, what a step may go back to, activations and graphs are all on the disk here."""
+    """Masters, moments, what a step may go back to, activations and graphs are all on the disk
+    here."""
     model = tiny_model("llama", num_hidden_layers=BLOCKS)
     model.save_pretrained(tmp_path / "model")
     held = []
     for run in range(2):
         before = open_files()
         ledger = tmp_path / f"ledger-{run}" if name == "zo2" else None
-        with Walker(tmp_path / "model", method(name, **settings), ledger=ledger, device="cpu") as walker:
+        with Walker(
+            tmp_path / "model", method(name, **settings), ledger=ledger, device="cpu"
+        ) as walker:
             walker.step(random_batch())
             held.append(open_files() - before)
         assert open_files() == before
-    assert max(held) <= 2 * (BLOCKS + 2) + 4, "the ledger, the store's lock and the like are four at most"
+    assert max(held) <= 2 * (BLOCKS + 2) + 4, (
+        "the ledger, the store's lock and the like are four at most"
+    )
     if name != "zo2":
         assert max(held) <= 4, "maps have no descriptor"
 
@@ -68,7 +74,9 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE), file=sys.stderr)
 
 
 def test_the_command_line_raises_the_limit_of_open_files() -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITS], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITS], capture_output=True, text=True, check=True
+    )
     assert done.stderr.split("\n")[-2] == "(512, 512)"
 
 
@@ -84,8 +92,17 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_limit_that_is_too_low_is_named(tiny_run: TinyRun, tmp_path: Path) -> None:
-    arguments = ["train", *tiny_run.arguments(tmp_path / "run"), "--method", "mebp", "--max_steps", "1"]
-    done = subprocess.run([sys.executable, "-c", TOO_FEW, *arguments], capture_output=True, text=True, check=False)
+    arguments = [
+        "train",
+        *tiny_run.arguments(tmp_path / "run"),
+        "--method",
+        "mebp",
+        "--max_steps",
+        "1",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", TOO_FEW, *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     last = done.stderr.strip().split("\n")[-1]
     assert "Too many open files" in last
@@ -93,11 +110,16 @@ def test_a_limit_that_is_too_low_is_named(tiny_run: TinyRun, tmp_path: Path) -> 
 
 
 def resumed(tiny_run: TinyRun, folder: Path, watch: Any) -> Any:
-    """A zeroth-order run of two steps, and the same with four, of which a checkpoint of each replaces the one before it."""
+    """A zeroth-order run of two steps, and the same with four, of which a checkpoint of each
+    replaces the one before it."""
     run = {
         "model": str(tiny_run.model),
         "method": "mezo",
-        "data": {"train": str(tiny_run.train), "template": "{text} It was {label}.", "label_words": ["good", "bad"]},
+        "data": {
+            "train": str(tiny_run.train),
+            "template": "{text} It was {label}.",
+            "label_words": ["good", "bad"],
+        },
         "batch_size": 4,
         "optimizer": {"learning_rate": 1e-4},
         "output_dir": str(folder),
@@ -124,8 +146,10 @@ def test_a_checkpoint_is_not_mapped_when_its_time_comes(tiny_run: TinyRun, tmp_p
 def test_a_checkpoint_that_another_process_reads_does_not_end_the_run(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel's EBUSY, as an NFS client has it for a file in use; what stays is gone once it is not."""
-    unlink, folder = os.unlink, tmp_path / "run"
+    """The kernel's EBUSY, as an NFS client has it for a file in use; what stays is gone once it is
+    not."""
+    unlink = os.unlink
+    folder = tmp_path / "run"
 
     def busy(path: Any, **more: Any) -> None:
         if str(path).endswith("rank-00000.safetensors"):
@@ -143,7 +167,8 @@ def test_a_checkpoint_that_another_process_reads_does_not_end_the_run(
 
 @pytest.fixture(scope="module")
 def no_shared_maps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that stands between a process and the kernel, whose answer to shared maps below a folder it changes."""
+    """A library that stands between a process and the kernel, whose answer to shared maps below a
+    folder it changes."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler")
@@ -163,7 +188,9 @@ print("exits", first, second)
 """
 
 
-def test_a_mount_without_shared_maps(tiny_run: TinyRun, tmp_path: Path, no_shared_maps: Path) -> None:
+def test_a_mount_without_shared_maps(
+    tiny_run: TinyRun, tmp_path: Path, no_shared_maps: Path
+) -> None:
     """A model is read from there, and an output_dir there is refused before anything is written."""
     mount = tmp_path / "mount"
     shutil.copytree(tiny_run.model, mount / "model")
@@ -177,7 +204,15 @@ def test_a_mount_without_shared_maps(tiny_run: TinyRun, tmp_path: Path, no_share
         "1",
     ]
     environment = {**os.environ, "LD_PRELOAD": str(no_shared_maps), "NO_SHARED_MAPS": str(mount)}
-    command = [sys.executable, "-c", TWICE, "train", *arguments, str(mount / "run"), str(tmp_path / "run")]
+    command = [
+        sys.executable,
+        "-c",
+        TWICE,
+        "train",
+        *arguments,
+        str(mount / "run"),
+        str(tmp_path / "run"),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "exits 0 2" in done.stdout
     says(done.stderr, mount / "run" / "scratch", "file system")

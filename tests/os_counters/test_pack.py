@@ -1,4 +1,5 @@
-"""Oracle: RssAnon + RssShmem in /proc/self/status of a child process, sampled while it packs and merges."""
+"""Oracle: RssAnon + RssShmem in /proc/self/status of a child process, sampled while it packs and
+merges."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from blockwalk.tiers.model_folder import safetensors
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
 
-VOCAB, HIDDEN, RANK = 16384, 1024, 4
+VOCAB = 16384
+HIDDEN = 1024
+RANK = 4
 LARGEST = VOCAB * HIDDEN * 4
 """Bytes of the embedding, and of the head: 67 MB each."""
 BOUND = 32 << 20
@@ -70,7 +73,12 @@ def make(folder: Path, name: str, vocab: int, hidden: int) -> None:
     from blockwalk.cutting.skeleton import build_skeleton
 
     config = AutoConfig.for_model(
-        "llama", vocab_size=vocab, hidden_size=hidden, num_hidden_layers=1, num_attention_heads=8, intermediate_size=64
+        "llama",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        intermediate_size=64,
     )
     model = build_skeleton(config)
     config.save_pretrained(folder / name)
@@ -80,8 +88,11 @@ def make(folder: Path, name: str, vocab: int, hidden: int) -> None:
 
     adapter = folder / ("adapter" if name == "large" else "small adapter")
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": 8}))
-    prefix, float32 = "base_model.model.lm_head.lora_", torch.float32
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": 8})
+    )
+    prefix = "base_model.model.lm_head.lora_"
+    float32 = torch.float32
     factors = {
         f"{prefix}A.weight": safetensors.Entry((RANK, hidden), float32),
         f"{prefix}B.weight": safetensors.Entry((vocab, RANK), float32),
@@ -103,7 +114,9 @@ def test_packing_and_merging_hold_less_than_one_matrix(tmp_path: Path) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    taken = {name: int(nbytes) for name, nbytes in (line.split() for line in run.stdout.splitlines())}
+    taken = {
+        name: int(nbytes) for name, nbytes in (line.split() for line in run.stdout.splitlines())
+    }
     assert taken.pop("whole") >= 0.9 * LARGEST
     assert taken.keys() == {"packing", "merging", "merging_store"}
     assert max(taken.values()) <= BOUND, taken

@@ -1,4 +1,5 @@
-"""Oracle: the operating system's peak of the process, and the buffers of a model that was really built."""
+"""Oracle: the operating system's peak of the process, and the buffers of a model that was really
+built."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ print(json.dumps({"built": built - before, "with": peak() - before, "weights": w
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
 def test_a_skeleton_of_three_billion_parameters_takes_a_few_megabytes() -> None:
     """Oracle: VmHWM, the operating system's peak of resident memory, in a process of its own."""
-    out = subprocess.run([sys.executable, "-W", "ignore", "-c", PROBE], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROBE], capture_output=True, text=True, check=True
+    )
     figures = json.loads(out.stdout.splitlines()[-1])
     assert figures["weights"] > 10_000_000
     assert figures["built"] < 20_000, figures
@@ -61,7 +64,9 @@ def test_buffers_are_those_of_a_real_model(model_type: str) -> None:
         assert not made[name].is_meta
         assert made[name].dtype == buffer.dtype, name
         assert torch.equal(made[name], buffer), name
-    stored = set(real.state_dict()) - {name for name, _ in real.named_parameters(remove_duplicate=False)}
+    stored = set(real.state_dict()) - {
+        name for name, _ in real.named_parameters(remove_duplicate=False)
+    }
     assert set(persistent_buffers(skeleton)) == stored
     assert persistent_buffers(real) == persistent_buffers(skeleton)
     for (name, param), (real_name, real_param) in zip(

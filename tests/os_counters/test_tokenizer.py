@@ -1,4 +1,5 @@
-"""Oracle: the kernel's list of a process's threads. What the tokenizer's threads keep, they keep for the whole run."""
+"""Oracle: the kernel's list of a process's threads. What the tokenizer's threads keep, they keep
+for the whole run."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are listed in Linux's /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir(), reason="threads are listed in Linux's /proc"
+)
 
 COUNT = """
 import os, sys
@@ -22,6 +25,8 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 def test_tokenising_leaves_no_thread_behind() -> None:
     folder = Path(__file__).parents[2] / "examples" / "tiny-llama"
-    done = subprocess.run([sys.executable, "-c", COUNT, str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT, str(folder)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-500:]
     assert int(done.stdout) == 0

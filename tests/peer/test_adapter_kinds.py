@@ -1,4 +1,5 @@
-"""Oracle: PEFT's own model of the same configuration, whole in memory, and what it reads of the files: losses and gradients."""
+"""Oracle: PEFT's own model of the same configuration, whole in memory, and what it reads of the
+files: losses and gradients."""
 
 from __future__ import annotations
 
@@ -24,14 +25,22 @@ LLAMA = ["q_proj", "down_proj"]
 UNDROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dora": ("llama", {}, {"use_dora": True, "target_modules": LLAMA}),
-    "dora, bias": ("opt", {"dropout": 0.0}, {"use_dora": True, "target_modules": ["q_proj", "fc2"]}),
+    "dora, bias": (
+        "opt",
+        {"dropout": 0.0},
+        {"use_dora": True, "target_modules": ["q_proj", "fc2"]},
+    ),
     "dora, turned": (
         "gpt2",
         UNDROPPED,
         {"use_dora": True, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
     ),
     "dora on the head": ("llama", {}, {"use_dora": True, "target_modules": ["lm_head", "q_proj"]}),
-    "ends": ("llama", {}, {"modules_to_save": ["embed_tokens", "lm_head"], "target_modules": LLAMA}),
+    "ends": (
+        "llama",
+        {},
+        {"modules_to_save": ["embed_tokens", "lm_head"], "target_modules": LLAMA},
+    ),
     "norms": ("llama", {}, {"modules_to_save": ["norm"], "target_modules": LLAMA}),
     "tied": (
         "llama",
@@ -55,10 +64,14 @@ def refuse(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize("plan", ["mebp", "plain"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_adapters_are_pefts(kind: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One adapter begun at one seed; three steps later the files give PEFT, and a walk, the loss that the run had."""
+def test_kinds_of_adapters_are_pefts(
+    kind: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One adapter begun at one seed; three steps later the files give PEFT, and a walk, the loss
+    that the run had."""
     family, sizes, settings = KINDS[kind]
-    config, batch = LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", **settings), random_batch()
+    config = LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", **settings)
+    batch = random_batch()
     model: Any = tiny_model(family, **sizes)
     model.save_pretrained(tmp_path / "model")
     from_disk = method("mebp", frozen="disk × raw", optimizer={"learning_rate": 1e-2})
@@ -71,7 +84,8 @@ def test_kinds_of_adapters_are_pefts(kind: str, plan: str, tmp_path: Path, monke
         loss.backward()
         with monkeypatch.context() as patch:
             patch.setattr(DoraLinearLayer, "forward", refuse)
-            found, expected = walker.gradients(batch), named(control)
+            found = walker.gradients(batch)
+            expected = named(control)
             assert walker.evaluate(batch).loss == pytest.approx(float(loss.detach()), rel=1e-6)
             for _ in range(3):
                 walker.step(batch)
@@ -85,18 +99,23 @@ def test_kinds_of_adapters_are_pefts(kind: str, plan: str, tmp_path: Path, monke
     theirs = PeftModel.from_pretrained(copy.deepcopy(model), str(tmp_path / "adapter")).eval()
     with torch.no_grad():
         assert float(theirs(**batch, use_cache=False).loss) == pytest.approx(trained, rel=1e-6)
-    with Walker(tmp_path / "model", from_disk, lora=tmp_path / "adapter", training=False, device="cpu") as walker:
+    with Walker(
+        tmp_path / "model", from_disk, lora=tmp_path / "adapter", training=False, device="cpu"
+    ) as walker:
         assert walker.evaluate(batch).loss == pytest.approx(trained, rel=1e-6)
 
 
 def test_dora_over_codes_begins_from_what_the_codes_say(tmp_path: Path) -> None:
-    """Oracle: the loss of the walk without adapters: a new adapter changes nothing, so magnitudes are the norms of the rows
-    that the walk multiplies with."""
+    """Oracle: the loss of the walk without adapters: a new adapter changes nothing, so magnitudes
+    are the norms of the rows that the walk multiplies with."""
     tiny_model("llama").save_pretrained(tmp_path / "model")
-    plan, batch = method("mebp"), random_batch()
+    plan = method("mebp")
+    batch = random_batch()
     with Walker(tmp_path / "model", plan, training=False, device="cpu") as walker:
         expected = walker.evaluate(batch).loss
-    with Walker(tmp_path / "model", plan, lora={"options": {"use_dora": True}}, device="cpu") as walker:
+    with Walker(
+        tmp_path / "model", plan, lora={"options": {"use_dora": True}}, device="cpu"
+    ) as walker:
         assert walker.evaluate(batch).loss == pytest.approx(expected, rel=1e-4)
         walker.step(batch)
 
@@ -104,13 +123,19 @@ def test_dora_over_codes_begins_from_what_the_codes_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize("start", ["pissa", "olora"])
 def test_a_start_that_changes_the_base_is_taken_as_peft_made_it(start: str, tmp_path: Path) -> None:
     """PEFT's model in memory, its base changed; saved, PEFT loads it on the base as it was."""
-    config = LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", target_modules=LLAMA, init_lora_weights=start)
-    model, batch = tiny_model("llama"), random_batch()
+    config = LoraConfig(
+        r=3, lora_alpha=7, task_type="CAUSAL_LM", target_modules=LLAMA, init_lora_weights=start
+    )
+    model = tiny_model("llama")
+    batch = random_batch()
     control = get_peft_model(copy.deepcopy(model), config)
-    with Walker(copy.deepcopy(control), method("mebp", frozen="disk × raw"), device="cpu") as walker:
+    with Walker(
+        copy.deepcopy(control), method("mebp", frozen="disk × raw"), device="cpu"
+    ) as walker:
         loss = control(**batch, use_cache=False).loss
         loss.backward()
-        found, expected = walker.gradients(batch), named(control)
+        found = walker.gradients(batch)
+        expected = named(control)
         assert walker.evaluate(batch).loss == pytest.approx(float(loss.detach()), rel=1e-6)
         walker.step(batch)
         trained = walker.evaluate(batch).loss
@@ -125,18 +150,31 @@ def test_a_start_that_changes_the_base_is_taken_as_peft_made_it(start: str, tmp_
 @pytest.mark.parametrize(
     ("tied", "plan", "options", "words"),
     [
-        (True, "plain", {"modules_to_save": ["lm_head"]}, "model.embed_tokens.weight ensure_weight_tying"),
+        (
+            True,
+            "plain",
+            {"modules_to_save": ["lm_head"]},
+            "model.embed_tokens.weight ensure_weight_tying",
+        ),
         (False, "plain", {"modules_to_save": ["lm_haed"]}, "lm_haed lm_head"),
         (False, "plain", {"init_lora_weights": "pissa"}, "model PEFT"),
         (False, "mezo", {"use_dora": True}, "int8 DoRA's|DoRA"),
     ],
 )
-def test_refused(tied: bool, plan: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_refused(
+    tied: bool, plan: str, options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     """Oracle: the names of the parameters."""
     tiny_model("llama", tied=tied).save_pretrained(tmp_path / "model")
     chosen = method(plan, frozen="disk × int8") if plan == "mezo" else method(plan)
     with refused(ValueError, words):
-        Walker(tmp_path / "model", chosen, lora={"options": options}, workdir=tmp_path / "work", device="cpu")
+        Walker(
+            tmp_path / "model",
+            chosen,
+            lora={"options": options},
+            workdir=tmp_path / "work",
+            device="cpu",
+        )
     assert not list((tmp_path / "work").rglob("*.blocks*")), "nothing was packed"
 
 
@@ -147,7 +185,10 @@ def test_norms_are_trained_over_codes(tmp_path: Path) -> None:
     model: Any = tiny_model("llama")
     model.save_pretrained(tmp_path / "model")
     with Walker(
-        tmp_path / "model", method("mebp"), lora={"options": {"modules_to_save": ["norm"]}}, device="cpu"
+        tmp_path / "model",
+        method("mebp"),
+        lora={"options": {"modules_to_save": ["norm"]}},
+        device="cpu",
     ) as walker:
         walker.step(random_batch())
         walker.save_pretrained(tmp_path / "adapter")
@@ -157,7 +198,9 @@ def test_norms_are_trained_over_codes(tmp_path: Path) -> None:
 
 def test_copies_in_memory_are_refused() -> None:
     """Oracle: the name of the field."""
-    model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=LLAMA, modules_to_save=["lm_head"]))
+    model = get_peft_model(
+        tiny_model("llama"), LoraConfig(target_modules=LLAMA, modules_to_save=["lm_head"])
+    )
     with refused(ValueError, "modules_to_save"):
         Walker(model, method("plain"), device="cpu")
 
@@ -166,7 +209,9 @@ def test_modules_of_a_packed_model_are_refused(tmp_path: Path) -> None:
     """Oracle: the name of the parameter, of which the store has codes alone."""
     model: Any = tiny_model("llama")
     model.save_pretrained(tmp_path / "model")
-    with Walker(tmp_path / "model", method("mebp"), training=False, workdir=tmp_path / "work", device="cpu"):
+    with Walker(
+        tmp_path / "model", method("mebp"), training=False, workdir=tmp_path / "work", device="cpu"
+    ):
         (store,) = (tmp_path / "work").iterdir()
     with refused(ValueError, "int4a lora.options.modules_to_save lm_head.weight"):
         Walker(store, method("mebp"), lora=HEAD, device="cpu")
@@ -189,23 +234,45 @@ PREFIX: dict[str, Any] = {"num_virtual_tokens": 5}
     ],
     ids=["head", "tied head", "prefix", "opt's prefix", "gemma2's prefix"],
 )
-def test_a_head_or_a_prefix_alone(lora: dict[str, Any], family: str, tied: bool, plan: str, tmp_path: Path) -> None:
-    """Loss and gradients are those of PEFT's model, which begins from what an untrained run saved; three steps later too."""
-    sizes = {"dropout": 0.0} if family == "opt" else {"sliding_window": 64} if family == "gemma2" else {}
-    model, batch = tiny_model(family, tied=tied, **sizes), random_batch()
+def test_a_head_or_a_prefix_alone(
+    lora: dict[str, Any], family: str, tied: bool, plan: str, tmp_path: Path
+) -> None:
+    """Loss and gradients are those of PEFT's model, which begins from what an untrained run saved;
+    three steps later too."""
+    sizes = (
+        {"dropout": 0.0}
+        if family == "opt"
+        else {"sliding_window": 64}
+        if family == "gemma2"
+        else {}
+    )
+    model = tiny_model(family, tied=tied, **sizes)
+    batch = random_batch()
     model.save_pretrained(tmp_path / "model")
-    chosen = method(plan, optimizer={"learning_rate": 1e-2}, **({"frozen": "disk × raw"} if plan == "mebp" else {}))
+    chosen = method(
+        plan,
+        optimizer={"learning_rate": 1e-2},
+        **({"frozen": "disk × raw"} if plan == "mebp" else {}),
+    )
     with Walker(tmp_path / "model", chosen, lora=lora, device="cpu") as walker:
         walker.save_pretrained(tmp_path / "begun")
-        begun, prefixed = copy.deepcopy(model), lora is PREFIX  # which PEFT loads to be read alone
-        control: Any = PeftModel.from_pretrained(begun, str(tmp_path / "begun"), is_trainable=not prefixed).eval()
+        begun = copy.deepcopy(model)  # which PEFT loads to be read alone
+        prefixed = lora is PREFIX
+        control: Any = PeftModel.from_pretrained(
+            begun, str(tmp_path / "begun"), is_trainable=not prefixed
+        ).eval()
         if prefixed:
             control.prompt_encoder.requires_grad_(True)
         loss = control(**batch).loss
         loss.backward()
-        found, expected = walker.gradients(batch), named(control)
+        found = walker.gradients(batch)
+        expected = named(control)
         assert walker.evaluate(batch).loss == pytest.approx(float(loss.detach()), rel=1e-6)
-        backward = [op.unit for op in walker.program(StepKind.TRAIN, Shape(2, 8)).ops if op.kind is OpKind.BACKWARD]
+        backward = [
+            op.unit
+            for op in walker.program(StepKind.TRAIN, Shape(2, 8)).ops
+            if op.kind is OpKind.BACKWARD
+        ]
         for _ in range(3):
             walker.step(batch)
         trained = walker.evaluate(batch).loss
@@ -221,21 +288,28 @@ def test_a_head_or_a_prefix_alone(lora: dict[str, Any], family: str, tied: bool,
             == pytest.approx(trained, rel=1e-6)
             != pytest.approx(float(loss.detach()), rel=1e-5)
         )
-    with Walker(tmp_path / "model", chosen, lora=tmp_path / "adapter", training=False, device="cpu") as walker:
+    with Walker(
+        tmp_path / "model", chosen, lora=tmp_path / "adapter", training=False, device="cpu"
+    ) as walker:
         assert walker.evaluate(batch).loss == pytest.approx(trained, rel=1e-6)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_over_codes_begins_from_the_checkpoint(tied: bool, tmp_path: Path) -> None:
-    """Oracle: the checkpoint's own weight: the others alone are rounded, in the store that the walk reads."""
+    """Oracle: the checkpoint's own weight: the others alone are rounded, in the store that the walk
+    reads."""
     from safetensors.torch import load_file
 
     model: Any = tiny_model("llama", tied=tied)
     model.save_pretrained(tmp_path / "model")
-    with Walker(tmp_path / "model", method("mebp"), lora=TIED if tied else HEAD, device="cpu") as walker:
+    with Walker(
+        tmp_path / "model", method("mebp"), lora=TIED if tied else HEAD, device="cpu"
+    ) as walker:
         walker.save_pretrained(tmp_path / "begun")
         walker.step(random_batch())
         walker.save_pretrained(tmp_path / "adapter")
-    begun, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("begun", "adapter"))
+    begun, after = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("begun", "adapter")
+    )
     assert torch.equal(begun["base_model.model.lm_head.weight"], model.lm_head.weight)
     assert not torch.equal(after["base_model.model.lm_head.weight"], model.lm_head.weight)

@@ -1,5 +1,5 @@
-"""Oracle: PEFT's own optimizer for LoRA+, over the whole PeftModel in memory; transformers' NEFTune and autograd over the whole
-model."""
+"""Oracle: PEFT's own optimizer for LoRA+, over the whole PeftModel in memory; transformers' NEFTune
+and autograd over the whole model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from tests.support.messages import refused
 
 
 def test_lora_plus_is_that_of_peft() -> None:
-    """Four steps of AdamW with weight decay, B at sixteen times the rate of A: losses and adapters."""
-    model, batches = tiny_model("llama").float(), [random_batch(seed=i) for i in range(4)]
+    """Four steps of AdamW with weight decay, B at sixteen times the rate of A: losses and
+    adapters."""
+    model = tiny_model("llama").float()
+    batches = [random_batch(seed=i) for i in range(4)]
     control = add_adapter(copy.deepcopy(model), config=lora_config(4, 8), seed=0).train()
     rates = {"lr": 2e-3, "loraplus_lr_ratio": 16.0, "loraplus_weight_decay": 0.1}
     optimizer = create_loraplus_optimizer(control, torch.optim.AdamW, **rates)
@@ -32,7 +34,9 @@ def test_lora_plus_is_that_of_peft() -> None:
         loss.backward()
         optimizer.step()
         expected.append(float(loss))
-    plan = method("plain", optimizer={"learning_rate": 2e-3, "lora_b_ratio": 16.0, "weight_decay": 0.1})
+    plan = method(
+        "plain", optimizer={"learning_rate": 2e-3, "lora_b_ratio": 16.0, "weight_decay": 0.1}
+    )
     with Walker(model, plan, lora={"rank": 4, "alpha": 8}, device="cpu") as walker:
         assert [walker.step(batch).loss for batch in batches] == pytest.approx(expected, rel=1e-5)
         found = walker.state_dict()
@@ -42,10 +46,12 @@ def test_lora_plus_is_that_of_peft() -> None:
 
 def test_noise_on_embeddings_is_that_of_transformers() -> None:
     """The gradients of a noisy step; an evaluation without noise."""
-    model, batch = tiny_model("llama").float(), random_batch()
+    model = tiny_model("llama").float()
+    batch = random_batch()
     plan = method("plain", neftune_noise_alpha=5.0)
     with Walker(copy.deepcopy(model), plan, device="cpu") as walker:
-        found, evaluated = walker.gradients(batch), walker.evaluate(batch).loss
+        found = walker.gradients(batch)
+        evaluated = walker.evaluate(batch).loss
         stepped = walker.step(batch).loss
     assert evaluated == pytest.approx(float(model.eval()(**batch).loss), rel=1e-5)
     activate_neftune(model.train(), 5.0)

@@ -1,4 +1,5 @@
-"""Oracle: PEFT's loss with the adapter that it saved, and with what it loads of ours; transformers' of a merged model."""
+"""Oracle: PEFT's loss with the adapter that it saved, and with what it loads of ours; transformers'
+of a merged model."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def saved_by_peft(base: Path, rows: int = 0, **settings: Any) -> tuple[Path, flo
     return folder, loss_of(adapted, random_batch())
 
 
-def walked(base: Path | str, adapter: Path, batch: Mapping[str, torch.Tensor], plan: Plan = WALK) -> float:
+def walked(
+    base: Path | str, adapter: Path, batch: Mapping[str, torch.Tensor], plan: Plan = WALK
+) -> float:
     with Walker(base, plan, lora=adapter, training=False, device="cpu") as walker:
         return walker.evaluate(batch).loss
 
@@ -93,7 +96,9 @@ def change(adapter: Path, key: str, value: Any) -> None:
     ],
     ids=str,
 )
-def test_what_peft_saved_is_scored_as_it_does(tied: bool, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_what_peft_saved_is_scored_as_it_does(
+    tied: bool, settings: dict[str, Any], tmp_path: Path
+) -> None:
     """Its file has a copy of the embedding and of the head beside a LoRA on them."""
     base = base_in(tmp_path, tied=tied)
     adapter, expected = saved_by_peft(base, **settings)
@@ -111,8 +116,11 @@ def test_a_copy_beside_a_packed_base_is_the_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("plan", ["plain", "mebp", "zo2"])
-def test_peft_scores_what_we_trained_at_both_ends_as_we_do(plan: str, tied: bool, tmp_path: Path) -> None:
-    base, lora = base_in(tmp_path, tied=tied), LoraSettings(rank=2, target_modules=tuple(BOTH))
+def test_peft_scores_what_we_trained_at_both_ends_as_we_do(
+    plan: str, tied: bool, tmp_path: Path
+) -> None:
+    base = base_in(tmp_path, tied=tied)
+    lora = LoraSettings(rank=2, target_modules=tuple(BOTH))
     settings = {"mebp": {"frozen": "disk"}, "plain": {}, "zo2": {}}[plan]
     rate = 1e-4 if plan == "zo2" else 3e-2
     chosen = method(plan, compute_dtype="float32", optimizer={"learning_rate": rate}, **settings)
@@ -126,7 +134,8 @@ def test_peft_scores_what_we_trained_at_both_ends_as_we_do(plan: str, tied: bool
 
 
 def test_names_of_older_models_with_pictures_are_read(tmp_path: Path) -> None:
-    """Before transformers 4.52 the decoder stood above ``language_model``: PEFT renames what it loads."""
+    """Before transformers 4.52 the decoder stood above ``language_model``: PEFT renames what it
+    loads."""
     make("gemma3").save_pretrained(tmp_path / "base")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "base", dtype=torch.float32)
     targets = r".*language_model.*\.(q|v)_proj"
@@ -136,17 +145,21 @@ def test_names_of_older_models_with_pictures_are_read(tmp_path: Path) -> None:
             param.data += 0.2 * torch.randn_like(param)
     adapted.save_pretrained(tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
-    new, old = "base_model.model.model.language_model.", "base_model.model.language_model.model."
+    new = "base_model.model.model.language_model."
+    old = "base_model.model.language_model.model."
     tensors = {name.replace(new, old): tensor for name, tensor in load_file(file).items()}
     assert all(name.startswith(old) for name in tensors)
     save_file(tensors, file)
     again = PeftModel.from_pretrained(
-        AutoModelForImageTextToText.from_pretrained(tmp_path / "base", dtype=torch.float32), tmp_path / "adapter"
+        AutoModelForImageTextToText.from_pretrained(tmp_path / "base", dtype=torch.float32),
+        tmp_path / "adapter",
     )
     batch = batch_of_text()
     types = {"token_type_ids": torch.zeros_like(batch["input_ids"])}
     expected = loss_of(again, {**batch, **types})
-    assert walked(tmp_path / "base", tmp_path / "adapter", batch) == pytest.approx(expected, abs=2e-6)
+    assert walked(tmp_path / "base", tmp_path / "adapter", batch) == pytest.approx(
+        expected, abs=2e-6
+    )
     merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert loss_of(whole, {**batch, **types}) == pytest.approx(expected, abs=2e-6)
@@ -163,7 +176,8 @@ def test_names_of_older_models_with_pictures_are_read(tmp_path: Path) -> None:
 def test_what_changes_the_model_itself_is_merged(
     base_settings: dict[str, Any], settings: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    """It cannot be walked beside its base; the message says what can be done, and that has PEFT's loss."""
+    """It cannot be walked beside its base; the message says what can be done, and that has PEFT's
+    loss."""
     base = base_in(tmp_path, **base_settings)
     adapter, expected = saved_by_peft(base, **settings)
     with refused(ValueError, words) as error:
@@ -187,7 +201,9 @@ def test_copies_of_other_weights_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, COPIES])
-def test_a_resized_vocabulary_is_told_with_its_sizes(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_resized_vocabulary_is_told_with_its_sizes(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     base = base_in(tmp_path)
     adapter, _ = saved_by_peft(base, rows=104, **settings)
     with refused(ValueError, "104 101 32 resized"):
@@ -203,7 +219,10 @@ def test_tied_factors_that_differ_are_refused(tmp_path: Path) -> None:
     change(adapter, "ensure_weight_tying", value=True)
     tied = loss_of(PeftModel.from_pretrained(from_base(base), adapter), random_batch())
     assert abs(tied - apart) > 1e-3
-    for reader in (lambda: walked(base, adapter, random_batch()), lambda: merge(base, adapter, tmp_path / "merged")):
+    for reader in (
+        lambda: walked(base, adapter, random_batch()),
+        lambda: merge(base, adapter, tmp_path / "merged"),
+    ):
         with refused(ValueError, "ensure_weight_tying LoRA model.embed_tokens lm_head"):
             reader()
 
@@ -212,7 +231,9 @@ def test_tied_factors_are_not_trained(tmp_path: Path) -> None:
     base = base_in(tmp_path, tied=True)
     adapter, _ = saved_by_peft(base, **TIED_LORA)
     in_memory = get_peft_model(from_base(base), LoraConfig(r=2, task_type="CAUSAL_LM", **TIED_LORA))
-    settings = LoraSettings(rank=2, target_modules=tuple(BOTH), options={"ensure_weight_tying": True})
+    settings = LoraSettings(
+        rank=2, target_modules=tuple(BOTH), options={"ensure_weight_tying": True}
+    )
     for model, lora in ((base, settings), (base, adapter), (in_memory, None)):
         with refused(ValueError, "ensure_weight_tying"):
             Walker(model, method("plain"), lora=lora, device="cpu")
@@ -225,7 +246,10 @@ def test_tied_factors_are_not_trained(tmp_path: Path) -> None:
         ({"target_modules": ["qproj"]}, "lora.target_modules qproj down_proj gate_proj"),
         ({"target_modules": "layers.*q_prj"}, "lora.target_modules layers.*q_prj"),
         ({"options": {"exclude_modules": ["down_prj"]}}, "lora.options.exclude_modules down_prj"),
-        ({"options": {"layers_to_transform": [0, 9]}, "target_modules": ["q_proj"]}, "layers_to_transform 9"),
+        (
+            {"options": {"layers_to_transform": [0, 9]}, "target_modules": ["q_proj"]},
+            "layers_to_transform 9",
+        ),
         ({"options": {"rank_pattern": {"q_prj": 2}}}, "lora.options.rank_pattern q_prj"),
         ({"options": {"alpha_pattern": {"lm_head": 2}}}, "lora.options.alpha_pattern lm_head"),
     ],

@@ -1,5 +1,6 @@
-"""Oracle: transformers itself. A model whose persistent buffers are not those of a constructor has ``from_pretrained``'s loss
-under every method, and what is saved has the buffers that it came with."""
+"""Oracle: transformers itself. A model whose persistent buffers are not those of a constructor has
+``from_pretrained``'s loss under every method, and what is saved has the buffers that it came
+with."""
 
 from __future__ import annotations
 
@@ -51,21 +52,25 @@ METHODS: dict[str, Any] = {
 
 
 class Gained(LlamaForCausalLM):
-    """A class that no configuration names: gains and counters in the prologue, a block and the epilogue."""
+    """A class that no configuration names: gains and counters in the prologue, a block and the
+    epilogue."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         for owner in (self.model.embed_tokens, self.model.layers[1].mlp, self.model.norm):
             owner.register_buffer("gain", torch.ones(32))
             owner.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-            owner.register_forward_hook(lambda module, _, out: out * module.gain.to(out.dtype) + int(module.seen))
+            owner.register_forward_hook(
+                lambda module, _, out: out * module.gain.to(out.dtype) + int(module.seen)
+            )
         self.post_init()
 
 
 def changed(model: nn.Module) -> dict[str, torch.Tensor]:
     """Give every persistent buffer values that no constructor gives it; answers them by name."""
     generator = torch.Generator().manual_seed(1)
-    stored, found = model.state_dict(), {}
+    stored = model.state_dict()
+    found = {}
     for name, buffer in model.named_buffers():
         if name in stored:
             drawn = torch.rand(buffer.shape, generator=generator) + 0.25
@@ -102,8 +107,12 @@ def own_loss(folder: Path, **settings: Any) -> float:
 def test_a_folder(family: str, name: str, tmp_path: Path) -> None:
     """Oracle: the loss of ``from_pretrained``; the saved folder's tensors, and its loss there."""
     buffers = make(family, tmp_path / "model")
-    with Walker(tmp_path / "model", METHODS[name], workdir=tmp_path / "work", device="cpu") as walker:
-        assert walker.evaluate(random_batch(seed=1)).loss == pytest.approx(own_loss(tmp_path / "model"), rel=1e-5)
+    with Walker(
+        tmp_path / "model", METHODS[name], workdir=tmp_path / "work", device="cpu"
+    ) as walker:
+        assert walker.evaluate(random_batch(seed=1)).loss == pytest.approx(
+            own_loss(tmp_path / "model"), rel=1e-5
+        )
         walker.step(random_batch())
         trained = walker.evaluate(random_batch(seed=1)).loss
         walker.save_pretrained(tmp_path / "saved")
@@ -122,16 +131,21 @@ def test_a_folder(family: str, name: str, tmp_path: Path) -> None:
     ],
 )
 def test_other_dtypes_than_the_models(family: str, stored: torch.dtype, tmp_path: Path) -> None:
-    """Oracle: ``from_pretrained`` in bfloat16, which keeps some buffers in float32; the source, for the saved folder."""
+    """Oracle: ``from_pretrained`` in bfloat16, which keeps some buffers in float32; the source, for
+    the saved folder."""
     make(family, tmp_path / "model", torch.bfloat16)
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
     buffers = {
-        n: t.to(stored) + 1e-3 for n, t in tensors.items() if n.endswith(("layer_scalar", "e_score_correction_bias"))
+        n: t.to(stored) + 1e-3
+        for n, t in tensors.items()
+        if n.endswith(("layer_scalar", "e_score_correction_bias"))
     }
     save_file({**tensors, **buffers}, file, {"format": "pt"})
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    with Walker(tmp_path / "model", method("plain"), workdir=tmp_path / "work", device="cpu") as walker:
+    with Walker(
+        tmp_path / "model", method("plain"), workdir=tmp_path / "work", device="cpu"
+    ) as walker:
         for name, buffer in theirs.named_buffers():
             if name in buffers:
                 ours = walker.engine.module.get_buffer(name)
@@ -139,12 +153,15 @@ def test_other_dtypes_than_the_models(family: str, stored: torch.dtype, tmp_path
                 assert torch.equal(ours, buffer), name
         walker.save_pretrained(tmp_path / "saved")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
-    assert all(saved[n].dtype == stored and torch.equal(saved[n], buffer) for n, buffer in buffers.items())
+    assert all(
+        saved[n].dtype == stored and torch.equal(saved[n], buffer) for n, buffer in buffers.items()
+    )
 
 
 @pytest.mark.parametrize("frozen", ["disk × raw", "disk × int8", "host", "device"])
 def test_a_model_in_memory(frozen: str, tmp_path: Path) -> None:
-    """Oracle: the model's own loss, of a class that no folder names; int8 is near it, the initial buffers are not."""
+    """Oracle: the model's own loss, of a class that no folder names; int8 is near it, the initial
+    buffers are not."""
     torch.manual_seed(0)
     model = Gained(LlamaConfig(**{**SIZES, "tie_word_embeddings": True})).float()
     with torch.no_grad():
@@ -153,7 +170,9 @@ def test_a_model_in_memory(frozen: str, tmp_path: Path) -> None:
         expected = float(model(**random_batch(seed=1)).loss)
     assert abs(expected - before) > 0.05
     lora = LoraSettings(rank=2) if "int8" in frozen else None
-    with Walker(model, method("plain", frozen=frozen), lora=lora, workdir=tmp_path, device="cpu") as walker:
+    with Walker(
+        model, method("plain", frozen=frozen), lora=lora, workdir=tmp_path, device="cpu"
+    ) as walker:
         found = walker.evaluate(random_batch(seed=1)).loss
         walker.save_pretrained(tmp_path / "saved")
     assert found == pytest.approx(expected, rel=1e-2 if "int8" in frozen else 1e-6)
@@ -170,7 +189,11 @@ def test_what_a_model_in_memory_does_not_train(frozen: str, tmp_path: Path) -> N
     model.model.layers[1].requires_grad_(False)
     expected = {name for name, param in model.named_parameters() if param.requires_grad}
     with Walker(model, method("plain", frozen=frozen), workdir=tmp_path, device="cpu") as walker:
-        assert walker.gradients(random_batch()).keys() == walker.engine.trained.masters.keys() == expected
+        assert (
+            walker.gradients(random_batch()).keys()
+            == walker.engine.trained.masters.keys()
+            == expected
+        )
     if frozen != "device":
         model.register_parameter("added", nn.Parameter(torch.zeros(2)))
         with refused(ValueError, "added"), warned(Warning, "added"):
@@ -184,9 +207,14 @@ def test_a_block_store_a_merge_and_a_replay(family: str, tmp_path: Path) -> None
     pack(tmp_path / "model", tmp_path / "store", Codec.RAW)
     work: dict[str, Any] = {"workdir": tmp_path / "work", "device": "cpu"}
     with Walker(
-        tmp_path / "store", METHODS["mebp"], lora=LoraSettings(rank=2, target_modules=["o_proj"]), **work
+        tmp_path / "store",
+        METHODS["mebp"],
+        lora=LoraSettings(rank=2, target_modules=["o_proj"]),
+        **work,
     ) as walker:
-        assert walker.evaluate(random_batch(seed=1)).loss == pytest.approx(own_loss(tmp_path / "model"), rel=1e-5)
+        assert walker.evaluate(random_batch(seed=1)).loss == pytest.approx(
+            own_loss(tmp_path / "model"), rel=1e-5
+        )
         walker.save_pretrained(tmp_path / "adapter")
     merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "merged")
     with Walker(tmp_path / "model", METHODS["zo2"], ledger=tmp_path / "ledger", **work) as walker:
@@ -201,7 +229,8 @@ def test_a_block_store_a_merge_and_a_replay(family: str, tmp_path: Path) -> None
 def test_a_buffer_that_does_not_fit(tmp_path: Path) -> None:
     """Oracle: the tensor that the test reshaped or removed is named."""
     buffers = make("gemma4_text", tmp_path / "model")
-    file, name = tmp_path / "model" / "model.safetensors", next(iter(buffers))
+    file = tmp_path / "model" / "model.safetensors"
+    name = next(iter(buffers))
     tensors = load_file(file)
     for changes, reason in (({name: torch.ones(2)}, "1 misshaped"), ({name: None}, "1 missing")):
         kept = {n: t for n, t in {**tensors, **changes}.items() if t is not None}

@@ -1,4 +1,5 @@
-"""Oracle: transformers itself. A checkpoint folder read as a tier gives bit for bit what ``from_pretrained`` loads."""
+"""Oracle: transformers itself. A checkpoint folder read as a tier gives bit for bit what
+``from_pretrained`` loads."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ SIZES = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
 }
-EXPERTS = {"num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS = {
+    "num_local_experts": 3,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 
 MODELS = {
     "llama": (SIZES, {}),
@@ -58,20 +64,29 @@ MODELS = {
     "granitemoe": (SIZES, EXPERTS),
     "phi3": (SIZES, {"pad_token_id": 0}),
     "hrm_text": (SIZES, {"head_dim": 8}),  # one stored tensor becomes several parameters
-    "olmo_hybrid": (SIZES, {"layer_types": ["linear_attention", "full_attention"], "pad_token_id": 0}),
+    "olmo_hybrid": (
+        SIZES,
+        {"layer_types": ["linear_attention", "full_attention"], "pad_token_id": 0},
+    ),
 }
 
 
-def save_model(family: str, folder: Path, *, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
+def save_model(
+    family: str, folder: Path, *, dtype: torch.dtype = torch.float32, shard: str = "5GB"
+) -> Path:
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     if family.split()[0] not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers has no {family}")
     sizes, more = MODELS[family]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.split()[0], **{**sizes, **more}), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family.split()[0], **{**sizes, **more}), dtype=dtype
+    )
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms too: zeros and ones would hide a mix-up
+        for (
+            parameter
+        ) in model.parameters():  # biases and norms too: zeros and ones would hide a mix-up
             parameter.copy_(torch.randn_like(parameter.float()))
     model.save_pretrained(folder, max_shard_size=shard)
     return folder
@@ -85,7 +100,8 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", MODELS)
 def test_every_tensor_is_what_from_pretrained_loads(family: str, tmp_path: Path) -> None:
-    """Oracle: ``from_pretrained(...).state_dict()``, sharded files, every parameter and persistent buffer."""
+    """Oracle: ``from_pretrained(...).state_dict()``, sharded files, every parameter and persistent
+    buffer."""
     folder = save_model(family, tmp_path / "model", shard="40KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     theirs = loaded(folder)
@@ -105,7 +121,8 @@ def test_every_tensor_is_what_from_pretrained_loads(family: str, tmp_path: Path)
 
 
 def test_single_experts_are_stored_and_fused(tmp_path: Path) -> None:
-    """Oracle: the checkpoint's own headers. The mixtral files really hold single experts, the model fused ones."""
+    """Oracle: the checkpoint's own headers. The mixtral files really hold single experts, the model
+    fused ones."""
     folder = save_model("mixtral", tmp_path / "model")
     keys = read_header(folder / "model.safetensors")
     assert any("experts.2.w3" in key for key in keys)
@@ -119,7 +136,8 @@ def test_single_experts_are_stored_and_fused(tmp_path: Path) -> None:
 
 
 def test_raw_tensors_are_views_of_the_map(tmp_path: Path) -> None:
-    """Oracle: the file itself. A change of the file's bytes shows in a tensor that was handed out before."""
+    """Oracle: the file itself. A change of the file's bytes shows in a tensor that was handed out
+    before."""
     folder = save_model("llama", tmp_path / "model", dtype=torch.bfloat16)
     source = CheckpointFolder(folder, build_skeleton(folder))
     name = "model.layers.1.mlp.up_proj.weight"
@@ -176,7 +194,9 @@ def test_what_does_not_fit_is_named_before_any_work(tmp_path: Path) -> None:
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     """Oracle: the one expert that the test removed."""
     folder = save_model("mixtral", tmp_path / "model")
-    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.2.w1.weight"))
+    rewrite(
+        folder, lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.2.w1.weight")
+    )
     with refused(ValueError, "1 model.layers.1.mlp.experts.gate_up_proj"):
         CheckpointFolder(folder, build_skeleton(folder))
 
@@ -185,7 +205,9 @@ def test_tensors_that_the_model_does_not_use_are_a_warning(tmp_path: Path) -> No
     """Oracle: transformers, which warns of the first and is silent about the second."""
     folder = save_model("llama", tmp_path / "model")
     inv_freq = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    rewrite(folder, lambda tensors: tensors.update({"extra": torch.zeros(1), inv_freq: torch.zeros(4)}))
+    rewrite(
+        folder, lambda tensors: tensors.update({"extra": torch.zeros(1), inv_freq: torch.zeros(4)})
+    )
     with warned(UserWarning, "1 LlamaForCausalLM extra"):
         CheckpointFolder(folder, build_skeleton(folder))
 
@@ -237,10 +259,15 @@ def test_folders_that_cannot_serve_are_refused(tmp_path: Path) -> None:
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 def test_codes_are_no_weights(dtype: torch.dtype, tmp_path: Path) -> None:
     """Oracle: the tensor that the test stored in another dtype; fused experts, too."""
-    for family, key in (("llama", QUERY), ("mixtral", "model.layers.1.block_sparse_moe.experts.2.w3.weight")):
+    for family, key in (
+        ("llama", QUERY),
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.2.w3.weight"),
+    ):
         folder = save_model(family, tmp_path / family)
         rewrite(folder, lambda tensors, key=key: tensors.update({key: tensors[key].to(dtype)}))  # type: ignore[misc]
         with refused(ValueError, f"model.safetensors {key} {str(dtype)[6:]}"):
@@ -249,8 +276,10 @@ def test_codes_are_no_weights(dtype: torch.dtype, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scale", ["weight_scale_inv", "weight_scale", "input_scale", "scales"])
 def test_a_scale_beside_a_weight_is_no_spare_tensor(scale: str, tmp_path: Path) -> None:
-    """Oracle: the scale that the test added; one of a module that is not the model's is a warning still."""
-    folder, key = save_model("llama", tmp_path / "model"), QUERY.replace("weight", scale)
+    """Oracle: the scale that the test added; one of a module that is not the model's is a warning
+    still."""
+    folder = save_model("llama", tmp_path / "model")
+    key = QUERY.replace("weight", scale)
     rewrite(folder, lambda tensors: tensors.update({"vision.norm.scale": torch.ones(2)}))
     with warned(UserWarning, "vision.norm.scale"):
         CheckpointFolder(folder, build_skeleton(folder))
@@ -260,7 +289,8 @@ def test_a_scale_beside_a_weight_is_no_spare_tensor(scale: str, tmp_path: Path) 
 
 
 def test_a_quantisation_that_the_outer_configuration_names(tmp_path: Path) -> None:
-    """Oracle: the codes and the scale that the test stored; the class is built from the text part, which does not say so."""
+    """Oracle: the codes and the scale that the test stored; the class is built from the text part,
+    which does not say so."""
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     if "qwen3_5" not in CONFIG_MAPPING:
@@ -272,20 +302,24 @@ def test_a_quantisation_that_the_outer_configuration_names(tmp_path: Path) -> No
     assert type(model.config) is not type(config)
     source = CheckpointFolder(tmp_path, model)
     name = next(name for name in source.names() if name.endswith("mlp.up_proj.weight"))
-    key, codes = source.original_key(name), torch.randn(source.shape(name)).to(torch.float8_e4m3fn)
+    key = source.original_key(name)
+    codes = torch.randn(source.shape(name)).to(torch.float8_e4m3fn)
     source.close()
     assert key is not None
     scale = {f"{key}_scale_inv": torch.tensor([0.25])}
     rewrite(tmp_path, lambda tensors: tensors.update({key: codes, **scale}))
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}})
+    )
     whole = torch.empty(codes.shape)
     CheckpointFolder(tmp_path, build_skeleton(tmp_path)).read_into(name, whole)
     assert torch.equal(whole, codes.float() * 0.25)
 
 
 def test_the_opened_folder_needs_no_skeleton_any_more(tmp_path: Path) -> None:
-    """Oracle: ``from_pretrained``. PEFT renames a skeleton's modules after opening; what is read does not change."""
+    """Oracle: ``from_pretrained``. PEFT renames a skeleton's modules after opening; what is read
+    does not change."""
     from peft import LoraConfig, get_peft_model
 
     folder = save_model("mixtral", tmp_path / "model")
@@ -300,13 +334,16 @@ def test_the_opened_folder_needs_no_skeleton_any_more(tmp_path: Path) -> None:
 
 
 def test_a_header_of_any_length(tmp_path: Path) -> None:
-    """Oracle: the safetensors package, which reads tensors wherever they begin. Found by fuzzing: those that do not begin at a
-    multiple of their elements' size ended in a RuntimeError."""
+    """Oracle: the safetensors package, which reads tensors wherever they begin. Found by fuzzing:
+    those that do not begin at a multiple of their elements' size ended in a RuntimeError."""
     folder = save_model("llama", tmp_path)
-    path, model = folder / "model.safetensors", build_skeleton(folder)
+    path = folder / "model.safetensors"
+    model = build_skeleton(folder)
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
-    path.write_bytes((length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :])
+    path.write_bytes(
+        (length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :]
+    )
     source = CheckpointFolder(folder, model)
     for name, expected in load_file(path).items():
         (weight,) = source.weights([name]).values()

@@ -1,4 +1,5 @@
-"""Oracle: transformers. Candidates ranked by its logits, answers by its ``generate``, a record at a time."""
+"""Oracle: transformers. Candidates ranked by its logits, answers by its ``generate``, a record at a
+time."""
 
 from __future__ import annotations
 
@@ -52,8 +53,12 @@ def test_candidates_that_differ_in_number_and_length_are_ranked(scores: str) -> 
     chosen = [int(np.argmax(score[a:b])) for a, b in ((0, 2), (2, 5), (5, 8))]
     correct = sum(c in right for c, right in zip(chosen, choices.right, strict=True))
     learnt = torch.cat([logs[0], logs[4], logs[6]])
-    with blockwalk.Walker(model, blockwalk.method("plain", compute_dtype="float32"), training=False) as walker:
-        found = HeldOut(choices, 2, DataSettings(padding_multiple=4, label_scores=scores), batches=3).evaluate(walker)
+    with blockwalk.Walker(
+        model, blockwalk.method("plain", compute_dtype="float32"), training=False
+    ) as walker:
+        found = HeldOut(
+            choices, 2, DataSettings(padding_multiple=4, label_scores=scores), batches=3
+        ).evaluate(walker)
     assert found.accuracy == pytest.approx(correct / 3)
     assert found.loss == pytest.approx(-float(learnt.mean()), rel=1e-5)
     assert (found.tokens, found.examples, found.f1) == (len(learnt), 3, None)
@@ -61,20 +66,27 @@ def test_candidates_that_differ_in_number_and_length_are_ranked(scores: str) -> 
 
 @pytest.mark.parametrize("method", ["plain", "mebp", "mezo", "zo2"])
 def test_a_visit_computes_several_batches_and_fetches_once(method: str) -> None:
-    """Each sequence's loss is that of one batch, but for rounding in products of other sizes; as many bytes travel."""
+    """Each sequence's loss is that of one batch, but for rounding in products of other sizes; as
+    many bytes travel."""
     batch = collate(random_rows([6, 9, 4, 8, 7], [3] * 5), range(5), 4)
     lora = {"rank": 2} if method == "mebp" else None
-    plan = blockwalk.method(method, compute_dtype="float32", **({"trainable": "disk"} if method == "zo2" else {}))
+    plan = blockwalk.method(
+        method, compute_dtype="float32", **({"trainable": "disk"} if method == "zo2" else {})
+    )
     with blockwalk.Walker(tiny_model("llama", hidden_size=64), plan, lora=lora) as walker:
         one = walker.label_losses(batch)
         torch.testing.assert_close(walker.label_losses(batch, batches=3), one, rtol=1e-6, atol=0.0)
-        assert walker.evaluate(batch, batches=2).loss_sum == pytest.approx(float(one.sum()), rel=1e-6)
+        assert walker.evaluate(batch, batches=2).loss_sum == pytest.approx(
+            float(one.sum()), rel=1e-6
+        )
         walker.timeline = []
         for batches in (1, 3):
             walker.evaluate(batch, batches=batches)
         (once, _), (thrice, _) = walker.timeline
         assert once.bytes_by_lane() == thrice.bytes_by_lane()
-        computed = [sum(op.lane is Lane.COMPUTE for op in program.ops) for program in (once, thrice)]
+        computed = [
+            sum(op.lane is Lane.COMPUTE for op in program.ops) for program in (once, thrice)
+        ]
         assert computed[1] == 3 * computed[0]
 
 
@@ -87,24 +99,32 @@ def test_prompts_of_unequal_length_are_continued_as_by_themselves(kind: str) -> 
     assert mask_BS.sum(1).tolist() == [3, 9, 6]
     alone = [
         model.generate(
-            torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0), max_new_tokens=6, do_sample=False, eos_token_id=None
+            torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0),
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=None,
         )[0, len(prompt) :].tolist()
         for prompt in prompts
     ]
-    with blockwalk.Walker(model, blockwalk.method("plain", compute_dtype="float32"), training=False) as walker:
+    with blockwalk.Walker(
+        model, blockwalk.method("plain", compute_dtype="float32"), training=False
+    ) as walker:
         written = walker.generate(ids_BS, 6, attention_mask=mask_BS)[:, ids_BS.shape[1] :]
     assert written.tolist() == alone
 
 
 def answering(tokenizer: Any) -> tuple[Any, tuple[np.ndarray, ...], list[str]]:
-    """A model of bytes that was never trained, prompts, and what transformers lets it answer. It ends a line where it would say
-    Y, which only the first answer does."""
+    """A model of bytes that was never trained, prompts, and what transformers lets it answer. It
+    ends a line where it would say Y, which only the first answer does."""
     model = tiny_model("llama", vocab_size=len(tokenizer)).eval()
-    line_end, letter = (tokenizer(text, add_special_tokens=False)["input_ids"][-1] for text in ("a\n", "Y"))
+    line_end, letter = (
+        tokenizer(text, add_special_tokens=False)["input_ids"][-1] for text in ("a\n", "Y")
+    )
     with torch.no_grad():
         model.lm_head.weight[[line_end, letter]] = model.lm_head.weight[[letter, line_end]]
     prompts = tuple(
-        np.array(tokenizer(text)["input_ids"], dtype=np.int32) for text in ("Q: 1?", "Question: 23?", "Why")
+        np.array(tokenizer(text)["input_ids"], dtype=np.int32)
+        for text in ("Q: 1?", "Question: 23?", "Why")
     )
     written = []
     for prompt in prompts:
@@ -120,36 +140,47 @@ def answering(tokenizer: Any) -> tuple[Any, tuple[np.ndarray, ...], list[str]]:
 
 
 def test_generated_answers_are_scored(tokenizer: Any) -> None:
-    """A model of bytes that was never trained, and the texts that transformers decodes of it as right answers: all are found,
-    whatever the batches; another answer scores what its words share."""
+    """A model of bytes that was never trained, and the texts that transformers decodes of it as
+    right answers: all are found, whatever the batches; another answer scores what its words
+    share."""
     model, prompts, written = answering(tokenizer)
     rows = random_rows([4, 4, 4], [1, 1, 1], vocab=len(tokenizer))
     right = [(each,) for each in written]
     wrong = ("nothing of it",)
-    with blockwalk.Walker(model, blockwalk.method("plain", compute_dtype="float32"), training=False) as walker:
+    with blockwalk.Walker(
+        model, blockwalk.method("plain", compute_dtype="float32"), training=False
+    ) as walker:
         for answers in (right, [right[0], right[1], wrong]):
             asked = Answers(rows, prompts, tuple(answers))
             found = HeldOut(asked, 2, DataSettings(), tokenizer=tokenizer).evaluate(walker)
             texts = list(zip(written, answers, strict=True))
-            assert found.exact_match == pytest.approx(np.mean([exact_match(text, a) for text, a in texts]))
+            assert found.exact_match == pytest.approx(
+                np.mean([exact_match(text, a) for text, a in texts])
+            )
             assert found.f1 == pytest.approx(np.mean([token_f1(text, a) for text, a in texts]))
     assert found.exact_match == pytest.approx(2 / 3)
 
 
-def _ask(rank: int, method: str, mesh: dict[str, int], asked: Answers, tokenizer: Any) -> tuple[Any, set[int]]:
+def _ask(
+    rank: int, method: str, mesh: dict[str, int], asked: Answers, tokenizer: Any
+) -> tuple[Any, set[int]]:
     model, _, _ = answering(tokenizer)
     plan = blockwalk.method(method, mesh={"world": 2, **mesh}, compute_dtype="float32")
     with blockwalk.Walker(model, plan, device="cpu") as walker:
-        walked, own = set(), walker.next_logits
+        walked = set()
+        own = walker.next_logits
         walker.next_logits = lambda batch: walked.add(len(batch["input_ids"])) or own(batch)  # type: ignore[method-assign, func-returns-value]
         found = HeldOut(asked, 2, DataSettings(), tokenizer=tokenizer).evaluate(walker)
     return (found.f1, found.exact_match), walked
 
 
-@pytest.mark.parametrize(("method", "mesh"), [("mezo", {"data": 2}), ("mezo", {"perturb": 2}), ("zero3", {})])
+@pytest.mark.parametrize(
+    ("method", "mesh"), [("mezo", {"data": 2}), ("mezo", {"perturb": 2}), ("zero3", {})]
+)
 def test_ranks_share_the_questions(method: str, mesh: dict[str, int], tokenizer: Any) -> None:
-    """In batches of two each rank walks one question, and both know the figures of all: what transformers answers is right,
-    once with the last answer wrong. A batch's answers end at different places; gathered blocks are gathered to its last."""
+    """In batches of two each rank walks one question, and both know the figures of all: what
+    transformers answers is right, once with the last answer wrong. A batch's answers end at
+    different places; gathered blocks are gathered to its last."""
     _, prompts, written = answering(tokenizer)
     rows = random_rows([4, 4, 4], [1, 1, 1], vocab=len(tokenizer))
     for last, exact in ((written[2], 1.0), ("nothing of it", 2 / 3)):

@@ -1,4 +1,5 @@
-"""Oracle: transformers, TRL, PEFT and bitsandbytes' configuration themselves: every field that they have is answered."""
+"""Oracle: transformers, TRL, PEFT and bitsandbytes' configuration themselves: every field that they
+have is answered."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ def fields() -> dict[str, Any]:
             kinds += [SFTConfig, ModelConfig, ScriptArguments]
     found = {f.name: f.default for kind in kinds for f in dataclasses.fields(kind)}
     parameters = inspect.signature(BitsAndBytesConfig.__init__).parameters
-    return {**found, **{name: p.default for name, p in parameters.items() if name not in ("self", "kwargs")}}
+    return {
+        **found,
+        **{name: p.default for name, p in parameters.items() if name not in ("self", "kwargs")},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,9 @@ def test_every_field_is_ours_or_in_the_table(theirs: dict[str, Any]) -> None:
     assert [name for name in theirs if name not in known and find(name) is None] == []
 
 
-def test_every_field_at_its_default_is_taken_or_refused_with_a_sentence(theirs: dict[str, Any]) -> None:
+def test_every_field_at_its_default_is_taken_or_refused_with_a_sentence(
+    theirs: dict[str, Any],
+) -> None:
     """What is refused says what to write, or to leave it out, or names the setting."""
     known = set(config.setting_names())
     for name, value in theirs.items():
@@ -56,4 +62,9 @@ def test_every_field_at_its_default_is_taken_or_refused_with_a_sentence(theirs: 
                 config.from_mapping({name: value})
             except ValueError as error:
                 text = str(error)
-                assert WRITE in text or text.endswith("Leave it out.") or "The setting is" in text or "it takes" in text, text
+                assert (
+                    WRITE in text
+                    or text.endswith("Leave it out.")
+                    or "The setting is" in text
+                    or "it takes" in text
+                ), text

@@ -20,13 +20,19 @@ def test_greedy_generation_is_the_models_own(kind: str, method: str, tmp_path: P
     model = tiny_model(kind).eval()
     model.save_pretrained(tmp_path / "m")
     prompt_BS = torch.randint(3, 101, (2, 5), generator=torch.Generator().manual_seed(0))
-    expected = model.generate(prompt_BS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = model.generate(
+        prompt_BS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     settings = {"frozen": "disk × raw"} if method == "mebp" else {}
-    with blockwalk.Walker(tmp_path / "m", blockwalk.method(method, **settings), training=False) as walker:
+    with blockwalk.Walker(
+        tmp_path / "m", blockwalk.method(method, **settings), training=False
+    ) as walker:
         found = walker.generate(prompt_BS, 8)
         with torch.no_grad():
             logits = model(prompt_BS, use_cache=False).logits[:, -1]
-        torch.testing.assert_close(walker.next_logits({"input_ids": prompt_BS}), logits, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            walker.next_logits({"input_ids": prompt_BS}), logits, rtol=1e-5, atol=1e-6
+        )
     assert found.tolist() == expected.tolist()
 
 
@@ -38,9 +44,14 @@ def test_stop_ids_and_sampling() -> None:
         stop = greedy[5]
         until = greedy.index(stop, 3) + 1
         assert walker.generate(prompt_BS, 6, stop_ids=[stop])[0].tolist() == greedy[:until]
-        draws = [walker.generate(prompt_BS, 6, temperature=1.0, seed=seed)[0].tolist() for seed in (0, 0, 1)]
+        draws = [
+            walker.generate(prompt_BS, 6, temperature=1.0, seed=seed)[0].tolist()
+            for seed in (0, 0, 1)
+        ]
         assert draws[0] == draws[1] != draws[2]
-        assert walker.generate(prompt_BS, 6, temperature=1e-6)[0].tolist() == greedy, "cold draws are greedy"
+        assert walker.generate(prompt_BS, 6, temperature=1e-6)[0].tolist() == greedy, (
+            "cold draws are greedy"
+        )
         with refused(ValueError, "token"):
             walker.generate(prompt_BS[:, :0], 1)
         with refused(ValueError, "tensor"):
@@ -51,22 +62,38 @@ def test_stop_ids_and_sampling() -> None:
 def test_the_command_ends_where_the_models_own_generation_does(
     file: str, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder that names several tokens to end at, of which its tokenizer knows one (Gemma's end of a turn)."""
+    """A folder that names several tokens to end at, of which its tokenizer knows one (Gemma's end
+    of a turn)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, prompt = tmp_path / "m", "fresh. It was"
+    folder = tmp_path / "m"
+    prompt = "fresh. It was"
     shutil.copytree(tiny_run.model, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(prompt, return_tensors="pt")
     settings = json.loads((folder / file).read_text())
-    whole = AutoModelForCausalLM.from_pretrained(folder).generate(**ids, max_new_tokens=9, do_sample=False)[0]
+    whole = AutoModelForCausalLM.from_pretrained(folder).generate(
+        **ids, max_new_tokens=9, do_sample=False
+    )[0]
     if file == "config.json":
         (folder / "generation_config.json").unlink()
     (folder / file).write_text(json.dumps({**settings, "eos_token_id": [1, whole[-4].item()]}))
-    own = AutoModelForCausalLM.from_pretrained(folder).generate(**ids, max_new_tokens=9, do_sample=False)[0]
+    own = AutoModelForCausalLM.from_pretrained(folder).generate(
+        **ids, max_new_tokens=9, do_sample=False
+    )[0]
     assert len(own) < len(whole)
-    arguments = ["--model", str(folder), "--method", "plain", "--prompt", prompt, "--max_new_tokens", "9"]
+    arguments = [
+        "--model",
+        str(folder),
+        "--method",
+        "plain",
+        "--prompt",
+        prompt,
+        "--max_new_tokens",
+        "9",
+    ]
     assert main.main(["generate", *arguments]) == 0
     assert (
-        capsys.readouterr().out == tokenizer.decode(own[ids["input_ids"].shape[1] :], skip_special_tokens=True) + "\n"
+        capsys.readouterr().out
+        == tokenizer.decode(own[ids["input_ids"].shape[1] :], skip_special_tokens=True) + "\n"
     )

@@ -1,5 +1,5 @@
-"""Oracle: llama.cpp (from the package xllamacpp): the next token's log-probabilities on the same file within 0.01. Where a
-file is refused, the key that the test wrote into it, by name."""
+"""Oracle: llama.cpp (from the package xllamacpp): the next token's log-probabilities on the same
+file within 0.01. Where a file is refused, the key that the test wrote into it, by name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_a_key_that_is_not_read_is_refused_by_its_name(
         case = CASES[name]
         if case.family == family and "output bias" not in name and "rope_freqs" not in name:
             model = gguf_files.tiny(case.family, **case.changes)
-            path = gguf_files.write(tmp_path / "tiny.gguf", model, "F32", vectors=case.vectors, **case.keys)
+            path = gguf_files.write(
+                tmp_path / "tiny.gguf", model, "F32", vectors=case.vectors, **case.keys
+            )
             with refused(ValueError, "model tiny.gguf") as error:
                 model_folder(path)
             assert case.refusal in str(error.value), name
@@ -69,30 +71,43 @@ def test_a_key_of_another_kind_is_one_line_with_the_file(
         model_folder(path)
 
 
-def test_a_tensor_that_is_not_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_is_not_used_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
     for name in ("llama, head output bias", "qwen2, rope_freqs"):
         passed, text = gguf_metadata.run(CASES[name], tmp_path)
         assert passed, text
 
 
-def test_published_factors_become_llama3_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_factors_become_llama3_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: transformers' own scaling, from which the factors were computed."""
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
-    constants = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    constants = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     rotary = {"rope_theta": 500000.0, "original_max_position_embeddings": 8192, **constants}
     model = gguf_files.tiny("llama", rope_parameters=rotary, head_dim=64)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, "cpu")
     plain = [500000.0 ** -(pair / 32) for pair in range(32)]
     factors = [one / two for one, two in zip(plain, scaled.tolist(), strict=True)]
-    path = gguf_files.write(tmp_path / "tiny.gguf", model, "F32", vectors={"rope_freqs.weight": factors})
+    path = gguf_files.write(
+        tmp_path / "tiny.gguf", model, "F32", vectors={"rope_freqs.weight": factors}
+    )
     assert AutoConfig.from_pretrained(model_folder(path)).rope_parameters == rotary
 
 
-def test_a_padding_token_beyond_the_rows_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_padding_token_beyond_the_rows_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: PyTorch, whose embedding refuses such a number; Phi-3's default is 32,000."""
     from blockwalk.cutting.skeleton import build_skeleton
 
@@ -101,7 +116,9 @@ def test_a_padding_token_beyond_the_rows_is_none(tmp_path: Path, monkeypatch: py
     assert build_skeleton(path).config.pad_token_id is None
 
 
-def test_a_folder_of_older_rules_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_older_rules_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the configuration, which an older folder in the cache has without its scaling."""
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
     model = gguf_files.tiny("llama")
@@ -139,7 +156,9 @@ def _altered(path: Path, **changes: Any) -> None:
         ({"architecture": "clip", "kind": "mmproj"}, "model general.type mmproj"),
     ],
 )  # fmt: skip
-def test_another_kind_of_file_is_called_by_its_name(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_another_kind_of_file_is_called_by_its_name(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     """Oracle: the kind of file that the test made."""
     path = gguf_files.write(tmp_path / "tiny.gguf", gguf_files.tiny("llama"), "F32")
     _altered(path, **changes)

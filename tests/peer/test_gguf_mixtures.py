@@ -1,5 +1,5 @@
-"""Oracle: the ``gguf`` package, which writes the files and decodes them; transformers' and PEFT's model with those weights:
-losses and gradients. Mixtures of experts, and models in several parts."""
+"""Oracle: the ``gguf`` package, which writes the files and decodes them; transformers' and PEFT's
+model with those weights: losses and gradients. Mixtures of experts, and models in several parts."""
 
 from __future__ import annotations
 
@@ -37,8 +37,11 @@ def decoded(path: Path, model: Any) -> Any:
     found = {}
     for file in path.parent.glob("*.gguf"):
         for tensor in GGUFReader(file).tensors:
-            found[tensor.name] = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-    config, state = model.config, {}
+            found[tensor.name] = torch.from_numpy(
+                dequantize(tensor.data, tensor.tensor_type).copy()
+            )
+    config = model.config
+    state = {}
     places = {
         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
         "self_attn.o_proj": "attn_output",
@@ -61,9 +64,10 @@ def decoded(path: Path, model: Any) -> Any:
             state[name] = found[f"blk.{block}.ffn_down_exps.weight"]
         else:
             state[name] = found[f"blk.{block}.{places[stem]}.{leaf}"].view(tensor.shape)
-        heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}.get(
-            stem
-        )
+        heads = {
+            "self_attn.q_proj": config.num_attention_heads,
+            "self_attn.k_proj": config.num_key_value_heads,
+        }.get(stem)
         if config.model_type == "mixtral" and heads:
             pairs = state[name].view(heads, -1, 2, tensor.shape[1])
             state[name] = pairs.transpose(1, 2).reshape(tensor.shape)
@@ -102,14 +106,23 @@ def test_experts_are_read_one_by_one_where_they_lie(
         source.read_into(name, whole)
         assert torch.equal(whole, state[name]), name
     name = "model.layers.1.mlp.experts.gate_up_proj"
-    experts, whole = source.weights([name])[name], state[name][1]
+    experts = source.weights([name])[name]
+    whole = state[name][1]
     assert source.in_place(name)
     assert isinstance(experts, EncodedWeight)
-    one, rows = experts.expert(1).to(torch.float32), len(whole)
-    for first, last in ((0, rows), (3, rows // 2), (rows // 2 - 3, rows // 2 + 5), (rows // 2, rows - 1)):
+    one = experts.expert(1).to(torch.float32)
+    rows = len(whole)
+    for first, last in (
+        (0, rows),
+        (3, rows // 2),
+        (rows // 2 - 3, rows // 2 + 5),
+        (rows // 2, rows - 1),
+    ):
         assert torch.equal(one.rows(first, last), whole[first:last])
     assert torch.equal(one.columns(5, 37), whole[:, 5:37])
-    assert torch.equal(one.gather(torch.tensor([rows - 1, 0, rows // 2])), whole[[rows - 1, 0, rows // 2]])
+    assert torch.equal(
+        one.gather(torch.tensor([rows - 1, 0, rows // 2])), whole[[rows - 1, 0, rows // 2]]
+    )
     source.close()
 
     read_whole = LazyParameter.decoded
@@ -120,16 +133,23 @@ def test_experts_are_read_one_by_one_where_they_lie(
 
     monkeypatch.setattr(LazyParameter, "decoded", watched)
     batch = random_batch()
-    plan = blockwalk.method("mebp", frozen="disk × raw", compute_dtype="float32", optimizer={"learning_rate": 1e-2})
+    plan = blockwalk.method(
+        "mebp", frozen="disk × raw", compute_dtype="float32", optimizer={"learning_rate": 1e-2}
+    )
     with blockwalk.Walker(path, plan, lora={"rank": 2}, workdir=tmp_path, device="cpu") as walker:
         walker.step(batch)
         walker.save_pretrained(tmp_path / "adapter")
-        found, gradients = walker.evaluate(batch), walker.gradients(batch)
+        found = walker.evaluate(batch)
+        gradients = walker.gradients(batch)
     theirs = PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True)
     loss = theirs(**batch).loss
     loss.backward()
     assert found.loss_sum / found.tokens == pytest.approx(loss.item(), rel=1e-5)
-    own = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    own = {
+        name.replace(".default", ""): p.grad
+        for name, p in theirs.named_parameters()
+        if p.requires_grad
+    }
     assert {f"base_model.model.{name}" for name in gradients} == own.keys()
     for name, gradient in gradients.items():
         expected = own[f"base_model.model.{name}"]
@@ -137,8 +157,11 @@ def test_experts_are_read_one_by_one_where_they_lie(
         assert (gradient - expected).norm() <= 1e-4 * expected.norm(), name
 
 
-def test_a_model_in_parts_is_named_by_any_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the same model in one file: names, weights and losses; one folder in the cache stands for it."""
+def test_a_model_in_parts_is_named_by_any_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the same model in one file: names, weights and losses; one folder in the cache stands
+    for it."""
     model = gguf_files.tiny("llama")
     for folder, most in (("whole", 0), ("parts", 6)):
         (tmp_path / folder).mkdir()
@@ -190,7 +213,11 @@ def altered(path: Path, key: bytes, value: int) -> None:
     ],
 )  # fmt: skip
 def test_parts_that_do_not_belong_together_get_one_line(
-    spoil: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    spoil: Any,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: the defect that the test made; nothing is written."""
     monkeypatch.chdir(tmp_path)

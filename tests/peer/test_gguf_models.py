@@ -1,5 +1,5 @@
-"""Oracle: transformers, which decodes the whole of a GGUF file. What is read of it as it lies has the same bits in float32;
-and the ``gguf`` package, which writes the files."""
+"""Oracle: transformers, which decodes the whole of a GGUF file. What is read of it as it lies has
+the same bits in float32; and the ``gguf`` package, which writes the files."""
 
 from __future__ import annotations
 
@@ -35,16 +35,22 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 def theirs(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
 
 
 def same_weights(path: Path) -> CheckpointFolder:
     """A source of the file's weights, each compared with transformers' bit for bit."""
-    source, loaded = CheckpointFolder(path, build_skeleton(path)), theirs(path)
+    source = CheckpointFolder(path, build_skeleton(path))
+    loaded = theirs(path)
     state = loaded.state_dict(keep_vars=True)
-    assert {id(state[name]) for name in source.names()} == {id(tensor) for tensor in state.values()}, "each tensor once"
+    assert {id(state[name]) for name in source.names()} == {
+        id(tensor) for tensor in state.values()
+    }, "each tensor once"
     for name in source.names():
-        weight, whole = source.weights([name])[name], torch.empty(state[name].shape)
+        weight = source.weights([name])[name]
+        whole = torch.empty(state[name].shape)
         source.read_into(name, whole)
         assert torch.equal(whole, state[name]), name
         if not isinstance(weight, torch.Tensor):
@@ -58,7 +64,8 @@ def same_weights(path: Path) -> CheckpointFolder:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_type_is_read_as_it_lies(kind: str, tmp_path: Path) -> None:
-    """Oracle: ``from_pretrained(gguf_file=...)``, weights bit for bit; and the bytes of the file."""
+    """Oracle: ``from_pretrained(gguf_file=...)``, weights bit for bit; and the bytes of the
+    file."""
     model = gguf_files.tiny("llama", hidden=256 if kind.endswith("_K") else 64, tied=kind == "Q4_1")
     path = gguf_files.write(tmp_path / f"tiny.{kind}.gguf", model, kind)
     source = same_weights(path)
@@ -66,7 +73,9 @@ def test_every_type_is_read_as_it_lies(kind: str, tmp_path: Path) -> None:
     assert source.in_place(name)
     codec = dict(gguf_header.TYPES.values())[kind]
     assert lies_in(path) == (codec if codec.encoded else None)
-    (info,) = (t for t in gguf_header.read_header(path).tensors if t.name == "blk.1.ffn_down.weight")
+    (info,) = (
+        t for t in gguf_header.read_header(path).tensors if t.name == "blk.1.ffn_down.weight"
+    )
     assert source.prefetch([name]) == info.nbytes
     source.release([name])
     source.close()
@@ -83,7 +92,9 @@ def test_every_type_is_read_as_it_lies(kind: str, tmp_path: Path) -> None:
         ("starcoder2", {"tied": True}),
     ],
 )
-def test_every_architecture_has_its_names_and_forms(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_every_architecture_has_its_names_and_forms(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
     """Oracle: ``from_pretrained(gguf_file=...)``, and the model that the file was written from."""
     changes = dict(changes)
     extra = changes.pop("extra", {})
@@ -102,8 +113,13 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a file in Q4_K, and records for it."""
     folder = tmp_path_factory.mktemp("mixed")
     gguf_files.write(folder / "tiny.gguf", gguf_files.tiny("llama", hidden=256, tied=True), "Q4_K")
-    turns = [[{"role": "user", "content": f"say {c}"}, {"role": "assistant", "content": c * 3}] for c in "abcdefgh"]
-    (folder / "data.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    turns = [
+        [{"role": "user", "content": f"say {c}"}, {"role": "assistant", "content": c * 3}]
+        for c in "abcdefgh"
+    ]
+    (folder / "data.jsonl").write_text(
+        "".join(json.dumps({"messages": turn}) + "\n" for turn in turns)
+    )
     return folder
 
 
@@ -115,29 +131,48 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_one_command_trains_and_the_others_take_the_file(
     mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: transformers and PEFT on the decoded model: losses before and after in float32, greedy tokens, merged weights."""
+    """Oracle: transformers and PEFT on the decoded model: losses before and after in float32,
+    greedy tokens, merged weights."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    file, data, run = mixed / "tiny.gguf", mixed / "data.jsonl", tmp_path / "run"
+    file = mixed / "tiny.gguf"
+    data = mixed / "data.jsonl"
+    run = tmp_path / "run"
     base = ["--model", file, "--compute_dtype", "float32", "--data.max_length", 48]
     scored = [*base, "--data.eval", data, "--json"]
     plan = call(capsys, "plan", *base, "--batch_size", 2)
     stored = sum(t.nbytes for t in gguf_header.read_header(file).tensors)
     assert re.search(rf"frozen +disk × raw .* {stored / 1e3:.1f} kB", plan), plan
     before = json.loads(call(capsys, "eval", *scored))["loss"]
-    trained = [*base, "--data.train", data, "--batch_size", 4, "--max_steps", 4, "--output_dir", run, "--lora.rank", 4]
+    trained = [
+        *base,
+        "--data.train",
+        data,
+        "--batch_size",
+        4,
+        "--max_steps",
+        4,
+        "--output_dir",
+        run,
+        "--lora.rank",
+        4,
+    ]
     call(capsys, "train", *trained, "--optimizer.learning_rate", "1e-2")
     assert not list(run.glob("scratch/*-*")), "nothing was packed"
     adapter = run / "adapter"
-    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(file)
+    assert json.loads((adapter / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(file)
     after = json.loads(call(capsys, "eval", *scored, "--adapter", adapter))["loss"]
     assert after < before - 0.05
 
     tokenizer = AutoTokenizer.from_pretrained(mixed, gguf_file=file.name)
     decoded = theirs(file)
     ids = tokenizer("say", return_tensors="pt")["input_ids"]
-    greedy = decoded.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
+    greedy = decoded.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=1)[
+        0, ids.shape[1] :
+    ]
     said = call(capsys, "generate", *base, "--prompt", "say", "--max_new_tokens", 5)
     assert said.rstrip("\n") == tokenizer.decode(greedy, skip_special_tokens=True)
 
@@ -153,13 +188,29 @@ def test_one_command_trains_and_the_others_take_the_file(
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").state_dict()
     for name, tensor in with_adapter.merge_and_unload().state_dict().items():
         torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-7)
-    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == tokenizer.chat_template
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == tokenizer.chat_template
+    )
 
 
-def test_nothing_is_rounded_again(mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the contract: codes are read as they lie, packed where that is asked for by name, and not trained themselves."""
-    file, data = mixed / "tiny.gguf", mixed / "data.jsonl"
-    train = ["train", "--model", file, "--data.train", data, "--output_dir", tmp_path / "run", "--data.max_length", 48]
+def test_nothing_is_rounded_again(
+    mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the contract: codes are read as they lie, packed where that is asked for by name, and
+    not trained themselves."""
+    file = mixed / "tiny.gguf"
+    data = mixed / "data.jsonl"
+    train = [
+        "train",
+        "--model",
+        file,
+        "--data.train",
+        data,
+        "--output_dir",
+        tmp_path / "run",
+        "--data.max_length",
+        48,
+    ]
     for arguments, message in (
         ([*train, "--frozen", "disk × int4"], "q4_k int4"),
         ([*train, "--lora", "false"], "q4_k adapters"),
@@ -191,7 +242,8 @@ def spoilt(path: Path, found: bytes, instead: bytes) -> None:
         (
             lambda path: spoilt(path, b"blk.0.ffn_up.weight\2\0\0\0" + b"\x40\0\0\0\0\0\0\0" * 2 + b"\x08",
                                 b"blk.0.ffn_up.weight\2\0\0\0" + b"\x40\0\0\0\0\0\0\0" * 2 + b"\x0b"),
-            "blk.0.ffn_up.weight is of type Q3_K; read are F32, F16, BF16, Q4_0, .* Take a file in one of those",
+            "blk.0.ffn_up.weight is of type Q3_K; read are F32, F16, BF16, Q4_0, .* Take a file"
+            " in one of those",
         ),
         (
             lambda path: spoilt(path, b"blk.0.ffn_up.weight\2\0\0\0\x40", b"blk.0.ffn_up.weight\2\0\0\0\x41"),
@@ -202,7 +254,11 @@ def spoilt(path: Path, found: bytes, instead: bytes) -> None:
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_read_gets_one_line(
-    spoil: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    spoil: Any,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: the defect that the test made; nothing is written."""
     monkeypatch.chdir(tmp_path)

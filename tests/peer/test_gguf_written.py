@@ -1,5 +1,6 @@
-"""Oracle: llama.cpp (from the package xllamacpp), which must split texts of a written file into the tokenizer's tokens. Where
-nothing is written, the exit code, the setting's name, and the folder, in which nothing is left."""
+"""Oracle: llama.cpp (from the package xllamacpp), which must split texts of a written file into the
+tokenizer's tokens. Where nothing is written, the exit code, the setting's name, and the folder, in
+which nothing is left."""
 
 from __future__ import annotations
 
@@ -19,16 +20,30 @@ from tests.support.messages import refused, says
 pytest.importorskip("gguf", reason="needs the gguf package")
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"
-TEXTS = ("the th", " the  th\n\nIt's 12345 GreenApples!?\r\n x", "don't, DON'T", "naïve  é\t\tb", "100 200\n\n\n3")
+TEXTS = (
+    "the th",
+    " the  th\n\nIt's 12345 GreenApples!?\r\n x",
+    "don't, DON'T",
+    "naïve  é\t\tb",
+    "100 200\n\n\n3",
+)
 BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{BLANKS}"
 QWEN2 = LLAMA3.replace("{1,3}", "")
-QWEN35 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+", 1).replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
+QWEN35 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+", 1).replace(
+    r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+"
+)
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
 def split(pattern: str, **changes: Any) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False, **changes}
+    return {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+        **changes,
+    }
 
 
 def steps(*parts: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +95,9 @@ def test_texts_are_split_as_the_tokenizer_splits_them(
     again = AutoTokenizer.from_pretrained(model_folder(tmp_path / "model.gguf"))
     ask = llama_cpp.serve(tmp_path / "model.gguf")
     for text in TEXTS:
-        assert llama_cpp.tokens(ask, text) == tokenizer(text)["input_ids"] == again(text)["input_ids"], text
+        assert (
+            llama_cpp.tokens(ask, text) == tokenizer(text)["input_ids"] == again(text)["input_ids"]
+        ), text
 
 
 @pytest.mark.parametrize(
@@ -106,7 +123,9 @@ def test_a_way_to_split_without_a_name_is_refused(
     says(refusal(folder, tmp_path / "m.gguf", capsys), "llama.cpp text")
 
 
-def test_a_normalizer_that_gguf_cannot_say_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_normalizer_that_gguf_cannot_say_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = folder_with(tmp_path / "model", normalizer={"type": "Lowercase"})
     assert "Lowercase" in refusal(folder, tmp_path / "m.gguf", capsys)
 
@@ -166,7 +185,12 @@ def test_the_blank_before_a_text_is_the_tokenizers(
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     ask = llama_cpp.serve(tmp_path / "model.gguf")
     twice = "pre_tokenizer" not in changes or changes["pre_tokenizer"]["prepend_scheme"] == "never"
-    for text in ("the", "the  the", "hello", *([" the"] if twice else [])):  # a Metaspace adds no blank to a blank
+    for text in (
+        "the",
+        "the  the",
+        "hello",
+        *([" the"] if twice else []),
+    ):  # a Metaspace adds no blank to a blank
         assert llama_cpp.tokens(ask, text) == tokenizer(text)["input_ids"], text
     again = AutoTokenizer.from_pretrained(model_folder(tmp_path / "model.gguf"))
     for text in (*TEXTS, " the", "<s>the</s> the"):
@@ -174,7 +198,9 @@ def test_the_blank_before_a_text_is_the_tokenizers(
     assert again.decode(again(" the")["input_ids"]) == " the"
 
 
-@pytest.mark.parametrize(("name", "whole"), [("llama-bpe", True), ("tekken", True), ("dbrx", False), ("gpt-4o", False)])
+@pytest.mark.parametrize(
+    ("name", "whole"), [("llama-bpe", True), ("tekken", True), ("dbrx", False), ("gpt-4o", False)]
+)
 def test_a_word_that_no_merges_make_is_a_token_where_it_is_one_in_llama_cpp(
     name: str, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,30 +225,44 @@ def test_a_word_that_no_merges_make_is_a_token_where_it_is_one_in_llama_cpp(
     assert main.main(["gguf", str(folder), str(tmp_path / "model.gguf"), "--dtype", "f32"]) == 0
     theirs = llama_cpp.tokens(llama_cpp.serve(tmp_path / "model.gguf"), "a zqx")
     assert (number in theirs) is whole
-    assert AutoTokenizer.from_pretrained(model_folder(tmp_path / "model.gguf"))("a zqx")["input_ids"] == theirs
+    assert (
+        AutoTokenizer.from_pretrained(model_folder(tmp_path / "model.gguf"))("a zqx")["input_ids"]
+        == theirs
+    )
     model["ignore_merges"] = not model["ignore_merges"]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert main.main(["gguf", str(folder), str(tmp_path / "other.gguf")]) == 2
 
 
-def test_a_split_of_unknown_name_is_refused_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_of_unknown_name_is_refused_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import gguf
 
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
     add = gguf.GGUFWriter.add_tokenizer_pre
-    monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_pre", lambda writer, _: add(writer, "of-tomorrow"))
+    monkeypatch.setattr(
+        gguf.GGUFWriter, "add_tokenizer_pre", lambda writer, _: add(writer, "of-tomorrow")
+    )
     folder = folder_with(tmp_path / "model")
     assert main.main(["gguf", str(folder), str(tmp_path / "model.gguf"), "--dtype", "f32"]) == 0
     with refused(ValueError, "model.gguf of-tomorrow tokenizer.ggml.pre"):
         model_folder(tmp_path / "model.gguf")
 
 
-def test_pieces_of_changed_text_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = pieces(tmp_path / "model", normalizer={"type": "Sequence", "normalizers": [{"type": "NFKC"}, REPLACE]})
+def test_pieces_of_changed_text_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = pieces(
+        tmp_path / "model",
+        normalizer={"type": "Sequence", "normalizers": [{"type": "NFKC"}, REPLACE]},
+    )
     says(refusal(folder, tmp_path / "m.gguf", capsys), "NFKC")
 
 
-def test_more_tokens_than_rows_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_tokens_than_rows_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import AutoTokenizer
 
     shutil.copytree(TINY, tmp_path / "model")
@@ -247,7 +287,11 @@ def test_more_tokens_than_rows_are_refused(tmp_path: Path, capsys: pytest.Captur
     ],
 )  # fmt: skip
 def test_a_setting_that_the_file_cannot_say_is_refused(
-    kind: str, settings: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    settings: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,4 +1,5 @@
-"""Oracle: PEFT, which loads the same adapter with ``is_trainable=True``: the loss and gradients of its first step."""
+"""Oracle: PEFT, which loads the same adapter with ``is_trainable=True``: the loss and gradients of
+its first step."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from tests.support.messages import refused
 def adapter(tiny_run: TinyRun, tmp_path: Path) -> Path:
     """A LoRA of rank 3 that PEFT made and saved, none of whose factors is zero."""
     base = AutoModelForCausalLM.from_pretrained(tiny_run.model)
-    settings: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "down_proj"], "use_rslora": True}
+    settings: dict[str, Any] = {
+        "r": 3,
+        "lora_alpha": 5,
+        "target_modules": ["q_proj", "down_proj"],
+        "use_rslora": True,
+    }
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **settings))
     torch.manual_seed(1)
     for name, param in model.named_parameters():
@@ -34,10 +40,18 @@ def adapter(tiny_run: TinyRun, tmp_path: Path) -> Path:
 
 
 def test_the_first_step_is_that_of_peft(tiny_run: TinyRun, adapter: Path) -> None:
-    settings = {"model": str(tiny_run.model), "method": "plain", "lora": {"from": str(adapter.parent)}}
+    settings = {
+        "model": str(tiny_run.model),
+        "method": "plain",
+        "lora": {"from": str(adapter.parent)},
+    }
     run = config.from_mapping(settings)
     assert run.lora is not None
-    assert (run.lora.rank, run.lora.alpha, run.lora.target_modules) == (3, 5, ("down_proj", "q_proj"))
+    assert (run.lora.rank, run.lora.alpha, run.lora.target_modules) == (
+        3,
+        5,
+        ("down_proj", "q_proj"),
+    )
     assert run.lora.options == {"use_rslora": True}
     assert config.from_mapping(run.to_mapping()) == run
 
@@ -48,14 +62,20 @@ def test_the_first_step_is_that_of_peft(tiny_run: TinyRun, adapter: Path) -> Non
     loss = theirs(**batch).loss
     loss.backward()
     rate = 1e-3
-    plan = config.from_mapping({**settings, "optimizer": {"name": "sgd", "learning_rate": rate}}).plan
+    plan = config.from_mapping(
+        {**settings, "optimizer": {"name": "sgd", "learning_rate": rate}}
+    ).plan
     before = {name: p.detach().clone() for name, p in theirs.named_parameters() if p.requires_grad}
     with Walker(run.model, plan, lora=run.adapters_at_start) as walker:
         result = walker.step(batch)
         ours = walker.state_dict()
     assert result.loss == pytest.approx(float(loss), rel=1e-6)
     trained = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
-    found = {name: tensor for name, tensor in ours.items() if isinstance(tensor, torch.Tensor) and ".lora_" in name}
+    found = {
+        name: tensor
+        for name, tensor in ours.items()
+        if isinstance(tensor, torch.Tensor) and ".lora_" in name
+    }
     assert len(trained) == 12
     for name, param in trained.items():
         short = name.removeprefix("base_model.model.").replace(".default", "")
@@ -83,11 +103,34 @@ def test_a_setting_that_contradicts_is_refused_with_both_values(
 def test_a_run_goes_on_from_an_adapter_and_is_resumed(
     tiny_run: TinyRun, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the loss of PEFT's model on the first batch is the run's own evaluation before its first step."""
+    """Oracle: the loss of PEFT's model on the first batch is the run's own evaluation before its
+    first step."""
     out = tmp_path / "second"
-    given = ["train", *tiny_run.arguments(out), "--method", "plain", "--lora.from", str(adapter), "--save_every", "1"]
+    given = [
+        "train",
+        *tiny_run.arguments(out),
+        "--method",
+        "plain",
+        "--lora.from",
+        str(adapter),
+        "--save_every",
+        "1",
+    ]
     assert main.main([*given, "--max_steps", "2"]) == 0
-    assert main.main(["eval", *tiny_run.arguments(out), "--method", "plain", "--adapter", str(adapter), "--json"]) == 0
+    assert (
+        main.main(
+            [
+                "eval",
+                *tiny_run.arguments(out),
+                "--method",
+                "plain",
+                "--adapter",
+                str(adapter),
+                "--json",
+            ]
+        )
+        == 0
+    )
     alone = json.loads(capsys.readouterr().out.splitlines()[-1])
     first = json.loads((out / "evaluations.jsonl").read_text().splitlines()[0])
     assert first["loss"] == pytest.approx(alone["loss"], rel=1e-6)

@@ -1,5 +1,5 @@
-"""Oracle: the evaluation harness's own class for Hugging Face models, on the same weights in memory: every score, continuation
-and metric of a task of each kind, on a local data file."""
+"""Oracle: the evaluation harness's own class for Hugging Face models, on the same weights in
+memory: every score, continuation and metric of a task of each kind, on a local data file."""
 
 from __future__ import annotations
 
@@ -38,11 +38,20 @@ KINDS: dict[str, dict[str, Any]] = {
 def scores(model: Any, data: Path) -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
 
-    shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+    shared = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+    }
     tasks = [{"task": kind, "output_type": kind, **shared, **own} for kind, own in KINDS.items()]
     manager = TaskManager(include_defaults=False)
-    found = lm_eval.simple_evaluate(model, tasks=tasks, bootstrap_iters=0, task_manager=manager, log_samples=True)
-    return {kind: (found["results"][kind], [doc["resps"] for doc in found["samples"][kind]]) for kind in KINDS}
+    found = lm_eval.simple_evaluate(
+        model, tasks=tasks, bootstrap_iters=0, task_manager=manager, log_samples=True
+    )
+    return {
+        kind: (found["results"][kind], [doc["resps"] for doc in found["samples"][kind]])
+        for kind in KINDS
+    }
 
 
 def test_a_task_of_each_kind_scores_as_in_transformers(
@@ -59,20 +68,31 @@ def test_a_task_of_each_kind_scores_as_in_transformers(
     lines = [json.loads(line) for line in tiny_run.train.read_text().splitlines()[:7]]
     data = tmp_path / "data.jsonl"
     data.write_text(
-        "".join(f"{json.dumps({'text': 'so ' * n + r['text'], 'label': n % 2})}\n" for n, r in enumerate(lines))
+        "".join(
+            f"{json.dumps({'text': 'so ' * n + r['text'], 'label': n % 2})}\n"
+            for n, r in enumerate(lines)
+        )
     )
-    ours = BlockwalkLM(str(tiny_run.model), batch_size=3, max_length=48, compute_dtype="float32", device="cpu")
+    ours = BlockwalkLM(
+        str(tiny_run.model), batch_size=3, max_length=48, compute_dtype="float32", device="cpu"
+    )
     model = AutoModelForCausalLM.from_pretrained(tiny_run.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(tiny_run.model)
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3, max_length=48)
-    found, expected = scores(ours, data), scores(theirs, data)
+    found = scores(ours, data)
+    expected = scores(theirs, data)
     ours.walker.close()
     assert found["generate_until"] == expected["generate_until"]
     for kind in KINDS:
         for name, value in expected[kind][0].items():
-            assert found[kind][0][name] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), name
+            assert found[kind][0][name] == (
+                pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
+            ), name
     flat = [
-        [resp for doc in each["multiple_choice"][1] for choice in doc for resp in choice] for each in (found, expected)
+        [resp for doc in each["multiple_choice"][1] for choice in doc for resp in choice]
+        for each in (found, expected)
     ]
     assert [bool(greedy) for _, greedy in flat[0]] == [bool(greedy) for _, greedy in flat[1]]
-    assert [float(total) for total, _ in flat[0]] == pytest.approx([float(total) for total, _ in flat[1]], rel=1e-5)
+    assert [float(total) for total, _ in flat[0]] == pytest.approx(
+        [float(total) for total, _ in flat[1]], rel=1e-5
+    )

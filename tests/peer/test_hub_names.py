@@ -1,5 +1,5 @@
-"""Oracle: the folder that a server hands out with the hub's own protocol, which huggingface_hub's client downloads; and
-transformers, which loads the same name."""
+"""Oracle: the folder that a server hands out with the hub's own protocol, which huggingface_hub's
+client downloads; and transformers, which loads the same name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from blockwalk.cli import main
 from blockwalk.cutting.skeleton import build_skeleton, load_config
 from blockwalk.data.encode import load_tokenizer
 from blockwalk.models import hub as hub_files
-from blockwalk.models.folder import checkpoint_files, model_folder, repository, require_config, require_weights
+from blockwalk.models.folder import (
+    checkpoint_files,
+    model_folder,
+    repository,
+    require_config,
+    require_weights,
+)
 from blockwalk.plan.methods import method
 from blockwalk.report import card
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
@@ -30,8 +36,11 @@ from tests.support.messages import refused
 
 
 @pytest.fixture(scope="module")
-def repos(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
-    """One repository in safetensors, and folders that are not ours; one in ``.bin``; one in parts, with two revisions."""
+def repos(
+    tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Path]]:
+    """One repository in safetensors, and folders that are not ours; one in ``.bin``; one in parts,
+    with two revisions."""
     root = tmp_path_factory.mktemp("repos")
     main = root / "main"
     shutil.copytree(tiny_run.model, main)
@@ -42,7 +51,8 @@ def repos(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     model = tiny_model("llama")
     model.config.save_pretrained(pickled)
     torch.save(model.state_dict(), pickled / "pytorch_model.bin")
-    parts, other = root / "parts", root / "other"
+    parts = root / "parts"
+    other = root / "other"
     tiny_model("llama").save_pretrained(parts, max_shard_size="20KB")
     tiny_model("llama", seed=1).save_pretrained(other)
     return {
@@ -54,14 +64,18 @@ def repos(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 @pytest.fixture
-def hub(repos: dict[str, dict[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(
+    repos: dict[str, dict[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Hub]:
     from huggingface_hub import constants
 
     with serving(Hub(repos, gated=("ours/gated",), token="hf_known")) as found:
         monkeypatch.setattr(constants, "ENDPOINT", found.url)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.url + "/{repo_id}/resolve/{revision}/{filename}"
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            found.url + "/{repo_id}/resolve/{revision}/{filename}",
         )
         monkeypatch.delenv("HF_TOKEN", raising=False)
         monkeypatch.chdir(tmp_path)
@@ -70,19 +84,26 @@ def hub(repos: dict[str, dict[str, Path]], tmp_path: Path, monkeypatch: pytest.M
     hub_files.download.cache_clear()
 
 
-def test_a_name_of_the_hub_is_its_folder(hub: Hub, repos: dict[str, dict[str, Path]], tiny_run: TinyRun) -> None:
-    """Oracle: the folder that was handed out, read by its path: weights bit for bit, tokenizer, digest."""
+def test_a_name_of_the_hub_is_its_folder(
+    hub: Hub, repos: dict[str, dict[str, Path]], tiny_run: TinyRun
+) -> None:
+    """Oracle: the folder that was handed out, read by its path: weights bit for bit, tokenizer,
+    digest."""
     name = "ours/safetensors"
     require_weights(name)
     source, original = (CheckpointFolder(n, build_skeleton(n)) for n in (name, tiny_run.model))
     assert source.names() == original.names()
     for parameter in source.names():
-        assert torch.equal(source.weights([parameter])[parameter], original.weights([parameter])[parameter])
+        assert torch.equal(
+            source.weights([parameter])[parameter], original.weights([parameter])[parameter]
+        )
     assert load_tokenizer(name).get_vocab() == load_tokenizer(tiny_run.model).get_vocab()
     assert weights_digest(name) == weights_digest(tiny_run.model)
     assert load_config(name).name_or_path == repository(f"{name}@{'a' * 40}")[0] == name
     fetched = {p.name for p in model_folder(name).rglob("*") if p.is_file()}
-    assert fetched == {p.name for p in tiny_run.model.iterdir()}, "neither other folders nor the same weights twice"
+    assert fetched == {p.name for p in tiny_run.model.iterdir()}, (
+        "neither other folders nor the same weights twice"
+    )
 
 
 def test_any_part_of_a_gguf_brings_the_others(
@@ -100,7 +121,8 @@ def test_any_part_of_a_gguf_brings_the_others(
     assert found == sorted(path.name for path in folder.glob("tiny*.gguf"))
     source = CheckpointFolder(name, build_skeleton(name))
     assert torch.equal(
-        source.weights(["model.norm.weight"])["model.norm.weight"], gguf_files.tiny("llama").model.norm.weight
+        source.weights(["model.norm.weight"])["model.norm.weight"],
+        gguf_files.tiny("llama").model.norm.weight,
     )
     assert not any(path.endswith("other.gguf") for path in hub.asked)
 
@@ -108,7 +130,8 @@ def test_any_part_of_a_gguf_brings_the_others(
 def test_an_adapter_names_the_file_of_its_base(
     hub: Hub, repos: dict[str, dict[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: PEFT and huggingface_hub, which read what it is to be put on; a repository alone would not say which."""
+    """Oracle: PEFT and huggingface_hub, which read what it is to be put on; a repository alone
+    would not say which."""
     pytest.importorskip("gguf", reason="needs the gguf package")
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "stands-for"))
     (folder := tmp_path / "several").mkdir()
@@ -117,11 +140,23 @@ def test_an_adapter_names_the_file_of_its_base(
     monkeypatch.setitem(repos, "ours/several", {"main": folder})
     (data := tmp_path / "data.jsonl").write_text('{"text": "abc abc"}\n' * 4)
     run = tmp_path / "run"
-    named = ["--model", "ours/several/b.gguf@main", "--data.train", str(data), "--output_dir", str(run)]
-    assert main.main(["train", *named, "--method", "plain", "--lora.rank", "2", "--max_steps", "1"]) == 0
+    named = [
+        "--model",
+        "ours/several/b.gguf@main",
+        "--data.train",
+        str(data),
+        "--output_dir",
+        str(run),
+    ]
+    assert (
+        main.main(["train", *named, "--method", "plain", "--lora.rank", "2", "--max_steps", "1"])
+        == 0
+    )
     found = PeftConfig.from_pretrained(str(run / "adapter"))
     assert (found.base_model_name_or_path, found.revision) == ("ours/several/b.gguf", "main")
-    assert ModelCard((card.write(run) / "README.md").read_text()).data["base_model"] == "ours/several"
+    assert (
+        ModelCard((card.write(run) / "README.md").read_text()).data["base_model"] == "ours/several"
+    )
     merged = [str(tmp_path / "merged"), "--dtype", "float32"]
     assert main.main(["merge", found.base_model_name_or_path, str(run / "adapter"), *merged]) == 0
 
@@ -132,7 +167,9 @@ def test_a_configuration_is_read_without_the_weights(hub: Hub) -> None:
     assert not any(path.endswith((".safetensors", ".bin")) for path in hub.asked)
 
 
-@pytest.mark.parametrize("name", ["ours/pickled", "ours/parts", "ours/parts@other", f"ours/parts@{COMMITS['other']}"])
+@pytest.mark.parametrize(
+    "name", ["ours/pickled", "ours/parts", "ours/parts@other", f"ours/parts@{COMMITS['other']}"]
+)
 def test_every_form_and_revision(hub: Hub, repos: dict[str, dict[str, Path]], name: str) -> None:
     """Oracle: the folder of that revision, and its files."""
     repo, _, revision = name.partition("@")
@@ -147,7 +184,10 @@ def test_an_adapter_names_the_revision_of_its_base(hub: Hub, tmp_path: Path) -> 
         with Walker(name, method("plain"), lora={"rank": 2}, device="cpu") as walker:
             walker.save_pretrained(tmp_path / name)
         found = PeftConfig.from_pretrained(str(tmp_path / name))
-        assert (found.base_model_name_or_path, found.revision) == ("ours/parts", "other" if "@" in name else None)
+        assert (found.base_model_name_or_path, found.revision) == (
+            "ours/parts",
+            "other" if "@" in name else None,
+        )
 
 
 def test_a_token_opens_what_its_owners_gated(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +200,10 @@ def test_a_token_opens_what_its_owners_gated(hub: Hub, monkeypatch: pytest.Monke
 
 def test_what_the_hub_does_not_have(hub: Hub) -> None:
     """Oracle: the server's answers; one line each."""
-    for name, message in (("ours/absent", "http://127.0.0.1"), ("ours/parts@absent", "revision absent")):
+    for name, message in (
+        ("ours/absent", "http://127.0.0.1"),
+        ("ours/parts@absent", "revision absent"),
+    ):
         with refused(ValueError, message) as error:
             require_config(name)
         assert "\n" not in str(error.value)
@@ -169,7 +212,8 @@ def test_what_the_hub_does_not_have(hub: Hub) -> None:
 def test_without_a_network_the_cache_is_read(
     hub: Hub, repos: dict[str, dict[str, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: what was downloaded before, while no server answers; and one line for what was not."""
+    """Oracle: what was downloaded before, while no server answers; and one line for what was
+    not."""
     from huggingface_hub import constants
 
     model_folder("ours/parts")

@@ -1,5 +1,6 @@
-"""Oracle: the files that a server which speaks the hub's protocol was given by huggingface_hub's client, against those of the
-run; huggingface_hub, which reads the card; the weights that the ledger on the hub is replayed to."""
+"""Oracle: the files that a server which speaks the hub's protocol was given by huggingface_hub's
+client, against those of the run; huggingface_hub, which reads the card; the weights that the ledger
+on the hub is replayed to."""
 
 from __future__ import annotations
 
@@ -35,28 +36,48 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def test_a_run_ends_on_the_hub(tiny_run: TinyRun, hub: Hub, tmp_path: Path) -> None:
     from huggingface_hub import ModelCard
 
-    arguments = [*tiny_run.arguments(tmp_path / "out"), "--max_steps", "2", "--push_to_hub", "ours/adapter"]
+    arguments = [
+        *tiny_run.arguments(tmp_path / "out"),
+        "--max_steps",
+        "2",
+        "--push_to_hub",
+        "ours/adapter",
+    ]
     assert main.main(["train", *arguments]) == 0
     assert hub.private == {"ours/adapter": True}
     given = {path.name: path.read_bytes() for path in (hub.root / "ours/adapter").iterdir()}
     kept = (tmp_path / "out/adapter").iterdir()
     assert given == {path.name: path.read_bytes() for path in kept if path.name != ".blockwalk"}
-    assert {"adapter_model.safetensors", "README.md", "loss.svg", "tokenizer.json", "config.yaml"} <= given.keys()
-    assert str(tmp_path) not in (given["README.md"] + given["config.yaml"]).decode(), "no folder of this machine"
+    assert {
+        "adapter_model.safetensors",
+        "README.md",
+        "loss.svg",
+        "tokenizer.json",
+        "config.yaml",
+    } <= given.keys()
+    assert str(tmp_path) not in (given["README.md"] + given["config.yaml"]).decode(), (
+        "no folder of this machine"
+    )
     card = ModelCard(given["README.md"].decode())
     assert (card.data["library_name"], card.data["pipeline_tag"]) == ("peft", "text-generation")
 
 
 def test_a_ledger_on_the_hub_is_weights(tiny_run: TinyRun, hub: Hub, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert main.main(["train", *tiny_run.arguments(out), "--method", "mezo", "--max_steps", "3"]) == 0
+    assert (
+        main.main(["train", *tiny_run.arguments(out), "--method", "mezo", "--max_steps", "3"]) == 0
+    )
     assert main.main(["push", str(out), "ours/steps", "--ledger"]) == 0
     given = {path.name for path in (hub.root / "ours/steps").iterdir()}
     assert given == {"README.md", "loss.svg", "config.yaml", "ledger.jsonl"}
     assert main.main(["replay", str(tiny_run.model), "ours/steps", str(tmp_path / "rebuilt")]) == 0
-    rebuilt, trained = ((path / "model.safetensors").read_bytes() for path in (tmp_path / "rebuilt", out / "model"))
+    rebuilt, trained = (
+        (path / "model.safetensors").read_bytes() for path in (tmp_path / "rebuilt", out / "model")
+    )
     assert rebuilt == trained, "bit for bit"
-    assert main.main(["push", str(out), "ours/steps"]) == 0, "a repository that is there already is written to"
+    assert main.main(["push", str(out), "ours/steps"]) == 0, (
+        "a repository that is there already is written to"
+    )
     assert (hub.root / "ours/steps/model.safetensors").read_bytes() == trained
 
 
@@ -78,13 +99,17 @@ def test_nobody_trains_for_a_hub_that_refuses(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Oracle: no token, another account's, nobody at the address; the folder of the run, which is not made."""
+    """Oracle: no token, another account's, nobody at the address; the folder of the run, which is
+    not made."""
     from huggingface_hub import constants
 
     monkeypatch.setenv("HF_TOKEN", token)
     if endpoint:
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    assert main.main(["train", *tiny_run.arguments(tmp_path / "out"), "--push_to_hub", "ours/adapter"]) == 2
+    assert (
+        main.main(["train", *tiny_run.arguments(tmp_path / "out"), "--push_to_hub", "ours/adapter"])
+        == 2
+    )
     error = capsys.readouterr().err.strip()
     says(error, words)
     assert "\n" not in error

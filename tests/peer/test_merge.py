@@ -1,4 +1,5 @@
-"""Oracle: PEFT. A merged folder loads in transformers with the weights of ``merge_and_unload`` and the adapter's logits."""
+"""Oracle: PEFT. A merged folder loads in transformers with the weights of ``merge_and_unload`` and
+the adapter's logits."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from blockwalk.tiers.model_folder.safetensors import save_model
 from tests.support.codecs import encode
 from tests.support.messages import refused
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about tied and Conv1D layers
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning"
+)  # PEFT's, about tied and Conv1D layers
 
 SIZES = {
     "vocab_size": 96,
@@ -54,12 +57,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "conv1d": ("gpt2", GPT2, {"target_modules": ["c_attn", "c_proj", "c_fc"]}),
     "embedding": ("llama", SIZES, {"target_modules": ["embed_tokens", "q_proj"]}),
     "bias": ("qwen2", SIZES, {"target_modules": ATTENTION, "bias": "all", "lora_bias": True}),
-    "modules_to_save": ("llama", SIZES, {"target_modules": ATTENTION, "modules_to_save": ["lm_head", "norm"]}),
+    "modules_to_save": (
+        "llama",
+        SIZES,
+        {"target_modules": ATTENTION, "modules_to_save": ["lm_head", "norm"]},
+    ),
     "tied": ("llama", TIED, {"target_modules": ATTENTION}),
     "saved where tied": (
         "llama",
         TIED,
-        {"target_modules": ATTENTION, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        {
+            "target_modules": ATTENTION,
+            "modules_to_save": ["embed_tokens"],
+            "ensure_weight_tying": True,
+        },
     ),
     "dora": ("qwen2", SIZES, {"target_modules": "all-linear", "r": 4, "use_dora": True}),
     "experts fused": ("mixtral", MIXTRAL, {"target_modules": ATTENTION}),
@@ -67,7 +78,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def make(folder: Path, case: str, dtype: torch.dtype = torch.float32) -> tuple[Path, Path]:
-    """A random model and a random adapter: every factor and every saved module differs from its initial value."""
+    """A random model and a random adapter: every factor and every saved module differs from its
+    initial value."""
     family, sizes, settings = CASES[case]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=dtype)
@@ -88,7 +100,8 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 def test_merged_as_peft_merges(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the state dict of ``merge_and_unload`` and the logits of the unmerged ``PeftModel``."""
+    """Oracle: the state dict of ``merge_and_unload`` and the logits of the unmerged
+    ``PeftModel``."""
     model, adapter = make(tmp_path, case)
     monkeypatch.setattr(safetensors, "SHARD_BYTES", 50_000)
     merge(model, adapter, tmp_path / "merged")
@@ -109,12 +122,16 @@ def test_merged_as_peft_merges(case: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
-    """Oracle: ``merge_and_unload`` of float32 factors into bfloat16 weights, bit for bit up to the order of R additions."""
+    """Oracle: ``merge_and_unload`` of float32 factors into bfloat16 weights, bit for bit up to the
+    order of R additions."""
     model, adapter = make(tmp_path, "all linear", torch.bfloat16)
     merge(model, adapter, tmp_path / "merged")
     ours = load_file(tmp_path / "merged" / "model.safetensors")
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype="auto"), adapter)
-    differing, total = 0, 0
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model, dtype="auto"), adapter
+    )
+    differing = 0
+    total = 0
     for name, tensor in theirs.merge_and_unload().state_dict().items():
         assert ours[name].dtype == torch.bfloat16
         torch.testing.assert_close(ours[name], tensor, rtol=2**-7, atol=1e-6)
@@ -123,13 +140,21 @@ def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
     assert differing <= total // 1000
 
 
-@pytest.mark.parametrize("settings", [{"target_modules": ["lm_head"]}, {"target_modules": ["embed_tokens"]}])
-def test_a_tied_weight_that_the_adapter_changes_once_is_parted(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Oracle: the logits of the unmerged ``PeftModel`` (``merge_and_unload`` changes both turns, and its own logits)."""
+@pytest.mark.parametrize(
+    "settings", [{"target_modules": ["lm_head"]}, {"target_modules": ["embed_tokens"]}]
+)
+def test_a_tied_weight_that_the_adapter_changes_once_is_parted(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Oracle: the logits of the unmerged ``PeftModel`` (``merge_and_unload`` changes both turns,
+    and its own logits)."""
     CASES["parted"] = ("llama", TIED, settings)
     model, adapter = make(tmp_path, "parted")
     merge(model, adapter, tmp_path / "merged")
-    assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert (
+        json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"]
+        is False
+    )
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
     torch.testing.assert_close(logits(ours), logits(theirs), rtol=1e-5, atol=1e-5)
@@ -147,16 +172,21 @@ def test_merging_into_a_block_store(codec: Codec, tmp_path: Path) -> None:
             store.read_into(name, parameter)
     expected = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
     merge(tmp_path / "store", adapter, tmp_path / "merged")
-    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").state_dict().items():
+    for name, tensor in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").state_dict().items()
+    ):
         assert tensor.dtype == torch.bfloat16
         torch.testing.assert_close(tensor, expected[name], rtol=2**-7, atol=1e-6)
 
 
 def test_the_checkpoints_own_names_are_kept(tmp_path: Path) -> None:
-    """Oracle: the names in the original files. What the model fuses is written under the model's name."""
+    """Oracle: the names in the original files. What the model fuses is written under the model's
+    name."""
     model, adapter = make(tmp_path, "experts fused")
     seen: list[tuple[int, int]] = []
-    merge(model, adapter, tmp_path / "merged", progress=lambda done, total: seen.append((done, total)))
+    merge(
+        model, adapter, tmp_path / "merged", progress=lambda done, total: seen.append((done, total))
+    )
     theirs: dict[str, torch.Tensor] = {}
     for file in model.glob("*.safetensors"):
         theirs |= load_file(file)
@@ -164,16 +194,25 @@ def test_the_checkpoints_own_names_are_kept(tmp_path: Path) -> None:
     plain = {name for name in theirs if "experts" not in name}
     assert plain == {name for name in ours if "experts" not in name}
     assert {name for name in ours if name not in plain} == {
-        f"model.layers.{layer}.mlp.experts.{leaf}" for layer in (0, 1) for leaf in ("gate_up_proj", "down_proj")
+        f"model.layers.{layer}.mlp.experts.{leaf}"
+        for layer in (0, 1)
+        for leaf in ("gate_up_proj", "down_proj")
     }
     assert seen[-1] == (seen[-1][1], sum(tensor.nbytes for tensor in ours.values()))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_saved_model_loads_in_transformers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: ``from_pretrained`` gives the weights that were saved: tensors, encoded ones decoded, tied ones tied."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(GPT2 if family == "gpt2" else TIED)))
-    weights: dict[str, Any] = {name: parameter.detach() for name, parameter in model.named_parameters()}
+def test_a_saved_model_loads_in_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: ``from_pretrained`` gives the weights that were saved: tensors, encoded ones decoded,
+    tied ones tied."""
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **(GPT2 if family == "gpt2" else TIED))
+    )
+    weights: dict[str, Any] = {
+        name: parameter.detach() for name, parameter in model.named_parameters()
+    }
     name = next(name for name, tensor in weights.items() if tensor.dim() == 2)
     layout = Layout(tuple(weights[name].shape), Codec.INT8)
     encoded_P = encode(weights[name], Codec.INT8, torch.empty(layout.nbytes, dtype=torch.uint8))
@@ -183,7 +222,9 @@ def test_a_saved_model_loads_in_transformers(family: str, tmp_path: Path, monkey
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     for key, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, weights[key].rows(0, layout.rows) if key == name else weights[key])
+        assert torch.equal(
+            parameter, weights[key].rows(0, layout.rows) if key == name else weights[key]
+        )
 
 
 REFUSED = {
@@ -198,7 +239,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_adapters_that_are_no_plain_lora_are_refused(key: str, tmp_path: Path) -> None:
-    """Oracle: the setting that the test wrote into the adapter's configuration. Nothing is left behind."""
+    """Oracle: the setting that the test wrote into the adapter's configuration. Nothing is left
+    behind."""
     model, adapter = make(tmp_path, "rslora")
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), key: REFUSED[key]}))
@@ -225,7 +267,10 @@ def test_another_models_adapter_is_refused(tmp_path: Path) -> None:
         {k.replace("layers.1", "layers.7"): v for k, v in tensors.items()},
         "layers.7.self_attn.q_proj|layers.7.self_attn.v_proj weight",
     )
-    expect({**tensors, "base_model.model.lm_head.weight": torch.zeros(97, 32)}, "lm_head.weight (96, 32)")
+    expect(
+        {**tensors, "base_model.model.lm_head.weight": torch.zeros(97, 32)},
+        "lm_head.weight (96, 32)",
+    )
     expect({**tensors, "base_model.model.score.weight": torch.zeros(2, 32)}, "score.weight")
     (tmp_path / "merged").mkdir()
     with refused(ValueError, "exists"):

@@ -1,4 +1,5 @@
-"""Oracle: TRL's copies of the templates that the families publish; and for what TRL has not, the published text written out."""
+"""Oracle: TRL's copies of the templates that the families publish; and for what TRL has not, the
+published text written out."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from blockwalk.data.named_templates import TEMPLATES
 from tests.conftest import TinyRun
 from tests.support.messages import refused
 
-SYSTEM, USER, ANSWER = ({"role": role, "content": f" {role} é\n"} for role in ("system", "user", "assistant"))
+SYSTEM, USER, ANSWER = (
+    {"role": role, "content": f" {role} é\n"} for role in ("system", "user", "assistant")
+)
 CONVERSATIONS = {
     "question": [USER],
     "answered": [USER, ANSWER],
@@ -32,7 +35,9 @@ def tokenizer(tiny_run: TinyRun) -> Any:
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", PEERS)
-def test_a_template_writes_what_the_family_writes(tokenizer: Any, name: str, conversation: str) -> None:
+def test_a_template_writes_what_the_family_writes(
+    tokenizer: Any, name: str, conversation: str
+) -> None:
     spec = importlib.util.find_spec("trl")
     if spec is None or spec.origin is None:
         pytest.skip("needs trl")
@@ -40,7 +45,9 @@ def test_a_template_writes_what_the_family_writes(tokenizer: Any, name: str, con
     if name == "chatml" and messages[0]["role"] != "system":
         messages = [SYSTEM, *messages]  # Qwen's puts a system prompt of its own before others
     for ask in (False, True):
-        tokenizer.chat_template = (Path(spec.origin).parent / "chat_templates" / f"{PEERS[name]}.jinja").read_text()
+        tokenizer.chat_template = (
+            Path(spec.origin).parent / "chat_templates" / f"{PEERS[name]}.jinja"
+        ).read_text()
         theirs = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
         tokenizer.chat_template = TEMPLATES[name].text
         assert render_chat(tokenizer, messages, add_generation_prompt=ask) == theirs
@@ -48,7 +55,13 @@ def test_a_template_writes_what_the_family_writes(tokenizer: Any, name: str, con
 
 def test_mistral_writes_instructions_in_brackets(tokenizer: Any) -> None:
     tokenizer.chat_template = TEMPLATES["mistral"].text
-    turns = [("system", "Be kind."), ("user", "Hi"), ("assistant", "Ho"), ("user", "And?"), ("assistant", "Yes")]
+    turns = [
+        ("system", "Be kind."),
+        ("user", "Hi"),
+        ("assistant", "Ho"),
+        ("user", "And?"),
+        ("assistant", "Yes"),
+    ]
     messages = [{"role": role, "content": content} for role, content in turns]
     expected = "<s>[INST] Be kind.\n\nHi [/INST] Ho</s>[INST] And? [/INST]"
     assert render_chat(tokenizer, messages[:-1], add_generation_prompt=True) == expected
@@ -63,7 +76,8 @@ def test_a_conversation_that_the_family_refuses_is_refused(tokenizer: Any, name:
 
 
 def test_the_end_of_text_ends_a_turn_where_the_tokenizer_lacks_the_mark(tokenizer: Any) -> None:
-    """Oracle: the tokenizer's vocabulary: an answer must end in one token, at which generation can stop."""
+    """Oracle: the tokenizer's vocabulary: an answer must end in one token, at which generation can
+    stop."""
     set_template(tokenizer, "chatml", {})
     text = render_chat(tokenizer, [USER, ANSWER])
     assert text.endswith(" assistant é\n</s>\n")
@@ -79,10 +93,14 @@ def test_the_end_of_text_ends_a_turn_where_the_tokenizer_lacks_the_mark(tokenize
 
 def test_arguments_reach_the_template_and_a_record_wins(tokenizer: Any, tmp_path: Path) -> None:
     """Oracle: transformers' own ``apply_chat_template`` with the same arguments."""
-    (tmp_path / "mine.jinja").write_text("{{ mood }}:{% for m in messages %}{{ m.content }}{% endfor %}")
+    (tmp_path / "mine.jinja").write_text(
+        "{{ mood }}:{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     set_template(tokenizer, str(tmp_path / "mine.jinja"), {"mood": "calm"})
     for options in ({}, {"mood": "loud"}):
-        theirs = tokenizer.apply_chat_template([USER], tokenize=False, **{"mood": "calm", **options})
+        theirs = tokenizer.apply_chat_template(
+            [USER], tokenize=False, **{"mood": "calm", **options}
+        )
         assert render_chat(tokenizer, [USER], **options) == theirs
 
 
@@ -90,11 +108,17 @@ def test_arguments_reach_the_template_and_a_record_wins(tokenizer: Any, tmp_path
     ("template", "arguments", "words"),
     [
         ("chatmm", {}, ["data.chat_template", "chatmm", "chatml"]),
-        ("chatml", {"add_generation_prompt": True}, ["data.chat_template_arguments", "add_generation_prompt"]),
+        (
+            "chatml",
+            {"add_generation_prompt": True},
+            ["data.chat_template_arguments", "add_generation_prompt"],
+        ),
         ("chatml", {"tools": []}, ["data.chat_template_arguments", "tools"]),
     ],
 )
-def test_what_cannot_be_set_is_refused(tokenizer: Any, template: str, arguments: Any, words: list[str]) -> None:
+def test_what_cannot_be_set_is_refused(
+    tokenizer: Any, template: str, arguments: Any, words: list[str]
+) -> None:
     with pytest.raises(ValueError) as refusal:
         set_template(tokenizer, template, arguments)
     assert all(word in str(refusal.value) for word in words)

@@ -1,5 +1,6 @@
-"""Oracle: each form's published definition, written down undivided in ``tests/support/quantised_files.py``, and transformers
-with the quantisers' own libraries where they run: float32 weights bit for bit."""
+"""Oracle: each form's published definition, written down undivided in
+``tests/support/quantised_files.py``, and transformers with the quantisers' own libraries where they
+run: float32 weights bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ Folders = Callable[..., tuple[Path, Any]]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, tiny_run: TinyRun) -> Folders:
-    """A checkpoint of a kind with a tokenizer, and the model that it stands for, each written once."""
+    """A checkpoint of a kind with a tokenizer, and the model that it stands for, each written
+    once."""
     there: dict[tuple[str, str], tuple[Path, Any]] = {}
 
     def folder_of(kind: str, family: str = "") -> tuple[Path, Any]:
@@ -48,7 +50,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_run: TinyRun) -> Folders
 
 
 def same_weights(folder: Path, model: Any) -> CheckpointFolder:
-    """A source of a checkpoint's weights, each compared with the model's bit for bit, whole and in ranges."""
+    """A source of a checkpoint's weights, each compared with the model's bit for bit, whole and in
+    ranges."""
     source = CheckpointFolder(folder, build_skeleton(folder))
     state = model.state_dict()
     assert set(source.names()) == state.keys()
@@ -62,7 +65,8 @@ def same_weights(folder: Path, model: Any) -> CheckpointFolder:
             continue
         if isinstance(weight, EncodedWeight) and len(weight.shape) == 3:
             assert torch.equal(weight.rows(0, len(whole)), whole.flatten(1)), name
-            weight, whole = weight.expert(1), whole[1]
+            weight = weight.expert(1)
+            whole = whole[1]
         rows, columns = weight.shape
         for first, last in ((0, rows), (3, 5), (rows - 7, rows - 1)):
             assert torch.equal(weight.rows(first, last), whole[first:last]), name
@@ -74,15 +78,19 @@ def same_weights(folder: Path, model: Any) -> CheckpointFolder:
 
 
 @pytest.mark.parametrize(
-    ("kind", "family"), [*((kind, "") for kind in KINDS), ("fp8", "qwen3_moe"), ("gptq", "qwen3_moe")]
+    ("kind", "family"),
+    [*((kind, "") for kind in KINDS), ("fp8", "qwen3_moe"), ("gptq", "qwen3_moe")],
 )
 def test_every_form_is_read_as_it_lies(kind: str, family: str, made: Folders) -> None:
-    """Oracle: the definition of the form; the bytes of the files; and these in one piece, as they travel to a device."""
+    """Oracle: the definition of the form; the bytes of the files; and these in one piece, as they
+    travel to a device."""
     folder, model = made(kind, family)
     source = same_weights(folder, model)
     method = KINDS[kind][0]["quant_method"]
     assert lies_in(folder) is METHODS[method]
-    name = "model.layers.1." + ("mlp.experts.gate_up_proj" if kind == "mxfp4" else "self_attn.o_proj.weight")
+    name = "model.layers.1." + (
+        "mlp.experts.gate_up_proj" if kind == "mxfp4" else "self_attn.o_proj.weight"
+    )
     weight = source.weights([name])[name]
     assert isinstance(weight, EncodedWeight)
     assert source.in_place(name)
@@ -92,12 +100,24 @@ def test_every_form_is_read_as_it_lies(kind: str, family: str, made: Folders) ->
     assert torch.equal(arrived.rows(0, weight.shape[0]), model.state_dict()[name].flatten(1))
     files = [load_file(path) for path in folder.glob("*.safetensors")]
     stem = name.removesuffix(".weight") + ("_" if kind == "mxfp4" else ".")
-    left_out = ("weight_shape", "input_scale", "quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
+    left_out = (
+        "weight_shape",
+        "input_scale",
+        "quant_state.bitsandbytes__nf4",
+        "quant_state.bitsandbytes__fp4",
+    )
     left_out += (
-        ("bias",) if kind == "mxfp4" else () if KINDS[kind][0].get("desc_act") or "actorder" in kind else ("g_idx",)
+        ("bias",)
+        if kind == "mxfp4"
+        else ()
+        if KINDS[kind][0].get("desc_act") or "actorder" in kind
+        else ("g_idx",)
     )
     bytes_read = sum(
-        t.nbytes for part in files for key, t in part.items() if key.startswith(stem) and not key.endswith(left_out)
+        t.nbytes
+        for part in files
+        for key, t in part.items()
+        if key.startswith(stem) and not key.endswith(left_out)
     )
     assert source.prefetch([name]) == bytes_read
     source.release([name])
@@ -111,17 +131,20 @@ def theirs(folder: Path, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if not kind.startswith(("gptq", "awq")) and "actorder" not in kind]
+    "kind",
+    [kind for kind in KINDS if not kind.startswith(("gptq", "awq")) and "actorder" not in kind],
 )
 def test_the_weights_are_those_that_transformers_decodes(kind: str, made: Folders) -> None:
-    """Oracle: ``from_pretrained`` of the same folder, decoded by transformers or by the quantiser's library, bit for bit.
-    GPTQ's and AWQ's own run on a GPU alone, and groups by name have left compressed-tensors: their definition is the oracle
-    above."""
+    """Oracle: ``from_pretrained`` of the same folder, decoded by transformers or by the quantiser's
+    library, bit for bit. GPTQ's and AWQ's own run on a GPU alone, and groups by name have left
+    compressed-tensors: their definition is the oracle above."""
     settings: dict[str, Any] = {}
     if kind.startswith("bitsandbytes"):
         pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: the extra quantisers")
     elif kind.startswith("compressed"):
-        pytest.importorskip("compressed_tensors", reason="needs compressed-tensors: the extra quantisers")
+        pytest.importorskip(
+            "compressed_tensors", reason="needs compressed-tensors: the extra quantisers"
+        )
         from transformers import CompressedTensorsConfig
 
         settings["quantization_config"] = CompressedTensorsConfig(dequantize=True)
@@ -134,17 +157,24 @@ def test_the_weights_are_those_that_transformers_decodes(kind: str, made: Folder
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize(("kind", "nested"), [("nf4", False), ("nf4", True), ("fp4", False), ("fp4", True)])
+@pytest.mark.parametrize(
+    ("kind", "nested"), [("nf4", False), ("nf4", True), ("fp4", False), ("fp4", True)]
+)
 def test_what_bitsandbytes_writes(kind: str, nested: bool, tmp_path: Path) -> None:
     """Oracle: bitsandbytes, which quantises, saves and decodes."""
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: the extra quantisers")
     from transformers import BitsAndBytesConfig
 
     quantised_files.tiny("bitsandbytes").save_pretrained(tmp_path / "dense")  # type: ignore[operator]
-    form = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=nested)
+    form = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=nested
+    )
     model = theirs(tmp_path / "dense", quantization_config=form)
     model.save_pretrained(tmp_path / "model")
-    assert any("nested" in key for key in load_file(tmp_path / "model" / "model.safetensors")) == nested
+    assert (
+        any("nested" in key for key in load_file(tmp_path / "model" / "model.safetensors"))
+        == nested
+    )
     decoded = theirs(tmp_path / "model")
     decoded.dequantize()
     same_weights(tmp_path / "model", decoded).close()
@@ -152,17 +182,23 @@ def test_what_bitsandbytes_writes(kind: str, nested: bool, tmp_path: Path) -> No
 
 def test_awq_is_what_compressed_tensors_makes_of_it(made: Folders) -> None:
     """Oracle: compressed-tensors' converter of AutoAWQ's matrices, and its decompression."""
-    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors: the extra quantisers")
+    pytest.importorskip(
+        "compressed_tensors", reason="needs compressed-tensors: the extra quantisers"
+    )
     from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 
     folder, model = made("awq")
     stem = "model.layers.0.mlp.up_proj"
-    tensors = {key: t for path in folder.glob("*.safetensors") for key, t in load_file(path).items()}
+    tensors = {
+        key: t for path in folder.glob("*.safetensors") for key, t in load_file(path).items()
+    }
     codes, scales, zeros = AutoAWQConverter()._convert_gemm_module(
         *(tensors[f"{stem}.{leaf}"] for leaf in ("qweight", "scales", "qzeros"))
     )
     each = 32
-    weights = (codes.float() - zeros.repeat_interleave(each, 1)) * scales.float().repeat_interleave(each, 1)
+    weights = (codes.float() - zeros.repeat_interleave(each, 1)) * scales.float().repeat_interleave(
+        each, 1
+    )
     assert torch.equal(model.state_dict()[f"{stem}.weight"], weights)
 
 
@@ -173,12 +209,14 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", ["fp8", "bitsandbytes nested", "gptq desc_act", "awq", "compressed-tensors int4", "mxfp4"]
+    "kind",
+    ["fp8", "bitsandbytes nested", "gptq desc_act", "awq", "compressed-tensors int4", "mxfp4"],
 )
 def test_one_command_trains_and_the_others_take_the_folder(
     kind: str, made: Folders, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the model that the folder stands for, in float32: losses before and after, tokens; PEFT's merged weights."""
+    """Oracle: the model that the folder stands for, in float32: losses before and after, tokens;
+    PEFT's merged weights."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -187,27 +225,38 @@ def test_one_command_trains_and_the_others_take_the_folder(
     shutil.copytree(written, folder)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     base = [*tiny_run.arguments(tmp_path / "run"), "--compute_dtype", "float32", "--model", folder]
-    assert re.search(r"frozen +disk × raw", command(capsys, "plan", *base)), "codes are not rounded again"
+    assert re.search(r"frozen +disk × raw", command(capsys, "plan", *base)), (
+        "codes are not rounded again"
+    )
     lora = ["--max_steps", 3, "--lora.rank", 4, "--optimizer.learning_rate", "1e-2"]
     scored = json.loads(command(capsys, "eval", *base, "--json"))["loss"]
     command(capsys, "train", *base, *lora)
     adapter = tmp_path / "run" / "adapter"
-    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
+    assert json.loads((adapter / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(folder)
     after = json.loads(command(capsys, "eval", *base, "--json", "--adapter", adapter))["loss"]
     assert after < scored - 0.01
 
     dense = written.parent / "model-dense"
     plain = [*base[:-1], dense, "--method", "plain"]
-    assert scored == pytest.approx(json.loads(command(capsys, "eval", *plain, "--json"))["loss"], rel=1e-5)
+    assert scored == pytest.approx(
+        json.loads(command(capsys, "eval", *plain, "--json"))["loss"], rel=1e-5
+    )
     assert after == pytest.approx(
-        json.loads(command(capsys, "eval", *plain, "--json", "--adapter", adapter))["loss"], rel=1e-5
+        json.loads(command(capsys, "eval", *plain, "--json", "--adapter", adapter))["loss"],
+        rel=1e-5,
     )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("the", return_tensors="pt")["input_ids"]
-    greedy = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
+    greedy = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=1)[
+        0, ids.shape[1] :
+    ]
     said = command(capsys, "generate", *base, "--prompt", "the", "--max_new_tokens", 4)
     text = tokenizer.decode(greedy, skip_special_tokens=True)
-    assert said.rstrip("\n") == re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda c: f"\\x{ord(c[0]):02x}", text)
+    assert said.rstrip("\n") == re.sub(
+        r"[\x00-\x08\x0b-\x1f\x7f]", lambda c: f"\\x{ord(c[0]):02x}", text
+    )
 
     assert main.main(["merge", str(folder), str(adapter), str(tmp_path / "merged")]) == 2
     asked = capsys.readouterr().err
@@ -215,7 +264,9 @@ def test_one_command_trains_and_the_others_take_the_folder(
     assert not (tmp_path / "merged").exists()
     command(capsys, "merge", folder, adapter, tmp_path / "merged", "--dtype", "float32")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").state_dict()
-    with_adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32), adapter)
+    with_adapter = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32), adapter
+    )
     for name, tensor in with_adapter.merge_and_unload().state_dict().items():  # type: ignore[operator]
         torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-7)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
@@ -224,7 +275,8 @@ def test_one_command_trains_and_the_others_take_the_folder(
 def test_nothing_is_rounded_again(
     made: Folders, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the contract: codes are read as they lie, packed where that is asked for by name, and not trained themselves."""
+    """Oracle: the contract: codes are read as they lie, packed where that is asked for by name, and
+    not trained themselves."""
     folder, model = made("awq")
     train = ["train", *tiny_run.arguments(tmp_path / "run"), "--model", folder]
     for arguments, message in (
@@ -239,9 +291,13 @@ def test_nothing_is_rounded_again(
         assert error.count("\n") == 1, error
     command(capsys, "pack", folder, tmp_path / "store", "--codec", "int8")
     assert "quantization_config" not in (tmp_path / "store" / "config.json").read_text()
-    with blockwalk.Walker(tmp_path / "store", blockwalk.method("mebp", frozen="disk × int8"), training=False) as walker:
+    with blockwalk.Walker(
+        tmp_path / "store", blockwalk.method("mebp", frozen="disk × int8"), training=False
+    ) as walker:
         found = walker.evaluate(random_batch())
-    assert found.loss_sum / found.tokens == pytest.approx(model(**random_batch()).loss.item(), rel=1e-2)
+    assert found.loss_sum / found.tokens == pytest.approx(
+        model(**random_batch()).loss.item(), rel=1e-2
+    )
 
 
 def change(folder: Path, key: str, to: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
@@ -250,7 +306,11 @@ def change(folder: Path, key: str, to: Callable[[torch.Tensor], torch.Tensor | N
         tensors = load_file(path)
         if key in tensors:
             new = to(tensors.pop(key))
-            save_file({**tensors, **({} if new is None else {key: new.contiguous()})}, path, {"format": "pt"})
+            save_file(
+                {**tensors, **({} if new is None else {key: new.contiguous()})},
+                path,
+                {"format": "pt"},
+            )
             return
     raise AssertionError(key)
 
@@ -261,9 +321,11 @@ def configure(folder: Path, **settings: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts.down_proj"
+UP = "model.layers.0.mlp.up_proj"
+DOWN = "model.layers.0.mlp.experts.down_proj"
 NOTE = ".weight.quant_state.bitsandbytes__nf4"
-INT4, ONE = "compressed-tensors int4", r"compressed-tensors fp8"
+INT4 = "compressed-tensors int4"
+ONE = r"compressed-tensors fp8"
 WRONG: list[tuple[str, dict[str, Any] | tuple[str, Callable[[torch.Tensor], torch.Tensor | None]], str]] = [
     ("awq", {"quant_method": "quark"}, "config.json quant_method quark fp8 GGUF"),
     ("awq", {"quant_method": ["awq"]}, "config.json damaged"),
@@ -296,11 +358,16 @@ WRONG: list[tuple[str, dict[str, Any] | tuple[str, Callable[[torch.Tensor], torc
 
 def said(state: torch.Tensor, **changes: Any) -> torch.Tensor:
     """bitsandbytes' note with other values."""
-    return torch.tensor(list(json.dumps({**json.loads(bytes(state.tolist())), **changes}).encode()), dtype=torch.uint8)
+    return torch.tensor(
+        list(json.dumps({**json.loads(bytes(state.tolist())), **changes}).encode()),
+        dtype=torch.uint8,
+    )
 
 
 @pytest.mark.parametrize(("kind", "spoil", "message"), WRONG)
-def test_what_cannot_be_read_gets_one_line(kind: str, spoil: Any, message: str, made: Folders, tmp_path: Path) -> None:
+def test_what_cannot_be_read_gets_one_line(
+    kind: str, spoil: Any, message: str, made: Folders, tmp_path: Path
+) -> None:
     """Oracle: the defect that the test made; the line names the file."""
     folder = tmp_path / "model"
     shutil.copytree(made(kind)[0], folder)
@@ -314,7 +381,9 @@ def test_what_cannot_be_read_gets_one_line(kind: str, spoil: Any, message: str, 
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_was_cut_off(made: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_was_cut_off(
+    made: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the length that the test left; the command writes nothing."""
     folder = tmp_path / "model"
     shutil.copytree(made("gptq")[0], folder)

@@ -1,4 +1,5 @@
-"""Oracle: transformers itself. A zeroth-order run's saved model loads there and has the walker's loss, experts included."""
+"""Oracle: transformers itself. A zeroth-order run's saved model loads there and has the walker's
+loss, experts included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Oracle: transformers with PEFT, its greedy answers to what its chat template writes; and the operating system's signals."""
+"""Oracle: transformers with PEFT, its greedy answers to what its chat template writes; and the
+operating system's signals."""
 
 from __future__ import annotations
 
@@ -42,7 +43,16 @@ def trained(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path
         "--data.chat_template",
         "chatml",
     ]
-    steps = ["--batch_size", "4", "--max_steps", "4", "--save_every", "2", "--optimizer.learning_rate", "1e-2"]
+    steps = [
+        "--batch_size",
+        "4",
+        "--max_steps",
+        "4",
+        "--save_every",
+        "2",
+        "--optimizer.learning_rate",
+        "1e-2",
+    ]
     more = ["--method", "plain", "--lora.rank", "2", "--output_dir", str(folder / "run")]
     assert main.main(["train", *flags, *steps, *more]) == 0
     return folder / "run"
@@ -51,8 +61,12 @@ def trained(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path
 def theirs(tiny_run: TinyRun, adapter: Path, messages: list[dict[str, str]], count: int) -> str:
     """The answer of transformers and PEFT."""
     tokenizer = AutoTokenizer.from_pretrained(adapter)
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_run.model), str(adapter))
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny_run.model), str(adapter)
+    )
+    ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     out = model.generate(**ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
     return str(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
 
@@ -64,10 +78,23 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_the_line_after_training_can_be_pasted(
-    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "a run"
-    text = said(capsys, "train", *tiny_run.arguments(out), "--method", "plain", "--lora.rank", "2", "--max_steps", "1")
+    text = said(
+        capsys,
+        "train",
+        *tiny_run.arguments(out),
+        "--method",
+        "plain",
+        "--lora.rank",
+        "2",
+        "--max_steps",
+        "1",
+    )
     (line,) = [line for line in text.splitlines() if line.startswith("try it")]
     program, *command = shlex.split(line.removeprefix("try it"))
     assert program == "blockwalk"
@@ -90,11 +117,21 @@ def test_a_run_answers_with_its_adapter_and_a_system_prompt(
     assert said(capsys, "generate", str(moved), *asked) == expected + "\n"
     history = [user, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "so"}]
     (tmp_path / "m.json").write_text(json.dumps({"messages": history}))
-    answer = said(capsys, "generate", str(trained), "--messages", str(tmp_path / "m.json"), "--max_new_tokens", "6")
+    answer = said(
+        capsys,
+        "generate",
+        str(trained),
+        "--messages",
+        str(tmp_path / "m.json"),
+        "--max_new_tokens",
+        "6",
+    )
     assert answer == theirs(tiny_run, trained / "adapter", history, 6) + "\n"
 
 
-def test_a_model_folder_is_a_run_to_generate_with(tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_folder_is_a_run_to_generate_with(
+    tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ["--prompt", "fresh", "--max_new_tokens", "4"]
     assert said(capsys, "generate", str(tiny_run.model), *flags) == said(
         capsys, "generate", "--model", str(tiny_run.model), *flags
@@ -104,23 +141,48 @@ def test_a_model_folder_is_a_run_to_generate_with(tiny_run: TinyRun, capsys: pyt
 def test_any_checkpoint_is_an_adapter(
     tiny_run: TinyRun, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: a run that ends at the checkpoint's step, whose adapter is written in the ordinary way."""
-    settings = ["train", str(trained / "config.yaml"), "--output_dir", str(tmp_path / "short"), "--max_steps", "2"]
+    """Oracle: a run that ends at the checkpoint's step, whose adapter is written in the ordinary
+    way."""
+    settings = [
+        "train",
+        str(trained / "config.yaml"),
+        "--output_dir",
+        str(tmp_path / "short"),
+        "--max_steps",
+        "2",
+    ]
     assert main.main(settings) == 0
     checkpoint = str(trained / "checkpoint-000002")
-    flags = ["--model", str(tiny_run.model), "--method", "plain", "--chat", "--prompt", "hi", "--max_new_tokens", "5"]
+    flags = [
+        "--model",
+        str(tiny_run.model),
+        "--method",
+        "plain",
+        "--chat",
+        "--prompt",
+        "hi",
+        "--max_new_tokens",
+        "5",
+    ]
     of_checkpoint = said(capsys, "generate", *flags, "--adapter", checkpoint)
-    assert of_checkpoint == said(capsys, "generate", *flags, "--adapter", str(tmp_path / "short" / "adapter"))
+    assert of_checkpoint == said(
+        capsys, "generate", *flags, "--adapter", str(tmp_path / "short" / "adapter")
+    )
     for adapter, out in ((checkpoint, "one"), (str(tmp_path / "short"), "two")):
         assert main.main(["merge", str(tiny_run.model), adapter, str(tmp_path / out)]) == 0
     for name in ("model.safetensors", "chat_template.jinja"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     evaluation = ["eval", *tiny_run.arguments(tmp_path), "--method", "plain", "--json"]
-    figures = [said(capsys, *evaluation, "--adapter", str(each)) for each in (checkpoint, tmp_path / "short")]
+    figures = [
+        said(capsys, *evaluation, "--adapter", str(each))
+        for each in (checkpoint, tmp_path / "short")
+    ]
     assert figures[0] == figures[1]
 
 
-@pytest.mark.parametrize(("method", "words"), [("plain", "--resume_from_checkpoint"), ("mezo", "blockwalk replay")])
+@pytest.mark.parametrize(
+    ("method", "words"), [("plain", "--resume_from_checkpoint"), ("mezo", "blockwalk replay")]
+)
 def test_a_checkpoint_without_an_adapter_says_what_gives_its_weights(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, words: str
 ) -> None:
@@ -128,7 +190,20 @@ def test_a_checkpoint_without_an_adapter_says_what_gives_its_weights(
     flags = ["--method", method, "--lora", "false", "--max_steps", "1", "--save_every", "1"]
     assert main.main(["train", *tiny_run.arguments(out), *flags]) == 0
     (checkpoint,) = [path for path in out.glob("checkpoint-*") if path.name.endswith("1")]
-    assert main.main(["generate", "--model", str(tiny_run.model), "--adapter", str(checkpoint), "--prompt", "x"]) == 2
+    assert (
+        main.main(
+            [
+                "generate",
+                "--model",
+                str(tiny_run.model),
+                "--adapter",
+                str(checkpoint),
+                "--prompt",
+                "x",
+            ]
+        )
+        == 2
+    )
     error = capsys.readouterr().err
     assert words in error
     match = re.search(r"blockwalk ((train|replay) .*?)( writes them)?\n", error)
@@ -161,7 +236,10 @@ def test_positions_are_the_limit(tiny_run: TinyRun, capsys: pytest.CaptureFixtur
 
 
 def test_a_chat_without_a_terminal_is_line_in_line_out(
-    tiny_run: TinyRun, trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_run: TinyRun,
+    trained: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\nso\n/new\nhi\n"))
     lines = said(capsys, "chat", str(trained), "--system", "s", "--max_new_tokens", "4")
@@ -191,14 +269,27 @@ def test_old_turns_are_left_out_where_positions_end(
 
 
 def test_control_c_ends_an_answer_and_then_the_program(trained: Path) -> None:
-    """Oracle: signals of the operating system to a process of its own, while its answer is printed."""
-    command = [sys.executable, "-m", "blockwalk", "chat", str(trained), "--max_new_tokens", "90", "--temperature", "9"]
+    """Oracle: signals of the operating system to a process of its own, while its answer is
+    printed."""
+    command = [
+        sys.executable,
+        "-m",
+        "blockwalk",
+        "chat",
+        str(trained),
+        "--max_new_tokens",
+        "90",
+        "--temperature",
+        "9",
+    ]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     heeds = functools.partial(
         signal.signal, signal.SIGINT, signal.SIG_DFL
     )  # a test in the background inherits a deaf ear
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, env=environment, bufsize=0, preexec_fn=heeds, **pipes) as process:
+    with subprocess.Popen(
+        command, env=environment, bufsize=0, preexec_fn=heeds, **pipes
+    ) as process:
         assert process.stdin
         assert process.stdout
         guard = threading.Timer(240, process.kill)
@@ -210,7 +301,9 @@ def test_control_c_ends_an_answer_and_then_the_program(trained: Path) -> None:
         while not written.endswith(b"\n"):
             written += process.stdout.read(1)
         assert process.poll() is None
-        for _ in range(3):  # the answer may have had a line's end of its own, before the first signal was seen
+        for _ in range(
+            3
+        ):  # the answer may have had a line's end of its own, before the first signal was seen
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
@@ -220,7 +313,8 @@ def test_control_c_ends_an_answer_and_then_the_program(trained: Path) -> None:
 
 
 def test_pieces_of_a_stream_are_the_text(tiny_run: TinyRun) -> None:
-    """Oracle: the tokenizer, which decodes all tokens at once; here each byte is one, and no piece has half a character."""
+    """Oracle: the tokenizer, which decodes all tokens at once; here each byte is one, and no piece
+    has half a character."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_run.model)
     text = "né 漢字 🙂 end"
     stream = TextStream(tokenizer)

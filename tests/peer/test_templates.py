@@ -1,4 +1,5 @@
-"""Oracle: transformers. The token ids of its chat templates, and the assistant mask from ``{% generation %}`` marks."""
+"""Oracle: transformers. The token ids of its chat templates, and the assistant mask from ``{%
+generation %}`` marks."""
 
 from __future__ import annotations
 
@@ -21,23 +22,27 @@ WORDS = [
     "é ü 漢字",
 ]
 
-# Each template twice: with the marks that transformers' mask needs, and, as nearly all published ones, without.
+# Each template twice: with the marks that transformers' mask needs, and, as nearly all published
+# ones, without.
 PLAIN = (
     "<s>{% for m in messages %}<|{{ m['role'] }}|>\n"
-    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}</s>{% endgeneration %}{{ '\\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}</s>{% endgeneration %}{{"
+    " '\\n' }}"
     "{% else %}{{ m['content'] }}</s>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 BRACKETS = (
     "{% for m in messages %}{% if m['role'] == 'user' %}[ASK] {{ m['content'] }} [/ASK]"
-    "{% elif m['role'] == 'assistant' %}{% generation %} {{ m['content'] | trim }}</s>{% endgeneration %}"
+    "{% elif m['role'] == 'assistant' %}{% generation %} {{ m['content'] | trim }}</s>{%"
+    " endgeneration %}"
     "{% else %}{{ m['content'] }}\n{% endif %}{% endfor %}"
 )
 # The end of a conversation is written once, after the last turn.
 LAST_END = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}A:"
     "{% generation %} {{ m['content'] }}{% endgeneration %}{{ '\\n' }}"
-    "{% else %}Q: {{ m['content'] }}\n{% endif %}{% if loop.last and not add_generation_prompt %}</s>{% endif %}"
+    "{% else %}Q: {{ m['content'] }}\n{% endif %}{% if loop.last and not add_generation_prompt"
+    " %}</s>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
 )
 TEMPLATES = {"plain": PLAIN, "brackets": BRACKETS, "last_end": LAST_END}
@@ -68,7 +73,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe.train_from_iterator(
         WORDS * 3,
-        trainers.BpeTrainer(vocab_size=330, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=330, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
 
@@ -83,21 +90,30 @@ def turns(name: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_ids_and_mask_are_those_of_transformers(tokenizer: Any, template: str, conversation: str) -> None:
+def test_ids_and_mask_are_those_of_transformers(
+    tokenizer: Any, template: str, conversation: str
+) -> None:
     messages = turns(conversation)
     tokenizer.chat_template = TEMPLATES[template]
-    theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    theirs = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
     tokenizer.chat_template = unmarked(TEMPLATES[template])
     encoded = encode([Record({"messages": messages}, "x")], tokenizer, max_length=512)
     ids, mask = encoded[0]
     assert ids.tolist() == theirs["input_ids"]
     expected = theirs["assistant_masks"]
     if template == "last_end" and conversation != "user_last":
-        # What follows the last turn stands outside of the marks. It is learnt too: it is what stops generation.
+        # What follows the last turn stands outside of the marks. It is learnt too: it is what stops
+        # generation.
         after = len(expected) - expected[::-1].index(1)
         expected[after:] = [1] * (len(expected) - after)
-    if conversation == "assistant_first":  # an opening turn answers nothing, and what it was given is not known
-        expected[: expected.index(0, expected.index(1))] = [0] * expected.index(0, expected.index(1))
+    if (
+        conversation == "assistant_first"
+    ):  # an opening turn answers nothing, and what it was given is not known
+        expected[: expected.index(0, expected.index(1))] = [0] * expected.index(
+            0, expected.index(1)
+        )
     assert encoded.report.turns_left_out == (conversation == "assistant_first")
     assert mask.astype(int).tolist() == expected
     assert 0 < mask.sum() < len(mask)
@@ -107,12 +123,15 @@ def test_turns_that_the_template_rewrites_are_left_out_and_counted(tokenizer: An
     """A template that opens a reasoning section in the last turn only, as Qwen3's does."""
     tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m['role'] }}|>"
-        "{% if m['role'] == 'assistant' and loop.last %}{% generation %}<think></think>{{ m['content'] }}</s>"
+        "{% if m['role'] == 'assistant' and loop.last %}{% generation %}<think></think>{{"
+        " m['content'] }}</s>"
         "{% endgeneration %}{% else %}{{ m['content'] }}</s>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     messages = turns("system_and_three")
-    theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    theirs = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
     encoded = encode([Record({"messages": messages}, "x")], tokenizer, max_length=512)
     assert encoded[0][0].tolist() == theirs["input_ids"]
     assert encoded[0][1].astype(int).tolist() == theirs["assistant_masks"]
@@ -121,17 +140,20 @@ def test_turns_that_the_template_rewrites_are_left_out_and_counted(tokenizer: An
 
 
 def test_a_turn_whose_reasoning_the_prompt_opens_and_the_template_drops(tokenizer: Any) -> None:
-    """transformers' assistant mask of a template of DeepSeek-R1's form: its generation prompt ends in open reasoning,
-    and a turn is written without its own."""
+    """transformers' assistant mask of a template of DeepSeek-R1's form: its generation prompt ends
+    in open reasoning, and a turn is written without its own."""
     template = (
         "<s>{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{% generation %}"
-        "{{ m['content'].split('</think>')[-1] }}</s>{% endgeneration %}{% else %}<|{{ m['role'] }}|>{{ m['content'] }}"
+        "{{ m['content'].split('</think>')[-1] }}</s>{% endgeneration %}{% else %}<|{{ m['role']"
+        " }}|>{{ m['content'] }}"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
     )
     messages = turns("system_and_three")
     messages[4]["content"] = "<think>\none two</think>" + messages[4]["content"]
     tokenizer.chat_template = template
-    theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    theirs = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
     tokenizer.chat_template = unmarked(template)
     encoded = encode([Record({"messages": messages}, "x")], tokenizer, max_length=512)
     assert encoded[0][0].tolist() == theirs["input_ids"]
@@ -150,7 +172,9 @@ def test_what_precedes_the_learnt_tokens_is_what_generation_is_given(tokenizer: 
     """transformers' generation prompt, token by token: training and inference see the same ids."""
     tokenizer.chat_template = unmarked(PLAIN)
     messages = turns("one_turn")
-    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    prompt = tokenizer.apply_chat_template(
+        messages[:1], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
     ids, mask = encode([Record({"messages": messages}, "x")], tokenizer, max_length=512)[0]
     assert ids[: mask.argmax()].tolist() == prompt
 

@@ -1,5 +1,6 @@
-"""Oracle: torch and transformers themselves. A checkpoint that ``torch.save`` wrote is read where it lies, bit for bit what
-``from_pretrained`` loads; a file that is no such checkpoint gets one line."""
+"""Oracle: torch and transformers themselves. A checkpoint that ``torch.save`` wrote is read where
+it lies, bit for bit what ``from_pretrained`` loads; a file that is no such checkpoint gets one
+line."""
 
 from __future__ import annotations
 
@@ -29,10 +30,15 @@ def saved(folder: Path, parts: int = 1, **options: Any) -> Path:
     if parts == 1:
         torch.save(dict(state), folder / "pytorch_model.bin")
         return folder
-    files = {f"pytorch_model-{i + 1:05d}-of-{parts:05d}.bin": dict(state[i::parts]) for i in range(parts)}
+    files = {
+        f"pytorch_model-{i + 1:05d}-of-{parts:05d}.bin": dict(state[i::parts]) for i in range(parts)
+    }
     for name, part in files.items():
         torch.save(part, folder / name)
-    index = {"metadata": {}, "weight_map": {key: name for name, part in files.items() for key in part}}
+    index = {
+        "metadata": {},
+        "weight_map": {key: name for name, part in files.items() for key in part},
+    }
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     return folder
 
@@ -51,8 +57,10 @@ def test_every_tensor_is_what_from_pretrained_loads(tmp_path: Path, parts: int, 
 
 
 def test_tensors_are_views_of_the_map(tmp_path: Path) -> None:
-    """Oracle: the file itself. A change of its bytes shows in a tensor that was handed out before."""
-    folder, name = saved(tmp_path / "model"), "model.norm.weight"
+    """Oracle: the file itself. A change of its bytes shows in a tensor that was handed out
+    before."""
+    folder = saved(tmp_path / "model")
+    name = "model.norm.weight"
     source = CheckpointFolder(folder, build_skeleton(folder))
     view = source.weights([name])[name]
     with open(folder / "pytorch_model.bin", "r+b") as file:
@@ -112,7 +120,8 @@ def test_what_cannot_be_read_gets_one_line(
 
 
 def test_a_bare_pickle_takes_no_memory(tmp_path: Path) -> None:
-    """Oracle: Python's own count of what it allocated, for a text that says that it is a gigabyte long."""
+    """Oracle: Python's own count of what it allocated, for a text that says that it is a gigabyte
+    long."""
     path = tmp_path / "pytorch_model.bin"
     path.write_bytes(b"X" + struct.pack("<I", 1 << 30) + b"short")
     tracemalloc.start()

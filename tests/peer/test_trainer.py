@@ -1,5 +1,5 @@
-"""Oracle: ``transformers.Trainer`` itself on the same model in memory: losses, learning rates, evaluations and weights; its own
-callbacks and TRL's; a run that was not interrupted."""
+"""Oracle: ``transformers.Trainer`` itself on the same model in memory: losses, learning rates,
+evaluations and weights; its own callbacks and TRL's; a run that was not interrupted."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def rows(count: int, seed: int) -> list[dict[str, list[int]]]:
-    drawn = torch.randint(3, 101, (count, 12), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [{"input_ids": ids, "attention_mask": [1] * 12, "labels": [-100, -100, *ids[2:]]} for ids in drawn]
+    drawn = torch.randint(
+        3, 101, (count, 12), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+    return [
+        {"input_ids": ids, "attention_mask": [1] * 12, "labels": [-100, -100, *ids[2:]]}
+        for ids in drawn
+    ]
 
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
@@ -46,7 +51,11 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
 
 
 def trainer(cls: Any, folder: Path, *, train: int = 20, callbacks: Any = None, **more: Any) -> Any:
-    data = {"train_dataset": rows(train, 1), "eval_dataset": rows(8, 2), "data_collator": default_data_collator}
+    data = {
+        "train_dataset": rows(train, 1),
+        "eval_dataset": rows(8, 2),
+        "data_collator": default_data_collator,
+    }
     return cls(tiny_model("llama"), args=arguments(folder, **more), callbacks=callbacks, **data)
 
 
@@ -64,7 +73,8 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 
 def test_a_run_is_that_of_the_trainer(both: tuple[Any, Any]) -> None:
-    """Two accumulated batches a step, a warm-up, a cosine, clipping: the same figures to rounding."""
+    """Two accumulated batches a step, a warm-up, a cosine, clipping: the same figures to
+    rounding."""
     ours, theirs = both
     for name in ("loss", "learning_rate", "eval_loss", "grad_norm"):
         assert history(ours, name) == pytest.approx(history(theirs, name), rel=2e-4), name
@@ -74,7 +84,9 @@ def test_a_run_is_that_of_the_trainer(both: tuple[Any, Any]) -> None:
     matched = 0
     for name, tensor in theirs.model.state_dict().items():
         for key in (
-            key for key in found if key.endswith(name) and "exp_avg" not in key and found[key].shape == tensor.shape
+            key
+            for key in found
+            if key.endswith(name) and "exp_avg" not in key and found[key].shape == tensor.shape
         ):
             torch.testing.assert_close(found[key].float(), tensor, atol=2e-5, rtol=1e-3, msg=name)
             matched += 1
@@ -97,14 +109,21 @@ def test_a_resumed_run_ends_alike(both: tuple[Any, Any], tmp_path: Path) -> None
     half = trainer(BlockwalkTrainer, tmp_path)
     checkpoint = Path(ours.args.output_dir) / "checkpoint-3"
     half.train(resume_from_checkpoint=str(checkpoint))
-    assert history(half, "loss") == history(ours, "loss"), "the first three from the trainer's own state"
-    again, whole = half.walker.state_dict(), ours.walker.state_dict()
-    assert all(torch.equal(again[key], whole[key]) for key in whole if isinstance(whole[key], torch.Tensor))
+    assert history(half, "loss") == history(ours, "loss"), (
+        "the first three from the trainer's own state"
+    )
+    again = half.walker.state_dict()
+    whole = ours.walker.state_dict()
+    assert all(
+        torch.equal(again[key], whole[key]) for key in whole if isinstance(whole[key], torch.Tensor)
+    )
 
 
-def test_callbacks_of_transformers_and_trl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rate so high that the loss rises: early stopping ends the run and goes back to the best weights. An adapter is trained,
-    in batches of which the last is cut."""
+def test_callbacks_of_transformers_and_trl(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rate so high that the loss rises: early stopping ends the run and goes back to the best
+    weights. An adapter is trained, in batches of which the last is cut."""
     from trl import RichProgressCallback
 
     calm = {
@@ -115,11 +134,21 @@ def test_callbacks_of_transformers_and_trl(tmp_path: Path, capsys: pytest.Captur
         "warmup_steps": 0,
         "max_grad_norm": 0.0,
     }
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "gradient_accumulation_steps": 2}
+    best = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "gradient_accumulation_steps": 2,
+    }
     callbacks = [EarlyStoppingCallback(early_stopping_patience=2), RichProgressCallback()]
-    data = {"train_dataset": rows(7, 1), "eval_dataset": rows(8, 2), "data_collator": default_data_collator}
+    data = {
+        "train_dataset": rows(7, 1),
+        "eval_dataset": rows(8, 2),
+        "data_collator": default_data_collator,
+    }
     args = arguments(tmp_path, **calm, **best)
-    done = BlockwalkTrainer(tiny_model("llama"), args, lora={"rank": 2}, callbacks=callbacks, **data)
+    done = BlockwalkTrainer(
+        tiny_model("llama"), args, lora={"rank": 2}, callbacks=callbacks, **data
+    )
     done.train()
     losses = history(done, "eval_loss")
     assert done.state.global_step == len(losses) < 12
@@ -137,6 +166,10 @@ def test_callbacks_of_transformers_and_trl(tmp_path: Path, capsys: pytest.Captur
         ("plain", {"torch_compile": True}, "torch_compile True"),
     ],
 )
-def test_arguments_that_the_walk_does_not_follow(plan: str, settings: Any, words: str, tmp_path: Path) -> None:
+def test_arguments_that_the_walk_does_not_follow(
+    plan: str, settings: Any, words: str, tmp_path: Path
+) -> None:
     with refused(ValueError, words):
-        BlockwalkTrainer(tiny_model("llama"), arguments(tmp_path, **settings), plan=blockwalk.method(plan))
+        BlockwalkTrainer(
+            tiny_model("llama"), arguments(tmp_path, **settings), plan=blockwalk.method(plan)
+        )

@@ -1,5 +1,6 @@
-"""Oracle: ``transformers.Trainer`` with the same arguments, collator and data: its losses, learning rates, evaluations and
-checkpoints; and the fields and methods that the installed transformers has."""
+"""Oracle: ``transformers.Trainer`` with the same arguments, collator and data: its losses, learning
+rates, evaluations and checkpoints; and the fields and methods that the installed transformers
+has."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = (5, 9, 12, 7)
-    drawn = [torch.randint(3, 101, (lengths[n % 4],), generator=generator).tolist() for n in range(count)]
+    drawn = [
+        torch.randint(3, 101, (lengths[n % 4],), generator=generator).tolist() for n in range(count)
+    ]
     return [{"input_ids": ids, "labels": ids} for ids in drawn]
 
 
@@ -33,9 +36,12 @@ def padded(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     longest = max(len(each["input_ids"]) for each in examples)
 
     def laid(name: str, filling: int) -> torch.Tensor:
-        return torch.tensor([[*each[name], *[filling] * (longest - len(each[name]))] for each in examples])
+        return torch.tensor(
+            [[*each[name], *[filling] * (longest - len(each[name]))] for each in examples]
+        )
 
-    ids, labels = laid("input_ids", 0), laid("labels", -100)
+    ids = laid("input_ids", 0)
+    labels = laid("labels", -100)
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
 
 
@@ -111,12 +117,18 @@ FOLLOWED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("more", FOLLOWED.values(), ids=FOLLOWED)
 def test_what_is_followed_is_as_in_a_trainer(more: dict[str, Any], tmp_path: Path) -> None:
-    alike(run(BlockwalkTrainer, tmp_path / "ours", **more), run(Trainer, tmp_path / "theirs", **more))
+    alike(
+        run(BlockwalkTrainer, tmp_path / "ours", **more), run(Trainer, tmp_path / "theirs", **more)
+    )
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_documents_of_a_flattened_row_do_not_see_one_another(parts: int, tmp_path: Path) -> None:
-    more = {"per_device_train_batch_size": 4 // parts, "gradient_accumulation_steps": parts, "eval_strategy": "steps"}
+    more = {
+        "per_device_train_batch_size": 4 // parts,
+        "gradient_accumulation_steps": parts,
+        "eval_strategy": "steps",
+    }
     more["eval_steps"] = 3
     ours = run(BlockwalkTrainer, tmp_path / "ours", collator=DataCollatorWithFlattening(), **more)
     alike(ours, run(Trainer, tmp_path / "theirs", **more))
@@ -145,7 +157,9 @@ def test_the_table_has_every_field_and_method() -> None:
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_what_is_refused_is_named_before_the_model_is_opened(more: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_refused_is_named_before_the_model_is_opened(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
     with refused(ValueError, next(iter(more))):
         BlockwalkTrainer("/nowhere", arguments(tmp_path, **more))
 
@@ -177,7 +191,9 @@ def test_an_overridden_loss_is_refused() -> None:
         Own("/nowhere")
 
 
-@pytest.mark.parametrize("name", ["optimizer_cls_and_kwargs", "compute_metrics", "preprocess_logits_for_metrics"])
+@pytest.mark.parametrize(
+    "name", ["optimizer_cls_and_kwargs", "compute_metrics", "preprocess_logits_for_metrics"]
+)
 def test_what_needs_the_model_is_refused(name: str, tmp_path: Path) -> None:
     with refused(ValueError, name):
         BlockwalkTrainer("/nowhere", arguments(tmp_path), **{name: (torch.optim.SGD, {})})
@@ -193,11 +209,19 @@ def test_an_unknown_column_is_refused(tmp_path: Path) -> None:
 
 def test_best_weights_without_the_rest_and_a_second_run_in_the_folder(tmp_path: Path) -> None:
     """A rate so high that the loss rises: the best weights are the first ones."""
-    more = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.5}
+    more = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "learning_rate": 0.5,
+    }
     best = {"load_best_model_at_end": True, "save_only_model": True}
     for _ in range(2):
         ours = run(BlockwalkTrainer, tmp_path, **more, **best)
-        assert ours.evaluate()["eval_loss"] == pytest.approx(min(history(ours, "eval_loss")), rel=1e-6)
+        assert ours.evaluate()["eval_loss"] == pytest.approx(
+            min(history(ours, "eval_loss")), rel=1e-6
+        )
 
 
 def test_the_default_of_clipping_does_not_refuse_a_plan(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Oracle: peer libraries. Update rules against torch.optim, clipping against torch.nn.utils, schedules against transformers."""
+"""Oracle: peer libraries. Update rules against torch.optim, clipping against torch.nn.utils,
+schedules against transformers."""
 
 from __future__ import annotations
 
@@ -27,10 +28,17 @@ from tests.support.messages import refused
 
 
 def peer_optimizer(options: OptimizerSettings, params: list[torch.Tensor]) -> torch.optim.Optimizer:
-    common = {"lr": options.learning_rate, "weight_decay": options.weight_decay, "foreach": False, "fused": False}
+    common = {
+        "lr": options.learning_rate,
+        "weight_decay": options.weight_decay,
+        "foreach": False,
+        "fused": False,
+    }
     if options.name == "adamw":
         return torch.optim.AdamW(params, betas=options.betas, eps=options.eps, **common)
-    return torch.optim.SGD(params, momentum=options.momentum if options.name == "momentum" else 0.0, **common)
+    return torch.optim.SGD(
+        params, momentum=options.momentum if options.name == "momentum" else 0.0, **common
+    )
 
 
 def zero_state(options: OptimizerSettings, param: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -49,9 +57,11 @@ CASES = [
 
 @pytest.mark.parametrize("options", CASES, ids=lambda o: f"{o.name}-{o.weight_decay}")
 def test_fifty_steps_are_those_of_torch_optim_to_the_last_bit(options: OptimizerSettings) -> None:
-    """Oracle: torch.optim (foreach=False, fused=False), parameters and states, under a schedule that moves the rate."""
+    """Oracle: torch.optim (foreach=False, fused=False), parameters and states, under a schedule
+    that moves the rate."""
     torch.manual_seed(1)
-    rule, rate = Rule(options), make_schedule("cosine", 3e-2, 5, 50)
+    rule = Rule(options)
+    rate = make_schedule("cosine", 3e-2, 5, 50)
     shapes = [(), (1,), (7, 3), (2, 65, 31), (UPDATE_CHUNK + 13,)]
     ours = [torch.randn(shape) for shape in shapes]
     theirs = [param.clone().requires_grad_() for param in ours]
@@ -76,9 +86,11 @@ def test_a_parameter_in_16_bits_is_updated_in_float32_and_rounded_once(
 ) -> None:
     """Oracle: torch.optim on a float32 copy of the whole, rounded after every step."""
     torch.manual_seed(2)
-    rule, ours = Rule(options), torch.randn(UPDATE_CHUNK + 13).to(dtype)
+    rule = Rule(options)
+    ours = torch.randn(UPDATE_CHUNK + 13).to(dtype)
     peer = ours.float().requires_grad_()
-    state, optimizer = zero_state(options, peer.detach()), peer_optimizer(options, [peer])
+    state = zero_state(options, peer.detach())
+    optimizer = peer_optimizer(options, [peer])
     for step in range(5):
         peer.grad = torch.randn_like(peer)
         rule.apply_(ours, peer.grad.clone(), state, step=step + 1, lr=options.learning_rate)
@@ -92,14 +104,17 @@ def test_a_parameter_in_16_bits_is_updated_in_float32_and_rounded_once(
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_slices_updated_alone_are_the_whole(data: st.DataObject) -> None:
-    """Oracle: torch.optim on the whole parameter, against ours on slices of it, cut anywhere and taken in any order."""
+    """Oracle: torch.optim on the whole parameter, against ours on slices of it, cut anywhere and
+    taken in any order."""
     options = data.draw(st.sampled_from(CASES))
     numel = data.draw(st.integers(1, 300))
     cuts = [0, *sorted(data.draw(st.sets(st.integers(1, numel), max_size=5)) - {numel}), numel]
     slices = data.draw(st.permutations(list(pairwise(cuts))))
     torch.manual_seed(numel)
-    rule, param = Rule(options), torch.randn(numel)
-    peer, state = param.clone().requires_grad_(), zero_state(options, param)
+    rule = Rule(options)
+    param = torch.randn(numel)
+    peer = param.clone().requires_grad_()
+    state = zero_state(options, param)
     optimizer = peer_optimizer(options, [peer])
     for step in range(1, 4):
         peer.grad = torch.randn(numel)
@@ -113,8 +128,11 @@ def test_slices_updated_alone_are_the_whole(data: st.DataObject) -> None:
 def test_a_gradient_that_is_not_contiguous() -> None:
     """Oracle: torch.optim on the same transposed gradient, which must also be left as it was."""
     torch.manual_seed(0)
-    param, grad, options = torch.randn(5, 9), torch.randn(9, 5).t(), OptimizerSettings("adamw")
-    peer, before = param.clone().requires_grad_(), grad.clone()
+    param = torch.randn(5, 9)
+    grad = torch.randn(9, 5).t()
+    options = OptimizerSettings("adamw")
+    peer = param.clone().requires_grad_()
+    before = grad.clone()
     peer.grad = grad
     peer_optimizer(options, [peer]).step()
     rule = Rule(options)
@@ -126,24 +144,30 @@ def test_a_gradient_that_is_not_contiguous() -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 3 * NORM_CHUNK), min_size=1, max_size=4), st.integers(-12, 12))
 def test_global_norm_and_clipping(sizes: list[int], magnitude: int) -> None:
-    """Oracle: torch.linalg.vector_norm in float64, and the gradients that torch.nn.utils.clip_grad_norm_ leaves."""
+    """Oracle: torch.linalg.vector_norm in float64, and the gradients that
+    torch.nn.utils.clip_grad_norm_ leaves."""
     torch.manual_seed(sum(sizes))
     grads = [torch.randn(size) * 2.0**magnitude for size in sizes]
     norm = global_norm(grads)
-    assert norm == pytest.approx(float(torch.linalg.vector_norm(torch.cat(grads).double())), rel=1e-13)
+    assert norm == pytest.approx(
+        float(torch.linalg.vector_norm(torch.cat(grads).double())), rel=1e-13
+    )
     params = [torch.zeros_like(grad) for grad in grads]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad.clone()
     torch.nn.utils.clip_grad_norm_(params, 2.5, foreach=False)
     for param, grad in zip(params, grads, strict=True):
         assert param.grad is not None
-        torch.testing.assert_close(grad * clip_coefficient(norm, 2.5), param.grad, rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            grad * clip_coefficient(norm, 2.5), param.grad, rtol=1e-6, atol=0
+        )
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_the_norm_does_not_know_how_it_was_sliced(data: st.DataObject) -> None:
-    """Oracle: math.fsum over the chunks' own float64 sums, in one thread and unsliced; compared bit for bit."""
+    """Oracle: math.fsum over the chunks' own float64 sums, in one thread and unsliced; compared bit
+    for bit."""
     sizes = data.draw(st.lists(st.integers(1, 4 * NORM_CHUNK), min_size=1, max_size=3))
     torch.manual_seed(sizes[0])
     grads = [torch.randn(size) for size in sizes]
@@ -151,7 +175,11 @@ def test_the_norm_does_not_know_how_it_was_sliced(data: st.DataObject) -> None:
     try:
         torch.set_num_threads(1)
         expected = math.sqrt(
-            math.fsum(float(chunk.double().pow(2).sum()) for grad in grads for chunk in grad.split(NORM_CHUNK))
+            math.fsum(
+                float(chunk.double().pow(2).sum())
+                for grad in grads
+                for chunk in grad.split(NORM_CHUNK)
+            )
         )
         torch.set_num_threads(data.draw(st.integers(1, 4)))
         assert global_norm(grads) == expected
@@ -166,7 +194,8 @@ def test_the_norm_does_not_know_how_it_was_sliced(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_norm_that_is_not_finite(bad: float) -> None:
-    """Oracle: torch.nn.utils.get_total_norm and the clamped coefficient of clip_grad_norm_: inf clips to 0, NaN stays."""
+    """Oracle: torch.nn.utils.get_total_norm and the clamped coefficient of clip_grad_norm_: inf
+    clips to 0, NaN stays."""
     grads = [torch.randn(5), torch.tensor([1.0, bad])]
     theirs = torch.nn.utils.get_total_norm(grads, foreach=False)
     coefficient = torch.clamp(1.0 / (theirs + 1e-6), max=1.0)
@@ -194,13 +223,16 @@ def test_schedules_are_those_of_transformers(
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3e-3)
     scheduler = get_scheduler(peer, optimizer, warmup, 40, scheduler_specific_kwargs=specific)
-    ours, theirs = make_schedule(name, 3e-3, warmup, 40, min_ratio), []
+    ours = make_schedule(name, 3e-3, warmup, 40, min_ratio)
+    theirs = []
     for _ in range(41):
         theirs.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
     # transformers writes the polynomial's line otherwise: the last digits differ there
-    assert [ours(step) for step in range(41)] == (pytest.approx(theirs, rel=1e-12) if min_ratio else theirs)
+    assert [ours(step) for step in range(41)] == (
+        pytest.approx(theirs, rel=1e-12) if min_ratio else theirs
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,7 +252,8 @@ def test_schedules_are_those_of_transformers(
 def test_schedules_by_the_names_of_transformers(
     name: str, specific: dict[str, float], ours: dict[str, Any], warmup: int
 ) -> None:
-    """Oracle: transformers.get_scheduler, every step of a run and some beyond its end, to a part in 10¹²."""
+    """Oracle: transformers.get_scheduler, every step of a run and some beyond its end, to a part in
+    10¹²."""
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3e-3)
@@ -233,7 +266,8 @@ def test_schedules_by_the_names_of_transformers(
 
 
 def test_every_schedule_of_transformers_has_a_row_or_an_answer() -> None:
-    """Oracle: transformers.SchedulerType. Two follow evaluation losses; two are a cosine with a floor."""
+    """Oracle: transformers.SchedulerType. Two follow evaluation losses; two are a cosine with a
+    floor."""
     from transformers import SchedulerType
 
     others = {"reduce_lr_on_plateau", "greedy", "cosine_with_min_lr", "cosine_warmup_with_min_lr"}
@@ -245,8 +279,11 @@ def test_a_warmup_below_one_is_a_ratio(warmup: float, total: int) -> None:
     """Oracle: transformers.TrainingArguments.get_warmup_steps."""
     from transformers import TrainingArguments
 
-    steps = TrainingArguments(output_dir="unused", warmup_steps=warmup, report_to=[]).get_warmup_steps(total)
-    ratio, counted = make_schedule("linear", 1.0, warmup, total), make_schedule("linear", 1.0, steps, total)
+    steps = TrainingArguments(
+        output_dir="unused", warmup_steps=warmup, report_to=[]
+    ).get_warmup_steps(total)
+    ratio = make_schedule("linear", 1.0, warmup, total)
+    counted = make_schedule("linear", 1.0, steps, total)
     assert [ratio(step) for step in range(total)] == [counted(step) for step in range(total)]
 
 
@@ -260,6 +297,7 @@ def test_a_warmup_below_one_is_a_ratio(warmup: float, total: int) -> None:
     ],
 )
 def test_rules_that_cannot_be(options: OptimizerSettings, message: str) -> None:
-    """Oracle: torch.optim refuses the same numbers (momentum 0 and the name apart); the message names the setting."""
+    """Oracle: torch.optim refuses the same numbers (momentum 0 and the name apart); the message
+    names the setting."""
     with refused(ValueError, message):
         Rule(options)

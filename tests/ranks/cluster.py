@@ -1,7 +1,8 @@
-"""Nodes for tests: network namespaces joined by a bridge, one link each, its bytes counted by the kernel. Not a test.
+"""Nodes for tests: network namespaces joined by a bridge, one link each, its bytes counted by the
+kernel. Not a test.
 
-What ranks of one node send each other stays in their namespace; only what leaves the node crosses its link.
-"""
+What ranks of one node send each other stays in their namespace; only what leaves the node crosses
+its link."""
 
 from __future__ import annotations
 
@@ -28,9 +29,14 @@ class Cluster:
     nodes: int
     ranks_per_node: int
 
-    def run(self, work: Callable[..., Any], *args: Any, timeout: float = 120, may_die: bool = False) -> list[Any]:
-        """``work(rank, *args)`` on every rank: the answers by rank, or exit codes of those that may die."""
-        names = [f"{self.prefix}{node}" for node in range(self.nodes) for _ in range(self.ranks_per_node)]
+    def run(
+        self, work: Callable[..., Any], *args: Any, timeout: float = 120, may_die: bool = False
+    ) -> list[Any]:
+        """``work(rank, *args)`` on every rank: the answers by rank, or exit codes of those that may
+        die."""
+        names = [
+            f"{self.prefix}{node}" for node in range(self.nodes) for _ in range(self.ranks_per_node)
+        ]
         there = {"namespaces": names, "master": "10.78.0.1"}
         return run_ranks(len(names), work, *args, timeout=timeout, may_die=may_die, **there)
 
@@ -38,28 +44,32 @@ class Cluster:
         """Limit what every node sends, such as ``"200mbit"``; None lifts the limit."""
         for node in range(self.nodes):
             inside = ("ip", "netns", "exec", f"{self.prefix}{node}", "tc", "qdisc")
-            subprocess.run([*inside, "del", "dev", "eth0", "root"], capture_output=True, check=False)
+            subprocess.run(
+                [*inside, "del", "dev", "eth0", "root"], capture_output=True, check=False
+            )
             if rate is not None:
                 shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
                 subprocess.run([*inside, "add", "dev", "eth0", "root", *shape], check=True)
 
 
 def sent_bytes() -> int:
-    """Bytes that the calling rank's node has sent over its link so far, headers included; read inside the node."""
+    """Bytes that the calling rank's node has sent over its link so far, headers included; read
+    inside the node."""
     return _sent()[0]
 
 
 def sent_payload(device: str = "eth0") -> int:
-    """:func:`sent_bytes`, or those of another network device, less 66 bytes a packet (Ethernet 14, IPv4 20, TCP with timestamps
-    32). A busy machine sends the same payload in up to forty times as many packets, 5 % of it in headers; an idle one in
-    packets of 64 KB, 0.1 %."""
+    """:func:`sent_bytes`, or those of another network device, less 66 bytes a packet (Ethernet 14,
+    IPv4 20, TCP with timestamps 32). A busy machine sends the same payload in up to forty times as
+    many packets, 5 % of it in headers; an idle one in packets of 64 KB, 0.1 %."""
     nbytes, packets = _sent(device)
     return nbytes - 66 * packets
 
 
 def payload_of(work: Callable[[], object]) -> int:
-    """Payload that the calling rank's node sends over its link while every rank does ``work``: the least of three rounds, since
-    a busy machine's kernel sends some of it again (64 KB of 4 MB once in 48, under a load of ten)."""
+    """Payload that the calling rank's node sends over its link while every rank does ``work``: the
+    least of three rounds, since a busy machine's kernel sends some of it again (64 KB of 4 MB once
+    in 48, under a load of ten)."""
     rounds = []
     for _ in range(3):
         dist.barrier()

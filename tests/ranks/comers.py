@@ -1,4 +1,5 @@
-"""A run that ranks join, while they are killed and stopped at drawn instants. Not a test: no oracle."""
+"""A run that ranks join, while they are killed and stopped at drawn instants. Not a test: no
+oracle."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def arguments(tiny: TinyRun, folder: Path, *settings: str) -> list[str]:
 
 
 def forked(work: Callable[[], int], said: Path) -> Any:
-    """A forked process with the exit code that ``work`` answers; what it says goes to the file ``said``."""
+    """A forked process with the exit code that ``work`` answers; what it says goes to the file
+    ``said``."""
 
     def do() -> None:
         to = os.open(said, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -74,10 +76,13 @@ def disturb(
     stops: int = 0,
     seed: int,
 ) -> Comers:
-    """Start ``host(address, counts)``, and ``rank(address, number)`` so many times, in processes of their own. One rank at a
-    time is killed, and the next one started, or stopped for up to 3 s: most within 0.2 s of a moment in which one takes part,
-    the others at any instant. What they say goes to files whose names begin with ``said``."""
-    draw, counts, there = random.Random(seed), _FORK.Array("i", 4), free_address()
+    """Start ``host(address, counts)``, and ``rank(address, number)`` so many times, in processes of
+    their own. One rank at a time is killed, and the next one started, or stopped for up to 3 s:
+    most within 0.2 s of a moment in which one takes part, the others at any instant. What they say
+    goes to files whose names begin with ``said``."""
+    draw = random.Random(seed)
+    counts = _FORK.Array("i", 4)
+    there = free_address()
     faults = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops
     draw.shuffle(faults)
 
@@ -95,7 +100,9 @@ def disturb(
                 time.sleep(draw.uniform(0, 0.2))
             else:
                 time.sleep(draw.uniform(0, 2))
-            assert first.is_alive(), f"the run ended before its ranks were harmed: {Path(f'{said}-host').read_text()}"
+            assert first.is_alive(), (
+                f"the run ended before its ranks were harmed: {Path(f'{said}-host').read_text()}"
+            )
             number, process = others.pop(draw.randrange(ranks))
             os.kill(process.pid, fault)
             if fault == signal.SIGKILL:
@@ -116,13 +123,23 @@ def disturb(
 
 
 def disturb_run(
-    tiny: TinyRun, folder: Path, settings: str, own: Sequence[str], *, kills: int, stops: int, seed: int
+    tiny: TinyRun,
+    folder: Path,
+    settings: str,
+    own: Sequence[str],
+    *,
+    kills: int,
+    stops: int,
+    seed: int,
 ) -> Comers:
-    """Disturb ``blockwalk train`` under ``settings`` in ``folder``, shared with a rank for each of ``own``: settings of that
-    rank alone. The host waits a little after each step until the harm is done."""
+    """Disturb ``blockwalk train`` under ``settings`` in ``folder``, shared with a rank for each of
+    ``own``: settings of that rank alone. The host waits a little after each step until the harm is
+    done."""
 
     def rank(there: str, number: int) -> int:
-        return main.main(arguments(tiny, folder, settings, f"--elastic {there} --join", own[number]))
+        return main.main(
+            arguments(tiny, folder, settings, f"--elastic {there} --join", own[number])
+        )
 
     def host(there: str, counts: Any) -> int:
         def after(event: Event) -> None:

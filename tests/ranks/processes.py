@@ -1,7 +1,7 @@
 """Real ranks for tests: forked processes joined by gloo. Not a test: no oracle.
 
-Forking after the imports costs a hundredth of starting an interpreter. A rank may first enter a network namespace.
-"""
+Forking after the imports costs a hundredth of starting an interpreter. A rank may first enter a
+network namespace."""
 
 from __future__ import annotations
 
@@ -34,17 +34,22 @@ def run_ranks(
     may_die: bool = False,
     fresh: bool = False,
 ) -> list[Any]:
-    """Run ``work(rank, *args)`` on every rank of a new process group, and return the answers by rank.
+    """Run ``work(rank, *args)`` on every rank of a new process group, and return the answers by
+    rank.
 
     Args:
         namespaces: of each rank, the network namespace to enter.
         may_die: answer the exit code of a rank that ends without an answer, instead of failing.
-        fresh: start an interpreter for each rank, which takes seconds. A forked one finds room in its parent's heap, so that
-            what it allocates is not what the kernel counts.
+        fresh: start an interpreter for each rank, which takes seconds. A forked one finds room in
+            its parent's heap, so that what it allocates is not what the kernel counts.
     """
     context = multiprocessing.get_context("spawn" if fresh else "fork")
-    ranks, pipes, listener = [], [], None
-    if not namespaces:  # taken here once and for all: a port that was free a moment ago may be another's by now
+    ranks = []
+    pipes = []
+    listener = None
+    if (
+        not namespaces
+    ):  # taken here once and for all: a port that was free a moment ago may be another's by now
         listener = socket.create_server((master, 0))
     port = listener.getsockname()[1] if listener else 29500 + os.getpid() % 20000
     for rank in range(world):
@@ -68,7 +73,9 @@ def run_ranks(
                 failures.append(f"rank {rank} gave no answer within {timeout} s")
                 continue
             try:
-                ok, answers[rank] = pickle.loads(pipe.recv_bytes())  # tensors by value: their rank will be gone
+                ok, answers[rank] = pickle.loads(
+                    pipe.recv_bytes()
+                )  # tensors by value: their rank will be gone
                 if not ok:
                     failures.append(f"rank {rank}:\n{answers[rank]}")
             except EOFError:
@@ -89,8 +96,8 @@ def run_ranks(
 def private_bytes() -> int:
     """Return the bytes of anonymous memory that this process maps.
 
-    Pages that a forked rank shares with its parent count in full: a proportional share would change as ranks come and go.
-    """
+    Pages that a forked rank shares with its parent count in full: a proportional share would change
+    as ranks come and go."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
@@ -108,8 +115,8 @@ def _rank(
 ) -> None:
     if namespace is not None:
         with Path("/run/netns", namespace).open() as file:
-            assert ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NEW_NETWORK) == 0, os.strerror(
-                ctypes.get_errno()
+            assert ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NEW_NETWORK) == 0, (
+                os.strerror(ctypes.get_errno())
             )
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if namespace is None else "eth0"
     torch.set_num_threads(1)

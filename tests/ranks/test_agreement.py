@@ -1,4 +1,5 @@
-"""Oracle: what one rank was given that the other was not, named on both, with the weights as they were."""
+"""Oracle: what one rank was given that the other was not, named on both, with the weights as they
+were."""
 
 from __future__ import annotations
 
@@ -54,7 +55,11 @@ def _own_batches(rank: int) -> list[str]:
     said = []
     for name, settings in PLANS:
         walker = Walker(tiny_model("llama"), _plan(name, settings))
-        before = {key: value.clone() for key, value in walker.state_dict().items() if isinstance(value, torch.Tensor)}
+        before = {
+            key: value.clone()
+            for key, value in walker.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
         said.append(refused(lambda: walker.step(random_batch(4, 8, seed=rank))))  # noqa: B023
         after = walker.state_dict()
         assert before
@@ -67,7 +72,8 @@ def _own_batches(rank: int) -> list[str]:
 def test_ranks_that_bring_a_batch_each_are_refused_by_every_method_before_an_update() -> None:
     for said in run_ranks(2, _own_batches):
         assert said == [
-            "step 1: rank 1 was given other data than rank 0; give every rank the same whole batch: each takes its own share"
+            "step 1: rank 1 was given other data than rank 0; give every rank the same whole"
+            " batch: each takes its own share"
             " of it"
         ] * len(PLANS)
 
@@ -89,7 +95,9 @@ def _own_evaluations(rank: int) -> list[str]:
 def test_ranks_that_evaluate_a_batch_each_are_refused() -> None:
     for said in run_ranks(2, _own_evaluations):
         assert len(said) == 6
-        assert all(text.startswith("step 1: rank 1 was given other data than rank 0") for text in said), said
+        assert all(
+            text.startswith("step 1: rank 1 was given other data than rank 0") for text in said
+        ), said
 
 
 def _own_weights(rank: int, folders: list[Path]) -> list[str]:
@@ -102,7 +110,8 @@ def _own_weights(rank: int, folders: list[Path]) -> list[str]:
 
 
 def test_ranks_that_read_other_weights_are_refused(tmp_path: Path) -> None:
-    """One byte in the middle of a copy differs, its size does not; a copy without a difference is the same model."""
+    """One byte in the middle of a copy differs, its size does not; a copy without a difference is
+    the same model."""
     folders = [tmp_path / name for name in ("a", "b", "c")]
     tiny_model("llama").save_pretrained(folders[0])
     for folder in folders[1:]:
@@ -114,7 +123,9 @@ def test_ranks_that_read_other_weights_are_refused(tmp_path: Path) -> None:
     answers = run_ranks(2, _own_weights, folders)
     assert answers[0] == answers[1]
     for said in answers[0]:
-        assert said.startswith("the ranks were not started alike; the model's weights: rank 0 has '")
+        assert said.startswith(
+            "the ranks were not started alike; the model's weights: rank 0 has '"
+        )
 
 
 def _own_tiers(rank: int) -> str:
@@ -123,9 +134,13 @@ def _own_tiers(rank: int) -> str:
 
 
 def test_a_model_in_memory_is_in_no_codec_on_the_device() -> None:
-    """There it stays as it is: with a rank that reads it in codes its steps would be of two models."""
+    """There it stays as it is: with a rank that reads it in codes its steps would be of two
+    models."""
     for said in run_ranks(2, _own_tiers):
-        assert said == "the ranks were not started alike; plan.frozen.codec: rank 0 has 'raw', rank 1 has 'int4'"
+        assert (
+            said
+            == "the ranks were not started alike; plan.frozen.codec: rank 0 has 'raw', rank 1 has 'int4'"
+        )
 
 
 def _own_settings(rank: int, changes: list[list[str]], arguments: list[str]) -> list[str]:
@@ -138,7 +153,8 @@ def _own_settings(rank: int, changes: list[list[str]], arguments: list[str]) -> 
 def test_ranks_with_other_settings_or_data_are_refused_before_anything_is_written(
     tiny_run: TinyRun, tmp_path: Path
 ) -> None:
-    output_dir, other = tmp_path / "run", tmp_path / "other.jsonl"
+    output_dir = tmp_path / "run"
+    other = tmp_path / "other.jsonl"
     arguments = [*tiny_run.arguments(output_dir), "--method", "fcdp"]
     lines = tiny_run.train.read_text().splitlines()
     other.write_text("\n".join(reversed(lines)) + "\n")
@@ -162,7 +178,9 @@ def _other_node(rank: int) -> str:
         for name, value in (("RANK", rank), ("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 2)):
             patch.setenv(name, str(value))
         said = refused(lambda: Walker(tiny_model("llama"), method("fcdp", mesh={"world": 4})))
-        Walker(tiny_model("llama"), method("fcdp", mesh={"world": 4, "ranks_per_node": 1})).close()  # islands in a node
+        Walker(
+            tiny_model("llama"), method("fcdp", mesh={"world": 4, "ranks_per_node": 1})
+        ).close()  # islands in a node
         return said
 
 
@@ -170,7 +188,8 @@ def test_a_mesh_of_one_node_is_refused_where_two_were_started() -> None:
     """Closed form: torchrun's variables."""
     for said in run_ranks(4, _other_node):
         assert said == (
-            "mesh.ranks_per_node is 4 (mesh.world unless given), and 2 ranks were started on this node; set"
+            "mesh.ranks_per_node is 4 (mesh.world unless given), and 2 ranks were started on this"
+            " node; set"
             " mesh.ranks_per_node: 2"
         )
 
@@ -198,7 +217,8 @@ def _packing(rank: int, model: Path, folder: Path, dies: bool) -> bool:
 
 
 def test_the_ranks_of_a_node_pack_once(tmp_path: Path) -> None:
-    """Closed form: one of two ranks writes the store, and there is one; the next takes over from a packer that is killed."""
+    """Closed form: one of two ranks writes the store, and there is one; the next takes over from a
+    packer that is killed."""
     model = tmp_path / "model"
     tiny_model("llama").save_pretrained(model)
     assert sorted(run_ranks(2, _packing, model, tmp_path / "run", False)) == [False, True]
@@ -209,8 +229,8 @@ def test_the_ranks_of_a_node_pack_once(tmp_path: Path) -> None:
 
 
 def _packs_at_once(rank: int, model: Path, folder: Path) -> bytes:
-    """The index of a store that is packed on a node whose locks on a folder hold nobody else, as over NFS; each node begins
-    before the other ends."""
+    """The index of a store that is packed on a node whose locks on a folder hold nobody else, as
+    over NFS; each node begins before the other ends."""
     write_store = open_model.write_store
 
     def met(*args: Any, **options: Any) -> Any:
@@ -230,9 +250,12 @@ def _packs_at_once(rank: int, model: Path, folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_nodes_that_share_a_folder_without_locks_take_the_pack_that_is_there(tmp_path: Path, damaged: bool) -> None:
+def test_nodes_that_share_a_folder_without_locks_take_the_pack_that_is_there(
+    tmp_path: Path, damaged: bool
+) -> None:
     """Closed form: two packs of one model are one; a damaged one is there no longer."""
-    model, folder = tmp_path / "model", tmp_path / "run"
+    model = tmp_path / "model"
+    folder = tmp_path / "run"
     tiny_model("llama").save_pretrained(model)
     if damaged:
         store = open_model.packed(model, Codec.INT4, build_skeleton(model), folder)

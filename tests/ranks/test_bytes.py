@@ -1,4 +1,5 @@
-"""Oracle: the kernel's byte counters on the link of each node; tensors really held, counted one by one."""
+"""Oracle: the kernel's byte counters on the link of each node; tensors really held, counted one by
+one."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def model(lora: bool) -> torch.nn.Module:
     if lora:
         from peft import LoraConfig, get_peft_model
 
-        made = get_peft_model(made, LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+        made = get_peft_model(
+            made, LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+        )
     return made
 
 
@@ -46,8 +49,8 @@ def _step_bytes(rank: int, cases: list[tuple[str, bool, int]]) -> list[tuple[int
 
 @pytest.mark.root
 def test_a_node_sends_the_lower_bound() -> None:
-    """Operating system: (N − 1)/N · W_t · (b_p + b_g) bytes per optimizer step, within 2 % and 16 KB, full and LoRA, whatever
-    the number of micro-batches; ZeRO-3 sends more."""
+    """Operating system: (N − 1)/N · W_t · (b_p + b_g) bytes per optimizer step, within 2 % and 16
+    KB, full and LoRA, whatever the number of micro-batches; ZeRO-3 sends more."""
     cases = [*itertools.product(("fcdp", "hzp"), (False, True), (1, 4)), ("zero3", False, 4)]
     for lora in (False, True):
         certified(model(lora))
@@ -63,18 +66,25 @@ def test_a_node_sends_the_lower_bound() -> None:
 
 
 def _bytes_in_pairs(rank: int) -> tuple[int, int, int]:
-    """Bytes that this rank's node sent in a step, those that each of its ranks says, and the trainable parameters."""
-    placed = {f"{kind}.group": "pair" for kind in ("frozen", "trainable", "gradient", "optimizer_state")}
+    """Bytes that this rank's node sent in a step, those that each of its ranks says, and the
+    trainable parameters."""
+    placed = {
+        f"{kind}.group": "pair" for kind in ("frozen", "trainable", "gradient", "optimizer_state")
+    }
     plan = method("mics", mesh={"world": 8, "ranks_per_node": 4, "groups": ["pair=2"]}, **placed)
     with Walker(model(False), plan, device="cpu") as walker:
         said = walker.step(random_batch(16, 8)).bytes[Lane.INTER]
-        return payload_of(lambda: walker.step(random_batch(16, 8, seed=1))), said, walker.spec.numel(trainable=True)
+        return (
+            payload_of(lambda: walker.step(random_batch(16, 8, seed=1))),
+            said,
+            walker.spec.numel(trainable=True),
+        )
 
 
 @pytest.mark.root
 def test_states_over_less_than_a_node_send_the_lower_bound() -> None:
-    """Operating system: with two replicas on each of two nodes a node sends its gradients once, and as many as its program
-    says."""
+    """Operating system: with two replicas on each of two nodes a node sends its gradients once, and
+    as many as its program says."""
     certified(model(False))
     with cluster(2, 4) as nodes:
         answers = nodes.run(_bytes_in_pairs)
@@ -87,7 +97,9 @@ def _held(rank: int, cases: list[tuple[str, int, str]]) -> list[dict[str, int]]:
     found = []
     for name, micro_batches, dtype in cases:
         mesh = {"world": dist.get_world_size(), "ranks_per_node": 2}
-        plan = method(name, mesh=mesh, gradient_accumulation_steps=micro_batches, compute_dtype=dtype)
+        plan = method(
+            name, mesh=mesh, gradient_accumulation_steps=micro_batches, compute_dtype=dtype
+        )
         with Walker(model(False), plan, device="cpu") as walker:
             engine: Any = walker.engine
             program = walker.program(StepKind.TRAIN, Shape(2, 8))
@@ -107,8 +119,13 @@ def _held(rank: int, cases: list[tuple[str, int, str]]) -> list[dict[str, int]]:
 
 
 def test_memory_held_is_what_the_program_says() -> None:
-    """Closed form: 12n/Z1 + 4n/Z2 + 2n/Z3 bytes on the device for bf16, Adam and accumulation; fcdp holds what zero3 does."""
-    cases = [(name, a, d) for name in ("zero3", "fcdp", "hzp", "mics") for a, d in ((1, "float32"), (4, "bfloat16"))]
+    """Closed form: 12n/Z1 + 4n/Z2 + 2n/Z3 bytes on the device for bf16, Adam and accumulation; fcdp
+    holds what zero3 does."""
+    cases = [
+        (name, a, d)
+        for name in ("zero3", "fcdp", "hzp", "mics")
+        for a, d in ((1, "float32"), (4, "bfloat16"))
+    ]
     certified(model(False))
     held = dict(zip(cases, run_ranks(4, _held, cases)[0], strict=True))
     for case, each in held.items():

@@ -1,4 +1,5 @@
-"""Oracle: the run that was never interrupted, bit for bit; files that transformers reads, with the trained weights."""
+"""Oracle: the run that was never interrupted, bit for bit; files that transformers reads, with the
+trained weights."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ from tests.support.messages import refused, says
 
 def walker_of(name: str, ranks_per_node: int = 2) -> Walker:
     world = dist.get_world_size() if dist.is_initialized() else 1
-    mesh = {} if name == "plain" else {"mesh": {"world": world, "ranks_per_node": min(world, ranks_per_node)}}
+    mesh = (
+        {}
+        if name == "plain"
+        else {"mesh": {"world": world, "ranks_per_node": min(world, ranks_per_node)}}
+    )
     model = tiny_model("llama", tied=True, seed=3)
     return Walker(model, method(name, optimizer={"learning_rate": 1e-3}, **mesh), device="cpu")
 
@@ -38,18 +43,23 @@ def weights(walker: Walker) -> dict[str, torch.Tensor]:
 def _saved_in_turn(rank: int, folder: Path) -> list[str]:
     """What a rank does while the model is saved: it gathers, and it meets the others."""
     done = []
-    gather, meet = Groups.gather_, Groups.meet
+    gather = Groups.gather_
+    meet = Groups.meet
     with pytest.MonkeyPatch.context() as patch, walker_of("zero3") as walker:
         walker.step(random_batch(8, 8, seed=0))
-        patch.setattr(Groups, "gather_", lambda *given, **more: (done.append("gather"), gather(*given, **more))[1])
+        patch.setattr(
+            Groups,
+            "gather_",
+            lambda *given, **more: (done.append("gather"), gather(*given, **more))[1],
+        )
         patch.setattr(Groups, "meet", lambda groups: (done.append("meet"), meet(groups))[1])
         walker.save_pretrained(folder / "model")
     return done
 
 
 def test_no_rank_gathers_ahead_of_the_one_that_writes(tmp_path: Path) -> None:
-    """Oracle: the order of a rank's calls. An accelerator only queues a gather, whose time limit begins there: with a meeting
-    before each, it is not queued before rank 0 has come so far."""
+    """Oracle: the order of a rank's calls. An accelerator only queues a gather, whose time limit
+    begins there: with a meeting before each, it is not queued before rank 0 has come so far."""
     writes, other = run_ranks(2, _saved_in_turn, tmp_path)
     assert writes == other
     assert writes.count("gather") > 2
@@ -89,8 +99,8 @@ def _continued(rank: int, name: str, source: Path, target: Path | None) -> Any:
 
 
 def test_a_run_goes_on_at_any_world_size_and_method(tmp_path: Path) -> None:
-    """4 → 2 → 1 ranks, hzp → fcdp → plain: masters bit for bit, the next step to rounding; the saved model is that of
-    transformers."""
+    """4 → 2 → 1 ranks, hzp → fcdp → plain: masters bit for bit, the next step to rounding; the
+    saved model is that of transformers."""
     certified(tiny_model("llama", tied=True, seed=3))
     before, after, loss = run_ranks(4, _interrupted, tmp_path)[0]
     assert not list(tmp_path.glob(".*"))
@@ -118,7 +128,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def _damaged(rank: int, folder: Path) -> str:
-    """Load a checkpoint whose second file was changed after it was saved: a rank of the same mesh reads its own alone."""
+    """Load a checkpoint whose second file was changed after it was saved: a rank of the same mesh
+    reads its own alone."""
     with walker_of("zero3") as walker:
         walker.save_state(folder / "two")
         if rank == 0:
@@ -148,7 +159,8 @@ def _blind(rank: int, folder: Path) -> str:
 
 
 def test_a_folder_that_not_every_rank_sees_is_refused(tmp_path: Path) -> None:
-    """Closed form: every rank names the one that is blind; nothing is left that looks like a checkpoint."""
+    """Closed form: every rank names the one that is blind; nothing is left that looks like a
+    checkpoint."""
     certified(tiny_model("llama", tied=True, seed=3))
     for message in run_ranks(2, _blind, tmp_path):
         assert message.startswith("rank 1 does not see"), message

@@ -1,4 +1,5 @@
-"""Oracle: one process that nobody helps: the same ledger lines and the same bits of every weight, whoever came and went."""
+"""Oracle: one process that nobody helps: the same ledger lines and the same bits of every weight,
+whoever came and went."""
 
 from __future__ import annotations
 
@@ -28,9 +29,16 @@ from tests.reference.test_zeroth_order import assert_same, trained
 from tests.support.messages import refused, says
 
 STEPS = 5
-OPTIMIZER = {"name": "sgd", "learning_rate": 3e-2, "schedule": "linear", "total_steps": 12, "weight_decay": 0.1}
+OPTIMIZER = {
+    "name": "sgd",
+    "learning_rate": 3e-2,
+    "schedule": "linear",
+    "total_steps": 12,
+    "weight_decay": 0.1,
+}
 ZO2 = (
-    "--method zo2 --lora false --gradient_accumulation_steps 4 --optimizer.learning_rate 1e-3 --max_steps 40"
+    "--method zo2 --lora false --gradient_accumulation_steps 4 --optimizer.learning_rate 1e-3"
+    " --max_steps 40"
     " --eval_first false"
 )
 
@@ -42,7 +50,9 @@ def batch_at(step: int, words: bool) -> Any:
 
 def walk(settings: dict[str, Any], kind: str, ranks: Elastic | None = None) -> tuple[Any, Any, int]:
     """Scalars of each step and the weights after all; steps in which others had a share."""
-    words, shared, results = "zo.objective" in settings, 0, []
+    words = "zo.objective" in settings
+    shared = 0
+    results = []
     plan = method("zo2", **{"optimizer": OPTIMIZER, **settings})
     with Walker(tiny_model(kind, tied=kind == "opt"), plan, device="cpu", ranks=ranks) as walker:
         if ranks is not None:
@@ -69,7 +79,14 @@ def lend(settings: dict[str, Any], kind: str, address: str) -> int:
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("opt", {"trainable": "host × bf16", "gradient_accumulation_steps": 2, "update": {"flush_every": 3}}),
+    (
+        "opt",
+        {
+            "trainable": "host × bf16",
+            "gradient_accumulation_steps": 2,
+            "update": {"flush_every": 3},
+        },
+    ),
     ("llama", {"zo": {"kind": "fzoo", "queries": 4, "noise": "rademacher"}}),
     ("llama", {"zo": {"kind": "hizoo", "queries": 2}}),
     ("llama", {"zo": {"noise": "lowrank", "queries": 2}, "gradient_accumulation_steps": 2}),
@@ -83,8 +100,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def test_whoever_computes_a_share_the_bits_are_one_processs(
     kind: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Two ranks on other tiers, with other prefetching, and a host; forwards and micro-batches shared in uneven parts."""
-    expected, address, codec = walk(settings, kind), free_address(), settings.get("trainable", " raw").split(" ")[-1]
+    """Two ranks on other tiers, with other prefetching, and a host; forwards and micro-batches
+    shared in uneven parts."""
+    expected = walk(settings, kind)
+    address = free_address()
+    codec = settings.get("trainable", " raw").split(" ")[-1]
     host = elastic(MeshSettings(), address, 30, joins=False)
     others = [{"trainable": f"disk × {codec}"}, {"trainable": f"device × {codec}", "prefetch": 0}]
     ranks = [
@@ -105,7 +125,8 @@ def test_whoever_computes_a_share_the_bits_are_one_processs(
 
 def test_a_rank_that_answers_too_late_costs_a_wait_and_nothing_else() -> None:
     """Also where it asked again: what it says then is of another turn."""
-    address, said = free_address(), list[str]()
+    address = free_address()
+    said = list[str]()
     host, late = (elastic(MeshSettings(), address, 5, joins=joins) for joins in (False, True))
     host.say = said.append
     plan = method("zo2", optimizer=OPTIMIZER, zo={"queries": 3})
@@ -142,7 +163,8 @@ def test_a_rank_that_answers_too_late_costs_a_wait_and_nothing_else() -> None:
     ],
 )
 def test_shares_follow_speed(paces: dict[int, float], expected: list[tuple[int, int]]) -> None:
-    """Closed form: consecutive, disjoint, all of them; in proportion to speed, and one at least for the host."""
+    """Closed form: consecutive, disjoint, all of them; in proportion to speed, and one at least for
+    the host."""
     host = elastic(MeshSettings(), free_address(), 5, joins=False)
     host.open({}, [])
     host._paces = paces
@@ -156,8 +178,14 @@ def test_the_store_listens_on_its_address_alone() -> None:
     address = free_address()
     host = elastic(MeshSettings(), address, 5, joins=False)
     port = f":{int(address.rpartition(':')[2]):04X}"
-    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    assert [row[1] for row in rows if row[1].endswith(port) and row[3] == "0A"] == [f"0100007F{port}"]
+    rows = [
+        row.split()
+        for name in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    assert [row[1] for row in rows if row[1].endswith(port) and row[3] == "0A"] == [
+        f"0100007F{port}"
+    ]
     del host
 
 
@@ -173,13 +201,21 @@ def test_weights_that_differ_from_the_hosts_end_their_rank() -> None:
 
 def same_as_alone(tiny_run: TinyRun, tmp_path: Path, settings: str) -> None:
     """Compare the run in ``tmp_path/run`` with one that nobody helps."""
-    alone = forked(lambda: main.main(arguments(tiny_run, tmp_path / "alone", settings)), tmp_path / "alone.said")
+    alone = forked(
+        lambda: main.main(arguments(tiny_run, tmp_path / "alone", settings)),
+        tmp_path / "alone.said",
+    )
     alone.join()
     assert alone.exitcode == 0
-    lines = [(tmp_path / name / "ledger.jsonl").read_bytes().split(b"\n")[1:] for name in ("alone", "run")]
+    lines = [
+        (tmp_path / name / "ledger.jsonl").read_bytes().split(b"\n")[1:]
+        for name in ("alone", "run")
+    ]
     assert len(lines[0]) == 41
     assert lines[0] == lines[1]
-    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("alone", "run")]
+    weights = [
+        (tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("alone", "run")
+    ]
     assert weights[0] == weights[1]
     assert not (tmp_path / "run" / "scratch").exists(), "what killed ranks left is still there"
 
@@ -195,23 +231,33 @@ def test_ranks_are_killed_and_stopped_and_come_again(tiny_run: TinyRun, tmp_path
 
 
 @pytest.mark.parametrize("noise", ["gaussian", "torch"])
-def test_a_host_that_is_killed_is_resumed_and_joined_again(noise: str, tiny_run: TinyRun, tmp_path: Path) -> None:
-    """Its ranks end with one line and the exit code of the lost. Seeds of steps, which torch's noise has, had come from
-    numpy's generator as the process found it: no two runs were alike."""
+def test_a_host_that_is_killed_is_resumed_and_joined_again(
+    noise: str, tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    """Its ranks end with one line and the exit code of the lost. Seeds of steps, which torch's
+    noise has, had come from numpy's generator as the process found it: no two runs were alike."""
     address = free_address()
     settings = f"{ZO2} --zo.noise {noise} --save_every 10 --resume_from_checkpoint latest"
     host_line = arguments(tiny_run, tmp_path / "run", settings, f"--elastic {address}")
     for ends in (False, True):
         host = forked(lambda: main.main(host_line), tmp_path / f"host-{ends}")
         rank = forked(lambda: main.main([*host_line, "--join"]), tmp_path / f"rank-{ends}")
-        while not ends and host.is_alive() and "takes part" not in (tmp_path / f"host-{ends}").read_text():
+        while (
+            not ends
+            and host.is_alive()
+            and "takes part" not in (tmp_path / f"host-{ends}").read_text()
+        ):
             time.sleep(0.02)
         if not ends:
             os.kill(host.pid, signal.SIGKILL)
         host.join(60)
         rank.join(60)
         assert (host.exitcode, rank.exitcode) == ((0, 0) if ends else (-signal.SIGKILL, LOST))
-    said = [line for line in (tmp_path / "rank-False").read_text().splitlines() if line.startswith("blockwalk:")]
+    said = [
+        line
+        for line in (tmp_path / "rank-False").read_text().splitlines()
+        if line.startswith("blockwalk:")
+    ]
     assert len(said) == 1
     says(said[0], f"{address}")
     same_as_alone(tiny_run, tmp_path, settings)

@@ -1,4 +1,5 @@
-"""Oracle: closed forms. Answers and requests as a rank writes them are read, and every other form is nobody's."""
+"""Oracle: closed forms. Answers and requests as a rank writes them are read, and every other form
+is nobody's."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from blockwalk.ranks.elastic import _answer, _request
 def test_a_ranks_own_forms_are_read() -> None:
     assert _request("[3, null]") == (3, None)
     assert _request("[3, 0.5]") == (3, 0.5)
-    assert _answer(json.dumps({"pace": 0.5, "losses": [[1.0, 2.0], [3.0, 4.0]]}).encode(), 2, 2) == (
+    assert _answer(
+        json.dumps({"pace": 0.5, "losses": [[1.0, 2.0], [3.0, 4.0]]}).encode(), 2, 2
+    ) == (
         [[1.0, 2.0], [3.0, 4.0]],
         0.5,
     )

@@ -1,5 +1,5 @@
-"""Oracle: the bits of each master, and one process: a parameter that the model keeps in float32 is read in float32 over ranks
-too, among others that travel in bfloat16."""
+"""Oracle: the bits of each master, and one process: a parameter that the model keeps in float32 is
+read in float32 over ranks too, among others that travel in bfloat16."""
 
 from __future__ import annotations
 
@@ -30,9 +30,21 @@ ROWS: dict[str, dict[str, Any]] = {
 
 def mixture() -> Any:
     """A model of four experts in bfloat16, whose routers are in float32."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1}
-    made = tiny_model("ernie4_5_moe", **sizes, **experts, num_key_value_heads=2, head_dim=8, pad_token_id=0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    experts = {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 16,
+        "moe_num_shared_experts": 1,
+    }
+    made = tiny_model(
+        "ernie4_5_moe", **sizes, **experts, num_key_value_heads=2, head_dim=8, pad_token_id=0
+    )
     made.config.dtype = torch.bfloat16
     for name, param in made.named_parameters():
         param.data = param.data if name.endswith("mlp.gate.weight") else param.data.bfloat16()
@@ -41,7 +53,8 @@ def mixture() -> Any:
 
 def reads(walker: Walker) -> torch.Tensor:
     """The router as the forward of its block reads it."""
-    home, found = walker.engine.homes[StateKind.TRAINABLE], []
+    home = walker.engine.homes[StateKind.TRAINABLE]
+    found = []
     values = home.values
 
     def noted(unit: int) -> Any:
@@ -87,10 +100,14 @@ def test_a_parameter_that_is_computed_in_float32_travels_with_all_its_bits(tmp_p
             assert torch.equal(read, master), name
             assert not torch.equal(read, read.bfloat16().float()), name
             assert ours == pytest.approx(losses, rel=5e-3), name
-            moved = torch.nn.functional.cosine_similarity((read - start).flatten(), (alone - start).flatten(), dim=0)
+            moved = torch.nn.functional.cosine_similarity(
+                (read - start).flatten(), (alone - start).flatten(), dim=0
+            )
             assert moved > 0.9, (name, float(moved))
         with Walker(folder, method("plain", **SETTINGS), device="cpu") as walker:
             walker.load_state(tmp_path / name)
             assert torch.equal(reads(walker), answers[0][name][2]), name
-        with Walker(tmp_path / f"{name}-weights", method("plain", **SETTINGS), device="cpu") as walker:
+        with Walker(
+            tmp_path / f"{name}-weights", method("plain", **SETTINGS), device="cpu"
+        ) as walker:
             assert torch.equal(reads(walker), answers[0][name][2]), name

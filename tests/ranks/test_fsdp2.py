@@ -1,4 +1,5 @@
-"""Oracle: FSDP2 itself without the cache, bit for bit; gathers between nodes counted where they are made."""
+"""Oracle: FSDP2 itself without the cache, bit for bit; gathers between nodes counted where they are
+made."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def _both(rank: int) -> Any:
 
 
 def test_the_cache_changes_bytes_and_no_bit() -> None:
-    """One gather between nodes per group and optimizer step, and one where weights changed otherwise; of a frozen block one in
-    all, and that one."""
+    """One gather between nodes per group and optimizer step, and one where weights changed
+    otherwise; of a frozen block one in all, and that one."""
     for (plain, _), (cached, crossings) in run_ranks(4, _both):
         assert plain == cached
         assert sorted(crossings) == [2, 4, 4, 4]

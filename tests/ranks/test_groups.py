@@ -1,4 +1,5 @@
-"""Oracle: sums and concatenations written out by hand on every rank's numbers; the kernel's byte counters; exit codes."""
+"""Oracle: sums and concatenations written out by hand on every rank's numbers; the kernel's byte
+counters; exit codes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def _refuse(why: str) -> None:
 
 def _collectives(rank: int) -> None:
     groups = make_groups(MeshSettings(world=4, ranks_per_node=2), CPU, sums_apart=True)
-    inner, outer = groups.between(1, 2), groups.between(2, 4)
+    inner = groups.between(1, 2)
+    outer = groups.between(2, 4)
     numel = 24
     generator = torch.Generator().manual_seed(7)
     everyone = torch.randn(4, numel, generator=generator)
@@ -47,10 +49,13 @@ def _collectives(rank: int) -> None:
     groups.gather_(full, inner, Lane.INTRA)
     assert torch.equal(full, whole)
     # Reducing: first inside the node, then between nodes, each in the order of the ranks.
-    mine = groups.reduce(groups.reduce(everyone[rank].clone(), inner, Lane.INTRA), outer, Lane.INTER)
+    mine = groups.reduce(
+        groups.reduce(everyone[rank].clone(), inner, Lane.INTRA), outer, Lane.INTER
+    )
     expected = (everyone[0] + everyone[1]) + (everyone[2] + everyone[3])
     assert torch.equal(mine, expected[own])
-    replica, apart = everyone[rank].clone(), Thread(target=groups.gather_, args=(full, outer, Lane.INTER))
+    replica = everyone[rank].clone()
+    apart = Thread(target=groups.gather_, args=(full, outer, Lane.INTER))
     if rank < 2:  # a gather that the other node has not come to: the sum passes it by
         apart.start()
     groups.sum_(replica, outer, Lane.INTER_SUMS)
@@ -61,7 +66,9 @@ def _collectives(rank: int) -> None:
     assert groups.exchange([rank, 0.5]) == [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5], [3.0, 0.5]]
     dist.distributed_c10d._tensor_to_object = None  # type: ignore[assignment]  # what torch unpickles objects with
     require_agreement({"plan": "same", "torch": torch.__version__})
-    assert gather_json({"rank": rank, "é": [0.1, None]}) == [{"rank": r, "é": [0.1, None]} for r in range(4)]
+    assert gather_json({"rank": rank, "é": [0.1, None]}) == [
+        {"rank": r, "é": [0.1, None]} for r in range(4)
+    ]
     assert first(lambda: {"rank": rank}) == {"rank": 0}
     with refused(ValueError, "rank 0 no"):
         first(partial(_refuse, f"rank {rank} says no"))
@@ -84,7 +91,9 @@ def _count(rank: int, numel: int) -> tuple[int, int]:
         groups.gather_(full, groups.between(1, 2), Lane.INTRA)
 
     def reduce() -> None:
-        groups.reduce(groups.reduce(full, groups.between(1, 2), Lane.INTRA), groups.between(2, 4), Lane.INTER)
+        groups.reduce(
+            groups.reduce(full, groups.between(1, 2), Lane.INTRA), groups.between(2, 4), Lane.INTER
+        )
 
     sent = payload_of(gather), payload_of(reduce)
     groups.close()
@@ -93,7 +102,8 @@ def _count(rank: int, numel: int) -> tuple[int, int]:
 
 @pytest.mark.root
 def test_a_gather_and_a_reduction_send_half_of_the_buffer_between_two_nodes() -> None:
-    """Operating system: bytes on each node's link are (N − 1)/N of the buffer, within 2 % and 16 KB for headers."""
+    """Operating system: bytes on each node's link are (N − 1)/N of the buffer, within 2 % and 16 KB
+    for headers."""
     numel = 2_000_000
     with cluster(2, 2) as nodes:
         for gathered, reduced in nodes.run(_count, numel)[::2]:
@@ -148,7 +158,9 @@ def _watched(rank: int, how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["killed", "killed 0", "stopped", "stuck"])
-def test_a_dead_stopped_or_stuck_rank_ends_the_others(how: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_dead_stopped_or_stuck_rank_ends_the_others(
+    how: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Operating system: exit codes, within seconds."""
     began = time.monotonic()
     codes = run_ranks(2, _watched, how, timeout=30, may_die=True)
@@ -197,8 +209,10 @@ class Flaky:
 
 
 def test_a_store_that_fails_for_a_moment_ends_nothing_and_one_that_stays_away_does() -> None:
-    """Closed form: nothing before ``dead_after`` seconds without an answer, the message with its cause after them."""
-    there, said = Flaky(), list[str]()
+    """Closed form: nothing before ``dead_after`` seconds without an answer, the message with its
+    cause after them."""
+    there = Flaky()
+    said = list[str]()
     watch = Watch(Place(), there, interval=0.05, dead_after=1.0, end=said.append)
     there.broken = True
     time.sleep(0.3)
@@ -224,7 +238,9 @@ def test_ranks_that_do_not_come_are_named_by_every_rank_that_came() -> None:
     """Closed form: three of four ranks on two nodes."""
     began = time.monotonic()
     (told,) = set(run_ranks(3, _come))
-    assert told.startswith(f"rank 3 (node 1, {platform.node()}) did not come within 0.5 s (start_timeout)")
+    assert told.startswith(
+        f"rank 3 (node 1, {platform.node()}) did not come within 0.5 s (start_timeout)"
+    )
     assert time.monotonic() - began < 15
 
 

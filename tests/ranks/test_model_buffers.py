@@ -1,4 +1,5 @@
-"""Oracle: transformers itself. Over ranks, too, a model has the persistent buffers of its folder, and so has what is saved."""
+"""Oracle: transformers itself. Over ranks, too, a model has the persistent buffers of its folder,
+and so has what is saved."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def _walk(rank: int, name: str, folder: Path) -> tuple[float, float]:
 
 @pytest.mark.parametrize("name", ["fcdp", "distzo2"])
 def test_buffers_over_ranks(name: str, tmp_path: Path) -> None:
-    """The first loss is the folder's, the last one that of the saved folder, buffers bit for bit."""
+    """The first loss is the folder's, the last one that of the saved folder, buffers bit for
+    bit."""
     buffers = make("gemma4_text", tmp_path / "model")
     for before, after in run_ranks(2, _walk, name, tmp_path):
         assert before == pytest.approx(own_loss(tmp_path / "model"), rel=1e-5)

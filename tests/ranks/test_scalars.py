@@ -13,7 +13,9 @@ from tests.ranks.processes import run_ranks
 def _gathers(rank: int, ranks_per_node: int) -> list[list[list[float]]]:
     world = dist.get_world_size()
     scalars = make_scalars(MeshSettings(world=world, ranks_per_node=ranks_per_node), rank)
-    first = scalars.gather(torch.tensor([rank + 0.1, -0.0, float("nan") if rank == 1 else 1e-300], dtype=torch.float64))
+    first = scalars.gather(
+        torch.tensor([rank + 0.1, -0.0, float("nan") if rank == 1 else 1e-300], dtype=torch.float64)
+    )
     second = scalars.gather(torch.tensor([rank - 2**62], dtype=torch.int64))
     scalars.close()
     return [first.tolist(), second.tolist()]

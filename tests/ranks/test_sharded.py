@@ -1,4 +1,5 @@
-"""Oracle: one process that trains the whole model on the whole batch with torch's own AdamW and clipping."""
+"""Oracle: one process that trains the whole model on the whole batch with torch's own AdamW and
+clipping."""
 
 from __future__ import annotations
 
@@ -36,15 +37,21 @@ def groups(trained: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": others}, *([{"params": spared, "weight_decay": 0.0}] if spared else [])]
 
 
-def plain_run(model: nn.Module, batches: list[dict[str, torch.Tensor]], max_norm: float = 0.0) -> dict[str, Any]:
-    """Losses, the first step's gradients and the last weights of a plain training loop; those gradients in float64 as well."""
+def plain_run(
+    model: nn.Module, batches: list[dict[str, torch.Tensor]], max_norm: float = 0.0
+) -> dict[str, Any]:
+    """Losses, the first step's gradients and the last weights of a plain training loop; those
+    gradients in float64 as well."""
     exact_model: Any = copy.deepcopy(model).double().train()
     exact_model.set_experts_implementation("eager")  # grouped products have no float64
     _loss(exact_model, batches[0], torch.float64).backward()
     exact = {name: p.grad for name, p in exact_model.named_parameters() if p.grad is not None}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(groups(trained), lr=LEARNING_RATE, weight_decay=DECAY, foreach=False)
-    losses, first = [], {}
+    optimizer = torch.optim.AdamW(
+        groups(trained), lr=LEARNING_RATE, weight_decay=DECAY, foreach=False
+    )
+    losses = []
+    first = {}
     model.train()
     for batch in batches:
         optimizer.zero_grad()
@@ -59,12 +66,22 @@ def plain_run(model: nn.Module, batches: list[dict[str, torch.Tensor]], max_norm
     with torch.no_grad():
         evaluated = float(_loss(model, random_batch(3, 10, seed=99)))
     weights = {name: p.detach().clone() for name, p in trained.items()}
-    return {"losses": losses, "gradients": first, "exact": exact, "weights": weights, "evaluated": evaluated}
+    return {
+        "losses": losses,
+        "gradients": first,
+        "exact": exact,
+        "weights": weights,
+        "evaluated": evaluated,
+    }
 
 
-def _loss(model: nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def _loss(
+    model: nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     logits_BSV = model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False).logits
-    return nn.functional.cross_entropy(logits_BSV[:, :-1].flatten(0, 1).to(dtype), batch["labels"][:, 1:].flatten())
+    return nn.functional.cross_entropy(
+        logits_BSV[:, :-1].flatten(0, 1).to(dtype), batch["labels"][:, 1:].flatten()
+    )
 
 
 def canonical(name: str) -> str:
@@ -81,7 +98,9 @@ def make(kind: str, lora: bool) -> nn.Module:
 
         torch.manual_seed(5)
         targets = ["q_proj", "v_proj"]
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+        model = get_peft_model(
+            model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        )
     return model
 
 
@@ -101,7 +120,11 @@ def walked(
         "weight_decay": DECAY,
         "max_grad_norm": changes.pop("max_grad_norm", 0.0),
     }
-    nested = {key.removeprefix("mesh."): changes.pop(key) for key in list(changes) if key.startswith("mesh.")}
+    nested = {
+        key.removeprefix("mesh."): changes.pop(key)
+        for key in list(changes)
+        if key.startswith("mesh.")
+    }
     plan = method(name, mesh={**mesh, **nested}, optimizer=settings, **changes)
     with Walker(model, plan, device="cpu") as walker:
         gradients = walker.gradients(random_batch(8, 10, seed=0))
@@ -123,36 +146,58 @@ def close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
 
 
 def compare(found: dict[str, Any], plain: dict[str, Any], case: object) -> None:
-    """Losses and first gradients to 1e-6, weights to 1e-4 of each tensor's norm. Where a gradient is a small difference the
-    plain loop itself is further than that from the truth (an adapter's, 1.25e-6): ours has to be as near to float64's then."""
+    """Losses and first gradients to 1e-6, weights to 1e-4 of each tensor's norm. Where a gradient
+    is a small difference the plain loop itself is further than that from the truth (an adapter's,
+    1.25e-6): ours has to be as near to float64's then."""
     assert found["losses"] == pytest.approx(plain["losses"], rel=1e-6), case
     assert found["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-5), case
     for key in ("gradients", "weights"):
         assert found[key].keys() == {canonical(name) for name in plain[key]}, case
     for name, value in plain["weights"].items():
-        if "k_proj.bias" not in name:  # its gradient is zero in exact arithmetic: AdamW follows the rounding
+        if (
+            "k_proj.bias" not in name
+        ):  # its gradient is zero in exact arithmetic: AdamW follows the rounding
             assert close(found["weights"][canonical(name)], value, 1e-4), (case, name)
     for name, value in plain["gradients"].items():
-        gradient, vanishes = found["gradients"][canonical(name)], float(value.norm()) < 1e-7
-        within = close(gradient, value, 1e-6) or close(gradient.double(), plain["exact"][name], 1e-6)
+        gradient = found["gradients"][canonical(name)]
+        vanishes = float(value.norm()) < 1e-7
+        within = close(gradient, value, 1e-6) or close(
+            gradient.double(), plain["exact"][name], 1e-6
+        )
         assert vanishes or within, (case, name)
 
 
-def _matrix(rank: int, ranks_per_node: int, cases: list[tuple[Any, ...]], steps: int) -> list[dict[str, Any]]:
+def _matrix(
+    rank: int, ranks_per_node: int, cases: list[tuple[Any, ...]], steps: int
+) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
     mesh = {"world": dist.get_world_size(), "ranks_per_node": ranks_per_node}
     return [
-        walked(kind, lora, name, mesh, steps, gradient_accumulation_steps=micro_batches, **dict(changes))
+        walked(
+            kind,
+            lora,
+            name,
+            mesh,
+            steps,
+            gradient_accumulation_steps=micro_batches,
+            **dict(changes),
+        )
         for kind, lora, name, micro_batches, changes in cases
     ]
 
 
 def check_matrix(
-    world: int, ranks_per_node: int, cases: list[tuple[Any, ...]], steps: int = 3, timeout: float = 200
+    world: int,
+    ranks_per_node: int,
+    cases: list[tuple[Any, ...]],
+    steps: int = 3,
+    timeout: float = 200,
 ) -> list[dict[str, Any]]:
     for kind, lora in {case[:2] for case in cases}:
-        certified(make(kind, lora))  # certified before the ranks are forked, once instead of in each
+        certified(
+            make(kind, lora)
+        )  # certified before the ranks are forked, once instead of in each
     answers = run_ranks(world, _matrix, ranks_per_node, cases, steps, timeout=timeout)
     plain: dict[tuple[Any, ...], dict[str, Any]] = {}
     for k, case in enumerate(cases):
@@ -173,7 +218,11 @@ WHOLE_PARAMETERS = {
 }
 """Optimizer states alone are spread over ranks."""
 PLACED = ("frozen", "trainable", "gradient", "optimizer_state")
-NESTED = {"mesh.groups": "pair=2", "frozen": "device × raw × pair", "trainable": "device × raw × pair"}
+NESTED = {
+    "mesh.groups": "pair=2",
+    "frozen": "device × raw × pair",
+    "trainable": "device × raw × pair",
+}
 """Parameters over two ranks, gradients over the node, optimizer states over the world."""
 
 
@@ -185,14 +234,19 @@ def same_bits(answers: list[dict[str, Any]], one: int, other: int) -> None:
 
 
 def test_two_ranks_of_a_node_train_as_one_process() -> None:
-    cases: list[tuple[Any, ...]] = [("llama", False, "zero3", 1, {}), ("opt", False, "mics", 2, {"prefetch": 0})]
+    cases: list[tuple[Any, ...]] = [
+        ("llama", False, "zero3", 1, {}),
+        ("opt", False, "mics", 2, {"prefetch": 0}),
+    ]
     cases += [("llama", True, "fcdp", 2, {}), ("mixtral", False, "hzp", 1, WHOLE_PARAMETERS)]
     check_matrix(2, 2, cases)
 
 
 def test_two_nodes_of_two_ranks_train_as_one_process() -> None:
     """Every method; and bit for bit the same where sums are added in the same order."""
-    cases: list[tuple[Any, ...]] = [("llama", False, name, a, {}) for name, a in itertools.product(METHODS, (1, 4))]
+    cases: list[tuple[Any, ...]] = [
+        ("llama", False, name, a, {}) for name, a in itertools.product(METHODS, (1, 4))
+    ]
     answers = check_matrix(4, 2, cases, steps=2)
     place = {(case[2], case[3]): k for k, case in enumerate(cases)}
     for name in METHODS[1:]:
@@ -203,15 +257,29 @@ def test_two_nodes_of_two_ranks_train_as_one_process() -> None:
 
 
 def test_models_and_settings_over_two_nodes() -> None:
-    """Tied, LoRA, experts, adaptive cache, block-major accumulation, clipping, kept graphs, states off the device."""
+    """Tied, LoRA, experts, adaptive cache, block-major accumulation, clipping, kept graphs, states
+    off the device."""
     adaptive = {"cache.threshold": 0.8, "budget": 1_000_000}
     cases: list[tuple[Any, ...]] = [("opt", False, "fcdp", 4, {}), ("opt", True, "hzp", 1, {})]
-    cases += [("mixtral", False, "fcdp", 1, {}), ("mixtral", True, "fcdp", 4, {"accumulation_order": "block"})]
+    cases += [
+        ("mixtral", False, "fcdp", 1, {}),
+        ("mixtral", True, "fcdp", 4, {"accumulation_order": "block"}),
+    ]
     cases += [("llama", False, "fcdp", 4, adaptive), ("llama", True, "fcdp", 1, adaptive)]
     cases += [("llama", False, name, 2, {"max_grad_norm": 0.5}) for name in ("fcdp", "mics")]
     cases += [("llama", False, "hzp", 1, {"recompute": "none", "update.timing": "block"})]
-    cases += [("opt", False, "hzp", 2, {"recompute": "none", "optimizer_state": "host × fp32 × world"})]
-    cases += [("llama", False, "fcdp", 1, {"optimizer_state": "disk × fp32 × world", "update.timing": "block"})]
+    cases += [
+        ("opt", False, "hzp", 2, {"recompute": "none", "optimizer_state": "host × fp32 × world"})
+    ]
+    cases += [
+        (
+            "llama",
+            False,
+            "fcdp",
+            1,
+            {"optimizer_state": "disk × fp32 × world", "update.timing": "block"},
+        )
+    ]
     answers = check_matrix(4, 2, cases, steps=2)
     clipped = [k for k, case in enumerate(cases) if "max_grad_norm" in case[4]]
     same_bits(answers, *clipped)
@@ -221,10 +289,14 @@ def test_models_and_settings_over_two_nodes() -> None:
 
 
 def _adaptive(rank: int) -> tuple[bool, int, list[str]]:
-    """Whether the step that ran is the one foreseen, what it peaks at, and the budget's objections."""
-    mesh, batch = {"world": 2, "ranks_per_node": 1}, random_batch(4, 10)
+    """Whether the step that ran is the one foreseen, what it peaks at, and the budget's
+    objections."""
+    mesh = {"world": 2, "ranks_per_node": 1}
+    batch = random_batch(4, 10)
     with Walker(make("llama", False), method("fcdp", mesh=mesh), device="cpu") as walker:
-        budget = walker.program(StepKind.TRAIN, Shape(2, 10), foresee=True).peaks()[Pool.DEVICE] + 20_000
+        budget = (
+            walker.program(StepKind.TRAIN, Shape(2, 10), foresee=True).peaks()[Pool.DEVICE] + 20_000
+        )
     plan = method("fcdp", mesh=mesh, budget=budget, **{"cache.threshold": 1.0})
     with Walker(make("llama", False), plan, device="cpu") as walker:
         costs = UnitCosts(walker.engine.cut.base.config, padded=True)(plan, Shape(2, 10))
@@ -236,7 +308,8 @@ def _adaptive(rank: int) -> tuple[bool, int, list[str]]:
 
 
 def test_the_adaptive_cache_runs_as_foreseen() -> None:
-    """Oracle: the forecast's own program, op for op, and the budget that it promises to stay within."""
+    """Oracle: the forecast's own program, op for op, and the budget that it promises to stay
+    within."""
     certified(make("llama", False))
     for same, kept, wrong in run_ranks(2, _adaptive):
         assert same
@@ -259,7 +332,10 @@ IN_PAIRS = {"mesh.groups": "pair=2", **{f"{kind}.group": "pair" for kind in PLAC
 def test_states_over_less_than_a_node_train_as_one_process() -> None:
     """Bit for bit the same whether gradients wait on the device or the host."""
     on_host = {**IN_PAIRS, "gradient.tier": "host"}
-    cases: list[tuple[Any, ...]] = [("opt", False, "hzp", 2, IN_PAIRS), ("opt", False, "hzp", 2, on_host)]
+    cases: list[tuple[Any, ...]] = [
+        ("opt", False, "hzp", 2, IN_PAIRS),
+        ("opt", False, "hzp", 2, on_host),
+    ]
     answers = check_matrix(8, 4, [*cases, ("llama", True, "mics", 1, IN_PAIRS)], steps=2)
     same_bits(answers, 0, 1)
 
@@ -271,22 +347,30 @@ HALF = tuple(itertools.product(("llama", "opt", "mixtral"), (False, True)))
 def _half(
     rank: int, tasks: tuple[tuple[str, bool], ...], methods: tuple[str, ...], steps: int
 ) -> list[list[dict[str, Any]]]:
-    mesh, half = {"world": 4, "ranks_per_node": 2}, {"compute_dtype": "bfloat16"}
-    return [[walked(kind, lora, name, mesh, steps, **half) for name in methods] for kind, lora in tasks]
+    mesh = {"world": 4, "ranks_per_node": 2}
+    half = {"compute_dtype": "bfloat16"}
+    return [
+        [walked(kind, lora, name, mesh, steps, **half) for name in methods] for kind, lora in tasks
+    ]
 
 
 def half_run(masters: nn.Module, steps: int) -> tuple[list[float], nn.Module]:
-    """Losses of a plain loop that rounds float32 masters to bfloat16 for every step, and the masters after it."""
+    """Losses of a plain loop that rounds float32 masters to bfloat16 for every step, and the
+    masters after it."""
     trained = [p for p in masters.parameters() if p.requires_grad]
     by_name = {name: p for name, p in masters.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(groups(by_name), lr=LEARNING_RATE, weight_decay=DECAY, foreach=False)
+    optimizer = torch.optim.AdamW(
+        groups(by_name), lr=LEARNING_RATE, weight_decay=DECAY, foreach=False
+    )
     losses = []
     for step in range(steps):
         half = copy.deepcopy(masters).to(torch.bfloat16)
         batch = random_batch(8, 10, seed=step)
         loss = _loss(half, batch)
         loss.backward()
-        for master, rounded in zip(trained, (p for p in half.parameters() if p.requires_grad), strict=True):
+        for master, rounded in zip(
+            trained, (p for p in half.parameters() if p.requires_grad), strict=True
+        ):
             assert rounded.grad is not None
             master.grad = rounded.grad.float()
         optimizer.step()
@@ -306,8 +390,12 @@ def check_half(tasks: tuple[tuple[str, bool], ...], methods: tuple[str, ...], st
         for name, master in masters.named_parameters():
             plain = canonical(name)
             if plain in found[0]["weights"] and "k_proj.bias" not in name:
-                moved, ours = (value.detach() - start[plain] for value in (master, found[0]["weights"][plain]))
-                cosine = torch.nn.functional.cosine_similarity(moved.flatten(), ours.flatten(), dim=0)
+                moved, ours = (
+                    value.detach() - start[plain] for value in (master, found[0]["weights"][plain])
+                )
+                cosine = torch.nn.functional.cosine_similarity(
+                    moved.flatten(), ours.flatten(), dim=0
+                )
                 assert cosine > 0.9, (kind, lora, plain, float(cosine))
         for other in range(1, len(methods)):
             same_bits(found, 0, other)
@@ -317,16 +405,22 @@ def test_sixteen_bit_parameters_with_float32_masters() -> None:
     check_half(HALF[:3], ("zero3", "fcdp"), 3)
 
 
-WHOLE = pytest.mark.skipif("BLOCKWALK_MATRIX" not in os.environ, reason="takes minutes; set BLOCKWALK_MATRIX=1")
+WHOLE = pytest.mark.skipif(
+    "BLOCKWALK_MATRIX" not in os.environ, reason="takes minutes; set BLOCKWALK_MATRIX=1"
+)
 
 
 @WHOLE
 @pytest.mark.parametrize("ranks", [(2, 2), (4, 2), (8, 4)])
 def test_the_whole_matrix(ranks: tuple[int, int]) -> None:
-    """Methods × full, LoRA × 1, 4 micro-batches × models, over 20 steps; on eight ranks with nested groups."""
+    """Methods × full, LoRA × 1, 4 micro-batches × models, over 20 steps; on eight ranks with nested
+    groups."""
     nested = NESTED if ranks == (8, 4) else {}
     tasks = itertools.product(("llama", "opt", "mixtral"), (False, True), METHODS, (1, 4))
-    cases = [(kind, lora, name, a, nested if name in ("fcdp", "hzp") else {}) for kind, lora, name, a in tasks]
+    cases = [
+        (kind, lora, name, a, nested if name in ("fcdp", "hzp") else {})
+        for kind, lora, name, a in tasks
+    ]
     check_matrix(*ranks, cases, steps=20, timeout=580)
 
 

@@ -1,4 +1,5 @@
-"""Oracle: one process that trains adapters on the dense model that the codes stand for; bytes in closed form."""
+"""Oracle: one process that trains adapters on the dense model that the codes stand for; bytes in
+closed form."""
 
 from __future__ import annotations
 
@@ -33,12 +34,18 @@ CASES: list[tuple[str, str, Codec, dict[str, Any]]] = [
 def decoded(kind: str, codec: Codec) -> nn.Module:
     """The model with every frozen matrix as its codes stand for it."""
     model = make(kind, lora=True)
-    frozen = {p.name for p in certified(make(kind, lora=True)).spec().params() if not p.trainable and p.quantizable}
+    frozen = {
+        p.name
+        for p in certified(make(kind, lora=True)).spec().params()
+        if not p.trainable and p.quantizable
+    }
     for name, parameter in model.named_parameters():
         plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
         if plain in frozen and parameter.dim() == 2:
             layout = Layout(tuple(parameter.shape), codec)
-            bytes_P = codecs.encode_rows(parameter.data, torch.empty(layout.nbytes, dtype=torch.uint8), layout, 0)
+            bytes_P = codecs.encode_rows(
+                parameter.data, torch.empty(layout.nbytes, dtype=torch.uint8), layout, 0
+            )
             codecs.decode_rows(bytes_P, layout, 0, layout.rows, parameter.data)
     return model
 
@@ -48,7 +55,9 @@ def frozen_bytes(walker: Walker) -> tuple[int, int]:
     engine: Any = walker.engine
     units = [unit for unit in engine.homes[StateKind.FROZEN].units if unit.numel]
     kept = sum((unit.node if unit.node is not None else unit.source).nbytes for unit in units)
-    layouts = [part_layout(walker.plan, walker.spec, unit, StateKind.FROZEN) for unit in walker.spec.units]
+    layouts = [
+        part_layout(walker.plan, walker.spec, unit, StateKind.FROZEN) for unit in walker.spec.units
+    ]
     return kept, sum(layout.nbytes for layout in layouts) // walker.plan.parameter_ranks
 
 
@@ -73,13 +82,16 @@ def test_frozen_matrices_travel_and_rest_in_eight_and_four_bits() -> None:
 
 
 def test_a_flat_buffer_of_codes_takes_their_bytes() -> None:
-    """Closed form: codes and scales of each matrix, the compute dtype's bytes of the rest, padded to 64 bytes a rank."""
+    """Closed form: codes and scales of each matrix, the compute dtype's bytes of the rest, padded
+    to 64 bytes a rank."""
     spec = certified(make("llama", True)).spec()
     plan = method("fcdp", mesh={"world": 4, "ranks_per_node": 2}, frozen="device × int4 × node")
     for unit in spec.units:
         layout = part_layout(plan, spec, unit, StateKind.FROZEN)
         sizes = [
-            encoded_nbytes(p.shape, "float32", Codec.INT4) if p.quantizable and len(p.shape) == 2 else 4 * p.numel
+            encoded_nbytes(p.shape, "float32", Codec.INT4)
+            if p.quantizable and len(p.shape) == 2
+            else 4 * p.numel
             for p in unit.params
             if not p.trainable
         ]
@@ -90,10 +102,17 @@ def test_a_flat_buffer_of_codes_takes_their_bytes() -> None:
 def _from_store(rank: int, folder: Path) -> list[float]:
     mesh = {"world": 2, "ranks_per_node": 1}
     losses = []
-    for source, frozen in ((folder / "model", "device × int8 × node"), (folder / "store", "device × int8 × node")):
+    for source, frozen in (
+        (folder / "model", "device × int8 × node"),
+        (folder / "store", "device × int8 × node"),
+    ):
         plan = method("fcdp", mesh=mesh, frozen=frozen)
         with Walker(
-            source, plan, lora=LoraSettings(rank=2), device="cpu", workdir=folder / f"work-{source.name}"
+            source,
+            plan,
+            lora=LoraSettings(rank=2),
+            device="cpu",
+            workdir=folder / f"work-{source.name}",
         ) as walker:
             losses += [walker.step(random_batch(4, 10, seed=step)).loss for step in range(2)]
     return losses

@@ -1,4 +1,5 @@
-"""Oracle: the run that nobody killed, bit for bit; one process; transformers, which reads what was saved."""
+"""Oracle: the run that nobody killed, bit for bit; one process; transformers, which reads what was
+saved."""
 
 from __future__ import annotations
 
@@ -48,21 +49,43 @@ def result(folder: Path, name: str = "model") -> tuple[dict[str, torch.Tensor], 
     from safetensors.torch import load_file
 
     file = folder / name / ("model.safetensors" if name == "model" else "adapter_model.safetensors")
-    return load_file(file), [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return load_file(file), [
+        json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_killed_run_goes_on_with_the_same_bits(tiny_run: TinyRun, tmp_path: Path, lora: bool) -> None:
-    """One of two ranks is killed in the sixth step; both start again from the checkpoint of the fourth."""
-    common = ["--method", "fcdp", "--max_steps", "8", "--save_every", "2", "--gradient_accumulation_steps", "2"]
-    common += ["--optimizer.learning_rate", "3e-3", *(["--lora.rank", "4", "--lora.dropout", "0.1"] if lora else [])]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+def test_a_killed_run_goes_on_with_the_same_bits(
+    tiny_run: TinyRun, tmp_path: Path, lora: bool
+) -> None:
+    """One of two ranks is killed in the sixth step; both start again from the checkpoint of the
+    fourth."""
+    common = [
+        "--method",
+        "fcdp",
+        "--max_steps",
+        "8",
+        "--save_every",
+        "2",
+        "--gradient_accumulation_steps",
+        "2",
+    ]
+    common += [
+        "--optimizer.learning_rate",
+        "3e-3",
+        *(["--lora.rank", "4", "--lora.dropout", "0.1"] if lora else []),
+    ]
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     run_ranks(2, _trained, 2, [*tiny_run.arguments(whole), *common], 0)
     arguments = [*tiny_run.arguments(killed), *common]
     codes = run_ranks(2, dies, 2, arguments, 5, may_die=True)
     assert codes[1] == -signal.SIGKILL
     assert codes[0] != "trained"
-    assert sorted(path.name for path in killed.glob("checkpoint-*")) == ["checkpoint-000002", "checkpoint-000004"]
+    assert sorted(path.name for path in killed.glob("checkpoint-*")) == [
+        "checkpoint-000002",
+        "checkpoint-000004",
+    ]
     run_ranks(2, _trained, 2, [*arguments, "--resume_from_checkpoint", "latest"], 0)
     name = "adapter" if lora else "model"
     (expected, losses), (found, again) = result(whole, name), result(killed, name)
@@ -80,17 +103,36 @@ def dies(rank: int, world: int, arguments: list[str], killed_at: int) -> str:
     return "trained"
 
 
-def test_the_command_line_over_ranks_and_one_process_that_goes_on(tiny_run: TinyRun, tmp_path: Path) -> None:
-    """``blockwalk train --method fcdp --nproc-per-node 2`` to the end; one process resumes its checkpoint under ``plain``."""
+def test_the_command_line_over_ranks_and_one_process_that_goes_on(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    """``blockwalk train --method fcdp --nproc-per-node 2`` to the end; one process resumes its
+    checkpoint under ``plain``."""
     from transformers import AutoModelForCausalLM
 
     steps = ["--optimizer.learning_rate", "3e-3", "--optimizer.schedule", "constant"]
-    alone, ranks = tmp_path / "alone", tmp_path / "ranks"
-    loop.train(run_config([*tiny_run.arguments(alone), *steps, "--method", "plain", "--max_steps", "6"], 0, 1))
-    command = [sys.executable, "-m", "blockwalk", "train", *tiny_run.arguments(ranks), *steps, "--method", "fcdp"]
+    alone = tmp_path / "alone"
+    ranks = tmp_path / "ranks"
+    loop.train(
+        run_config(
+            [*tiny_run.arguments(alone), *steps, "--method", "plain", "--max_steps", "6"], 0, 1
+        )
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "blockwalk",
+        "train",
+        *tiny_run.arguments(ranks),
+        *steps,
+        "--method",
+        "fcdp",
+    ]
     command += ["--max_steps", "4", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=100, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("saved to") == 1, done.stdout
     AutoModelForCausalLM.from_pretrained(ranks / "model")
@@ -103,8 +145,11 @@ def test_the_command_line_over_ranks_and_one_process_that_goes_on(tiny_run: Tiny
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_run_of_one_process_goes_on_over_ranks(tiny_run: TinyRun, tmp_path: Path, lora: bool) -> None:
-    """Oracle: the process that goes on alone. Its checkpoint is one rank's; each of two ranks takes its slices of it."""
+def test_a_run_of_one_process_goes_on_over_ranks(
+    tiny_run: TinyRun, tmp_path: Path, lora: bool
+) -> None:
+    """Oracle: the process that goes on alone. Its checkpoint is one rank's; each of two ranks takes
+    its slices of it."""
     common = [
         "--optimizer.learning_rate",
         "3e-3",
@@ -112,9 +157,18 @@ def test_a_run_of_one_process_goes_on_over_ranks(tiny_run: TinyRun, tmp_path: Pa
         "constant",
         *(["--lora.rank", "4"] if lora else []),
     ]
-    alone, ranks = tmp_path / "alone", tmp_path / "ranks"
-    loop.train(run_config([*tiny_run.arguments(alone), *common, "--method", "plain", "--max_steps", "6"], 0, 1))
-    loop.train(run_config([*tiny_run.arguments(ranks), *common, "--method", "plain", "--max_steps", "3"], 0, 1))
+    alone = tmp_path / "alone"
+    ranks = tmp_path / "ranks"
+    loop.train(
+        run_config(
+            [*tiny_run.arguments(alone), *common, "--method", "plain", "--max_steps", "6"], 0, 1
+        )
+    )
+    loop.train(
+        run_config(
+            [*tiny_run.arguments(ranks), *common, "--method", "plain", "--max_steps", "3"], 0, 1
+        )
+    )
     over = [
         *tiny_run.arguments(ranks),
         *common,
@@ -134,8 +188,11 @@ def test_a_run_of_one_process_goes_on_over_ranks(tiny_run: TinyRun, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["fcdp", "distzo2"])
-def test_ranks_go_on_from_the_checkpoint_before_a_damaged_one(name: str, tiny_run: TinyRun, tmp_path: Path) -> None:
-    """Oracle: a run that nobody disturbed, bit for bit. One bit of the last file of the newest checkpoint is another."""
+def test_ranks_go_on_from_the_checkpoint_before_a_damaged_one(
+    name: str, tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    """Oracle: a run that nobody disturbed, bit for bit. One bit of the last file of the newest
+    checkpoint is another."""
     rate = "3e-3" if name == "fcdp" else "1e-5"
     common = [
         "--method",
@@ -147,7 +204,8 @@ def test_ranks_go_on_from_the_checkpoint_before_a_damaged_one(name: str, tiny_ru
         "--optimizer.schedule",
         "constant",
     ]
-    whole, half = tmp_path / "whole", tmp_path / "half"
+    whole = tmp_path / "whole"
+    half = tmp_path / "half"
     run_ranks(2, _trained, 2, [*tiny_run.arguments(whole), *common, "--max_steps", "6"], 0)
     half_way = [*tiny_run.arguments(half), *common]
     run_ranks(2, _trained, 2, [*half_way, "--max_steps", "4"], 0)
@@ -155,15 +213,26 @@ def test_ranks_go_on_from_the_checkpoint_before_a_damaged_one(name: str, tiny_ru
     data = bytearray(file.read_bytes())
     data[-9] ^= 1
     file.write_bytes(data)
-    run_ranks(2, _trained, 2, [*half_way, "--max_steps", "6", "--resume_from_checkpoint", "latest"], 0)
+    run_ranks(
+        2, _trained, 2, [*half_way, "--max_steps", "6", "--resume_from_checkpoint", "latest"], 0
+    )
     (expected, losses), (found, again) = result(whole), result(half)
     assert again == losses
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
-def test_a_rank_that_does_not_see_one_processs_checkpoint_stops_every_rank(tiny_run: TinyRun, tmp_path: Path) -> None:
-    """The contract of a resume: nothing starts from the base weights in silence. The second rank works in another folder."""
-    common = [*tiny_run.arguments(tmp_path / "seen" / "run"), "--method", "plain", "--max_steps", "2"]
+def test_a_rank_that_does_not_see_one_processs_checkpoint_stops_every_rank(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    """The contract of a resume: nothing starts from the base weights in silence. The second rank
+    works in another folder."""
+    common = [
+        *tiny_run.arguments(tmp_path / "seen" / "run"),
+        "--method",
+        "plain",
+        "--max_steps",
+        "2",
+    ]
     loop.train(run_config(common, 0, 1))
     (tmp_path / "blind").mkdir()
     over = [
@@ -190,7 +259,9 @@ def _gradient(
     world: int, dropout: float, batch: dict[str, torch.Tensor], name: str = "zero3"
 ) -> dict[str, torch.Tensor]:
     model = tiny_model("gpt2", resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0)
-    with Walker(model, method(name, **({"mesh": {"world": world}} if name != "plain" else {})), device="cpu") as walker:
+    with Walker(
+        model, method(name, **({"mesh": {"world": world}} if name != "plain" else {})), device="cpu"
+    ) as walker:
         return walker.gradients(batch)
 
 
@@ -199,11 +270,15 @@ def _with_dropout(rank: int, batch: dict[str, torch.Tensor]) -> list[dict[str, t
 
 
 def test_ranks_drop_different_elements() -> None:
-    """Closed form: with the same sequence on both ranks the mean gradient is that of one process, unless their masks differ;
-    one rank has the masks of ``plain``."""
+    """Closed form: with the same sequence on both ranks the mean gradient is that of one process,
+    unless their masks differ; one rank has the masks of ``plain``."""
     row = random_batch(1, 10, seed=1)
-    dropped, again, kept = run_ranks(2, _with_dropout, {key: value.repeat(2, 1) for key, value in row.items()})[0]
-    plain, alone, control = (_gradient(1, *case) for case in ((0.3, row, "plain"), (0.3, row), (0.0, row)))
+    dropped, again, kept = run_ranks(
+        2, _with_dropout, {key: value.repeat(2, 1) for key, value in row.items()}
+    )[0]
+    plain, alone, control = (
+        _gradient(1, *case) for case in ((0.3, row, "plain"), (0.3, row), (0.0, row))
+    )
     for name, value in plain.items():
         assert torch.equal(alone[name], value), name
         assert torch.equal(again[name], dropped[name]), name
@@ -214,12 +289,16 @@ def test_ranks_drop_different_elements() -> None:
 
 def _ended_by_one(rank: int, world: int, arguments: list[str]) -> int:
     """Train with a callback on the last rank alone, which ends the run after the second step."""
-    callbacks = [lambda event: event.name == "step" and event.step == 2] if rank == world - 1 else []
+    callbacks = (
+        [lambda event: event.name == "step" and event.step == 2] if rank == world - 1 else []
+    )
     return loop.train(run_config(arguments, rank, world), callbacks=callbacks).steps
 
 
 @pytest.mark.parametrize("method_name", ["fcdp", "mezo"])
-def test_a_callback_of_one_rank_ends_the_run_on_all(method_name: str, tiny_run: TinyRun, tmp_path: Path) -> None:
+def test_a_callback_of_one_rank_ends_the_run_on_all(
+    method_name: str, tiny_run: TinyRun, tmp_path: Path
+) -> None:
     arguments = [*tiny_run.arguments(tmp_path), "--method", method_name, "--max_steps", "5"]
     if method_name == "mezo":
         arguments += ["--lora", "false", "--mesh.perturb", "2"]

@@ -1,4 +1,5 @@
-"""Oracle: the kernel's byte counters on the link of each node. What is simulated knows the model's configuration alone."""
+"""Oracle: the kernel's byte counters on the link of each node. What is simulated knows the model's
+configuration alone."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from blockwalk.walk.walker import StepResult, Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.cluster import cluster, payload_of
 
-SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_key_value_heads": 4}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+}
 METHODS = ("zero3", "zeropp", "mics", "fcdp", "hzp")
 MESH = {"world": 4, "ranks_per_node": 2}
 
@@ -52,7 +58,9 @@ def test_what_is_simulated_is_what_the_program_says_and_the_kernel_counts() -> N
     for name, counts in zip(METHODS, zip(*answers[::2], strict=True), strict=True):
         plan = method(name, mesh=MESH)
         programs, costs = programs_of(task, plan)
-        simulated = 2 * simulate(programs, plan, task.model, machine, costs).bytes_by_lane.get(Lane.INTER, 0)
+        simulated = 2 * simulate(programs, plan, task.model, machine, costs).bytes_by_lane.get(
+            Lane.INTER, 0
+        )
         for sent, said in counts:
             assert said == simulated, name
             assert simulated * 0.99 <= sent <= simulated * 1.02 + 16_384, (name, sent, simulated)

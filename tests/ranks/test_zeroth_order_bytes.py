@@ -30,7 +30,9 @@ def _sent(rank: int, hidden: int, ranks_per_node: int) -> tuple[int, int]:
 
 @pytest.mark.root
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_nodes_send_each_other_a_kilobyte_a_rank_and_step_whatever_the_model(ranks_per_node: int) -> None:
+def test_nodes_send_each_other_a_kilobyte_a_rank_and_step_whatever_the_model(
+    ranks_per_node: int,
+) -> None:
     with cluster(2, ranks_per_node) as nodes:
         sizes = []
         for hidden in (32, 256):

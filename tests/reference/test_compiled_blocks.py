@@ -1,4 +1,5 @@
-"""Oracle: the same run with ``compile: false``; and how many graphs a backend is given, which a kind of block needs one of."""
+"""Oracle: the same run with ``compile: false``; and how many graphs a backend is given, which a
+kind of block needs one of."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Graphs = list[torch.fx.GraphModule]
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
-    """The graphs that blocks are compiled to, run as they are: what a code generator would make of them is its own affair."""
+    """The graphs that blocks are compiled to, run as they are: what a code generator would make of
+    them is its own affair."""
     found: Graphs = []
     compiler = torch.compile
 
@@ -46,12 +48,16 @@ ZEROTH_ORDER: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("settings", ZEROTH_ORDER.values(), ids=ZEROTH_ORDER)
 @pytest.mark.parametrize("kind", ["llama", "opt"])
-def test_one_graph_serves_every_block(kind: str, settings: dict[str, Any], graphs: Graphs, tmp_path: Path) -> None:
+def test_one_graph_serves_every_block(
+    kind: str, settings: dict[str, Any], graphs: Graphs, tmp_path: Path
+) -> None:
     model = tiny_model(kind, tied=True)
     runs = []
     for compiled in (False, True):
         plan = method(**settings, optimizer={"learning_rate": 1e-3}, compile=compiled)
-        with Walker(copy.deepcopy(model), plan, workdir=tmp_path / str(compiled), device="cpu") as walker:
+        with Walker(
+            copy.deepcopy(model), plan, workdir=tmp_path / str(compiled), device="cpu"
+        ) as walker:
             results = [walker.step(random_batch(seed=step), seed=step) for step in range(3)]
             losses = [walker.evaluate(random_batch(seed=9)).loss, *(r.loss for r in results)]
             runs.append((losses, [r.projected_grad for r in results], trained(walker)))
@@ -71,19 +77,25 @@ BACKPROP: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", BACKPROP.values(), ids=BACKPROP)
-def test_gradients_through_compiled_blocks(settings: dict[str, Any], graphs: Graphs, tmp_path: Path) -> None:
+def test_gradients_through_compiled_blocks(
+    settings: dict[str, Any], graphs: Graphs, tmp_path: Path
+) -> None:
     """A forward without a graph and one with: two graphs."""
     lora = LoraSettings(rank=2) if settings["name"] == "mebp" else None
     model = tiny_model("llama", tied=True)
     found = []
     for compiled in (False, True):
         plan = method(**settings, compute_dtype="float32", compile=compiled)
-        with Walker(copy.deepcopy(model), plan, lora=lora, workdir=tmp_path / str(compiled), device="cpu") as walker:
+        with Walker(
+            copy.deepcopy(model), plan, lora=lora, workdir=tmp_path / str(compiled), device="cpu"
+        ) as walker:
             found.append(walker.gradients(random_batch(seed=1)))
             walker.step(random_batch(seed=2))
     assert 1 <= len(graphs) <= 2
     for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[1][name], gradient, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_weights_that_are_never_whole_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Oracle: the weights of a run that nobody disturbed, bit for bit. A damaged file is named; what cannot go on is refused."""
+"""Oracle: the weights of a run that nobody disturbed, bit for bit. A damaged file is named; what
+cannot go on is refused."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def halves(train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.fixture
-def half(halves: dict[str, tuple[Path, bytes]], tmp_path: Path) -> Callable[[str], tuple[Path, bytes]]:
+def half(
+    halves: dict[str, tuple[Path, bytes]], tmp_path: Path
+) -> Callable[[str], tuple[Path, bytes]]:
     def copy(name: str) -> tuple[Path, bytes]:
         shutil.copytree(halves[name][0], tmp_path / "run")
         return tmp_path / "run", halves[name][1]
@@ -60,7 +63,9 @@ def half(halves: dict[str, tuple[Path, bytes]], tmp_path: Path) -> Callable[[str
 
 
 def weights(folder: Path) -> bytes:
-    (file,) = [p for p in folder.glob("*/*model.safetensors") if p.parent.name in ("model", "adapter")]
+    (file,) = [
+        p for p in folder.glob("*/*model.safetensors") if p.parent.name in ("model", "adapter")
+    ]
     return file.read_bytes()
 
 
@@ -71,7 +76,9 @@ def flip(path: Path, at: int | None = None) -> None:
     path.write_bytes(data)
 
 
-def test_a_run_taken_up_is_the_run_that_was_never_stopped(train: Train, halves: dict[str, tuple[Path, bytes]]) -> None:
+def test_a_run_taken_up_is_the_run_that_was_never_stopped(
+    train: Train, halves: dict[str, tuple[Path, bytes]]
+) -> None:
     """Oracle: six steps in one go; what the other tests compare with."""
     for name, (folder, expected) in halves.items():
         whole = folder.with_name("at once")
@@ -86,7 +93,11 @@ CASES = [(name, file) for name in RUNS for file in FILES if (name, file) != ("zo
 
 @pytest.mark.parametrize(("name", "file"), CASES)
 def test_the_checkpoint_before_a_damaged_one(
-    name: str, file: str, train: Train, half: Callable[[str], tuple[Path, bytes]], capsys: pytest.CaptureFixture[str]
+    name: str,
+    file: str,
+    train: Train,
+    half: Callable[[str], tuple[Path, bytes]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder, expected = half(name)
     newest = folder / "checkpoint-000004"
@@ -97,7 +108,10 @@ def test_the_checkpoint_before_a_damaged_one(
     says(said.out, newest / file, "damaged")
     says(said.out, "checkpoint-000002")
     assert weights(folder) == expected
-    assert sorted(p.name for p in folder.glob("checkpoint-*")) == ["checkpoint-000004", "checkpoint-000006"]
+    assert sorted(p.name for p in folder.glob("checkpoint-*")) == [
+        "checkpoint-000004",
+        "checkpoint-000006",
+    ]
 
 
 def test_no_checkpoint_is_left(
@@ -116,7 +130,11 @@ def test_no_checkpoint_is_left(
 @pytest.mark.parametrize("damage", ["missing", "behind", "digit", "another run's"])
 @pytest.mark.parametrize("name", ["mezo", "zo2 disk"])
 def test_a_ledger_that_is_not_the_checkpoints(
-    name: str, damage: str, train: Train, half: Callable[[str], tuple[Path, bytes]], capsys: pytest.CaptureFixture[str]
+    name: str,
+    damage: str,
+    train: Train,
+    half: Callable[[str], tuple[Path, bytes]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Oracle: the run with its ledger put back."""
     folder, expected = half(name)
@@ -139,7 +157,12 @@ def test_a_ledger_that_is_not_the_checkpoints(
     before = sorted(folder.glob("*/*"))
     assert train(folder, name, 6, "--resume_from_checkpoint", "latest") == 2
     said = capsys.readouterr().err
-    wanted = {"missing": "missing", "behind": "3 steps", "digit": "damaged 2", "another run's": "ledger"}
+    wanted = {
+        "missing": "missing",
+        "behind": "3 steps",
+        "digit": "damaged 2",
+        "another run's": "ledger",
+    }
     says(said, path, wanted[damage])
     assert said.count("\n") == 1
     if damage != "another run's":  # whose weights are not these
@@ -162,7 +185,9 @@ def test_a_ledger_without_its_checkpoints(
     assert (folder / ledger.NAME).read_bytes() == before
 
 
-def test_a_damaged_pack_is_made_again(train: Train, half: Callable[[str], tuple[Path, bytes]]) -> None:
+def test_a_damaged_pack_is_made_again(
+    train: Train, half: Callable[[str], tuple[Path, bytes]]
+) -> None:
     """Oracle: also the bytes of the pack before."""
     folder, expected = half("mebp")
     (unit,) = folder.glob("scratch/*-int4a-*/unit-00002.bin")
@@ -180,7 +205,8 @@ def test_damaged_weights_on_disk_are_those_before_and_the_ledger(
 ) -> None:
     folder, expected = half("zo2 disk")
     (store,) = folder.glob("scratch/weights-*")
-    file, index = store / f"unit-{unit:05d}.bin", read_index(store)
+    file = store / f"unit-{unit:05d}.bin"
+    index = read_index(store)
     with MappedFile(file) as opened:
         (newest, *_) = read_unit_headers(opened, unit, index.units[unit], 2)
     flip(file, index.units[unit].area_offset(newest.area) + index.units[unit].nbytes // 2)

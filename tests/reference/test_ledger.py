@@ -1,4 +1,5 @@
-"""Oracle: a run that was never stopped. Taken up from its ledger, or rebuilt from it, it ends with the same bits."""
+"""Oracle: a run that was never stopped. Taken up from its ledger, or rebuilt from it, it ends with
+the same bits."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import assert_same, trained
 from tests.support.messages import refused
 
-OPTIMIZER = {"name": "sgd", "learning_rate": 1e-2, "weight_decay": 0.1, "schedule": "linear", "total_steps": 20}
+OPTIMIZER = {
+    "name": "sgd",
+    "learning_rate": 1e-2,
+    "weight_decay": 0.1,
+    "schedule": "linear",
+    "total_steps": 20,
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +41,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def go_on(base: Path, plan: Any, folder: Path, steps: int, lora: Any = None) -> tuple[list[Any], dict[str, Any]]:
+def go_on(
+    base: Path, plan: Any, folder: Path, steps: int, lora: Any = None
+) -> tuple[list[Any], dict[str, Any]]:
     """Take a run up where it stands and take it to ``steps``."""
-    with Walker(base, plan, lora=lora, workdir=folder, device="cpu", ledger=folder / "ledger.jsonl") as walker:
+    with Walker(
+        base, plan, lora=lora, workdir=folder, device="cpu", ledger=folder / "ledger.jsonl"
+    ) as walker:
         grads = []
         while walker.steps_done < steps:
             done = walker.steps_done
             grads.append(
                 walker.step(
-                    random_batch(seed=done), seed=done if plan.zo.noise in ("mezo", "torch") else None
+                    random_batch(seed=done),
+                    seed=done if plan.zo.noise in ("mezo", "torch") else None,
                 ).projected_grad
             )
         return grads, trained(walker)
@@ -58,9 +70,17 @@ RUNS: dict[str, dict[str, Any]] = {
         "trainable": "disk",
         "zo": {"kind": "hizoo", "hessian_alpha": 1e-3, "hessian_codec": "bf16"},
     },
-    "fzoo": {"name": "zo2", "trainable": "disk", "zo": {"kind": "fzoo", "queries": 3, "noise": "rademacher"}},
+    "fzoo": {
+        "name": "zo2",
+        "trainable": "disk",
+        "zo": {"kind": "fzoo", "queries": 3, "noise": "rademacher"},
+    },
     "adamw": {"name": "zo2", "optimizer": {**OPTIMIZER, "name": "adamw", "learning_rate": 1e-3}},
-    "low rank": {"name": "zo2", "trainable": "disk", "zo": {"noise": "lowrank", "noise_rank": 2, "noise_interval": 3}},
+    "low rank": {
+        "name": "zo2",
+        "trainable": "disk",
+        "zo": {"noise": "lowrank", "noise_rank": 2, "noise_interval": 3},
+    },
     "scales": {
         "name": "zo2",
         "trainable": "disk × int4",
@@ -68,7 +88,12 @@ RUNS: dict[str, dict[str, Any]] = {
         "optimizer": {**OPTIMIZER, "learning_rate": 1e-6},
     },
     "pool of seeds": {"name": "zo2", "zo": {"noise": "gaussian", "queries": 2, "seed_pool": 3}},
-    "torch's draws": {"name": "zo2", "trainable": "disk", "zo": {"noise": "torch"}, "update": {"flush_every": 3}},
+    "torch's draws": {
+        "name": "zo2",
+        "trainable": "disk",
+        "zo": {"noise": "torch"},
+        "update": {"flush_every": 3},
+    },
     "the original": {"name": "mezo", "zo": {"noise": "mezo"}, "loss": "model"},
 }
 
@@ -100,7 +125,8 @@ def test_replay_until_a_step(base: Path, tmp_path: Path) -> None:
     plan = method("zo2", trainable="disk", optimizer=OPTIMIZER)
     _, third = go_on(base, plan, tmp_path / "a", 3)
     go_on(base, plan, tmp_path / "b", 6)
-    ledger, out = str(tmp_path / "b" / "ledger.jsonl"), str(tmp_path / "out")
+    ledger = str(tmp_path / "b" / "ledger.jsonl")
+    out = str(tmp_path / "out")
     assert main(["replay", str(base), ledger, out, "--until", "3"]) == 0
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), third)
     with refused(ValueError, "0 6"):
@@ -112,30 +138,40 @@ def test_replay_of_an_adapter(base: Path, tmp_path: Path) -> None:
     _, expected = go_on(base, plan, tmp_path / "run", 4, LoraSettings(rank=2))
     replay(base, tmp_path / "run" / "ledger.jsonl", tmp_path / "out")
     saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert_same({name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}, expected)
+    assert_same(
+        {name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}, expected
+    )
 
 
 @pytest.mark.parametrize("trained_as", ["full", "lora", "original noise"])
-def test_an_exported_ledger_gives_the_same_weights(trained_as: str, base: Path, tmp_path: Path) -> None:
+def test_an_exported_ledger_gives_the_same_weights(
+    trained_as: str, base: Path, tmp_path: Path
+) -> None:
     """Oracle: the files that the run's own ledger is replayed to, byte for byte."""
     lora = LoraSettings(rank=2) if trained_as == "lora" else None
     drawn = {"zo": {"noise": "mezo"}, "loss": "model"} if trained_as == "original noise" else {}
     go_on(base, method("mezo", optimizer=OPTIMIZER, **drawn), tmp_path / "run", 6, lora)
-    ledger, exported = str(tmp_path / "run" / "ledger.jsonl"), str(tmp_path / "tune.ledger")
+    ledger = str(tmp_path / "run" / "ledger.jsonl")
+    exported = str(tmp_path / "tune.ledger")
     assert main(["export", str(base), exported, "--ledger", ledger]) == 0
     replay(base, ledger, tmp_path / "from ledger")
     assert main(["replay", str(base), exported, str(tmp_path / "from export")]) == 0
     name = "adapter_model.safetensors" if lora else "model.safetensors"
-    assert (tmp_path / "from export" / name).read_bytes() == (tmp_path / "from ledger" / name).read_bytes()
+    assert (tmp_path / "from export" / name).read_bytes() == (
+        tmp_path / "from ledger" / name
+    ).read_bytes()
     replay(base, ledger, tmp_path / "third", until=3)
     replay(base, exported, tmp_path / "third again", until=3)
-    assert (tmp_path / "third again" / name).read_bytes() == (tmp_path / "third" / name).read_bytes()
+    assert (tmp_path / "third again" / name).read_bytes() == (
+        tmp_path / "third" / name
+    ).read_bytes()
 
 
 def test_an_exported_ledger_is_whole_or_refused(base: Path, tmp_path: Path) -> None:
     """Oracle: files that were cut, and entries and results that were changed, by hand."""
     go_on(base, method("mezo", optimizer=OPTIMIZER), tmp_path / "run", 4)
-    ledger, out = tmp_path / "run" / "ledger.jsonl", tmp_path / "tune.ledger"
+    ledger = tmp_path / "run" / "ledger.jsonl"
+    out = tmp_path / "tune.ledger"
     steps, nbytes = export(base, ledger, out)
     assert (steps, nbytes) == (4, out.stat().st_size)
     for name in ("run", "base", "rule", "parameters"):
@@ -216,7 +252,8 @@ def test_numbers_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_every_torn_tail_is_cut_off(tmp_path: Path) -> None:
-    """Oracle: the lines that were whole. The last line is cut at every byte; the next step stands alone on its line."""
+    """Oracle: the lines that were whole. The last line is cut at every byte; the next step stands
+    alone on its line."""
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path, HEADER)
     ledger.append(entry(1))
@@ -239,9 +276,16 @@ def test_every_torn_tail_is_cut_off(tmp_path: Path) -> None:
         ("", "line"),
         ("{}\n", "ledger"),
         (json.dumps({"format": "blockwalk-ledger", "version": 9}) + "\n", "9"),
-        (atomic_files.seal(json.dumps({"format": "blockwalk-ledger", "version": 1}))[0] + "\n", "1 2"),
+        (
+            atomic_files.seal(json.dumps({"format": "blockwalk-ledger", "version": 1}))[0] + "\n",
+            "1 2",
+        ),
         ("{torn\n{}\n", "JSON"),
-        (atomic_files.seal(json.dumps({"format": "blockwalk-ledger", "version": 2}))[0] + "\n{torn\n{}\n", "2"),
+        (
+            atomic_files.seal(json.dumps({"format": "blockwalk-ledger", "version": 2}))[0]
+            + "\n{torn\n{}\n",
+            "2",
+        ),
     ],
 )
 def test_what_is_no_ledger_is_refused(text: str, reason: str, tmp_path: Path) -> None:
@@ -254,7 +298,8 @@ def test_what_is_no_ledger_is_refused(text: str, reason: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("change", ["digit", "removed", "moved", "header"])
 def test_a_changed_line_breaks_the_chain(change: str, tmp_path: Path) -> None:
-    """Oracle: the lines as they were written. One digit, one line, the order of two, one word of the header."""
+    """Oracle: the lines as they were written. One digit, one line, the order of two, one word of
+    the header."""
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path, HEADER)
     for step in range(1, 5):
@@ -267,7 +312,9 @@ def test_a_changed_line_breaks_the_chain(change: str, tmp_path: Path) -> None:
         "moved": (3, [lines[3], lines[2]]),
         "header": (1, [lines[0].replace(b"spsa", b"fzoo")]),
     }[change]
-    path.write_bytes(b"".join([*lines[: at - 1], *changed, *lines[at - 1 + max(1, len(changed)) :]]))
+    path.write_bytes(
+        b"".join([*lines[: at - 1], *changed, *lines[at - 1 + max(1, len(changed)) :]])
+    )
     with refused(atomic_files.Damaged, f"ledger.jsonl damaged {at}"):
         read_ledger(path)
 

@@ -1,4 +1,5 @@
-"""Oracle: the tensors before a step whose loss or gradients are not finite, bit for bit, and a run that never met that step."""
+"""Oracle: the tensors before a step whose loss or gradients are not finite, bit for bit, and a run
+that never met that step."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def poison(walker: Walker, layer: int | None) -> Callable[[], None]:
-    """Make the final norm's output NaN, or (with a finite loss) the gradient that leaves a layer; the answer ends it."""
+    """Make the final norm's output NaN, or (with a finite loss) the gradient that leaves a layer;
+    the answer ends it."""
 
     def loss(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
         return output * torch.nan
@@ -47,7 +49,9 @@ def poison(walker: Walker, layer: int | None) -> Callable[[], None]:
             output.register_hook(lambda grad: grad * torch.inf)
 
     module = walker.engine.module
-    model: Any = module.get_submodule("base_model.model.model" if hasattr(module, "peft_config") else "model")
+    model: Any = module.get_submodule(
+        "base_model.model.model" if hasattr(module, "peft_config") else "model"
+    )
     place, hook = (model.norm, loss) if layer is None else (model.layers[layer].mlp, gradient)
     removed: Callable[[], None] = place.register_forward_hook(hook).remove
     return removed
@@ -55,7 +59,8 @@ def poison(walker: Walker, layer: int | None) -> Callable[[], None]:
 
 def nothing_changes(walker: Walker, layer: int | None) -> None:
     """A poisoned step changes nothing and is named."""
-    before, step = walker.state_dict(), walker.steps_done + 1
+    before = walker.state_dict()
+    step = walker.steps_done + 1
     end = poison(walker, layer)
     what = "loss" if layer is None else "gradient"
     with refused(FloatingPointError, f"{what} finite {step}"):
@@ -72,10 +77,15 @@ def nothing_changes(walker: Walker, layer: int | None) -> None:
 def test_a_step_that_is_not_finite_changes_nothing(
     plan: dict[str, Any], lora: LoraSettings | None, tmp_path: Path
 ) -> None:
-    model, ends = tiny_model("llama", tied=True), []
+    model = tiny_model("llama", tied=True)
+    ends = []
     for bad in (False, True):
         with Walker(
-            copy.deepcopy(model), method(**plan), lora=lora, workdir=tmp_path / str(bad), device="cpu"
+            copy.deepcopy(model),
+            method(**plan),
+            lora=lora,
+            workdir=tmp_path / str(bad),
+            device="cpu",
         ) as walker:
             walker.step(random_batch(seed=0))
             for layer in (None, 0, 1) if bad else ():
@@ -100,12 +110,17 @@ def _on_rank(rank: int, settings: dict[str, Any], bad: bool) -> tuple[dict[str, 
             end()
             after = walker.state_dict()
             assert all(torch.equal(before[k], after[k]) for k in before if k != "steps_done")
-        losses += [walker.step(random_batch(seed=1)).loss, walker.evaluate(random_batch(seed=2)).loss]
+        losses += [
+            walker.step(random_batch(seed=1)).loss,
+            walker.evaluate(random_batch(seed=2)).loss,
+        ]
         return walker.state_dict(), losses
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"optimizer.max_grad_norm": 0.5}, {"update.timing": "block"}], ids=["", "clipped", "block"]
+    "settings",
+    [{}, {"optimizer.max_grad_norm": 0.5}, {"update.timing": "block"}],
+    ids=["", "clipped", "block"],
 )
 def test_ranks_refuse_a_step_together(settings: dict[str, Any]) -> None:
     clean, met = (run_ranks(2, _on_rank, settings, bad) for bad in (False, True))
@@ -133,8 +148,11 @@ def test_weights_that_an_update_made_infinite_are_not_saved(tmp_path: Path) -> N
 
 
 def test_the_state_is_a_copy() -> None:
-    """Oracle: the run that the state was taken from, which took the step that the state is loaded for again."""
-    with Walker(tiny_model("llama"), method("plain", optimizer={"learning_rate": 1e-2}), device="cpu") as walker:
+    """Oracle: the run that the state was taken from, which took the step that the state is loaded
+    for again."""
+    with Walker(
+        tiny_model("llama"), method("plain", optimizer={"learning_rate": 1e-2}), device="cpu"
+    ) as walker:
         walker.step(random_batch(seed=0))
         state = walker.state_dict()
         walker.step(random_batch(seed=1))
@@ -145,9 +163,13 @@ def test_the_state_is_a_copy() -> None:
 
 
 @pytest.fixture
-def careless(tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """Records of which two batches in a row make the embedding NaN, and those records without these."""
-    make, token = training_walker.Walker, load_tokenizer(tiny_run.model)("Z")["input_ids"][-1]
+def careless(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, Path]:
+    """Records of which two batches in a row make the embedding NaN, and those records without
+    these."""
+    make = training_walker.Walker
+    token = load_tokenizer(tiny_run.model)("Z")["input_ids"][-1]
 
     def made(*arguments: Any, **options: Any) -> Walker:
         walker = make(*arguments, **options)
@@ -155,31 +177,56 @@ def careless(tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         def forward(_: Any, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
             return output * torch.nan if bool((given[0] == token).any()) else output
 
-        (embedding,) = [m for m in walker.engine.module.modules() if isinstance(m, torch.nn.Embedding)]
+        (embedding,) = [
+            m for m in walker.engine.module.modules() if isinstance(m, torch.nn.Embedding)
+        ]
         embedding.register_forward_hook(forward)
         return walker
 
     monkeypatch.setattr(loop, "Walker", made)
     lines = tiny_run.train.read_text().splitlines(keepends=True)
-    bad, good = tmp_path / "bad.jsonl", tmp_path / "good.jsonl"
+    bad = tmp_path / "bad.jsonl"
+    good = tmp_path / "good.jsonl"
     good.write_text("".join(lines))
     bad.write_text(
-        "".join([*lines[:8], *(json.dumps({"text": "ZZZ.", "label": "bad"}) + "\n" for _ in range(8)), *lines[8:]])
+        "".join(
+            [
+                *lines[:8],
+                *(json.dumps({"text": "ZZZ.", "label": "bad"}) + "\n" for _ in range(8)),
+                *lines[8:],
+            ]
+        )
     )
     return bad, good
 
 
 @pytest.mark.parametrize("name", ["plain", "mezo"])
 def test_batches_that_are_not_finite_are_left_out(
-    name: str, careless: tuple[Path, Path], tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    careless: tuple[Path, Path],
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Oracle: the run on records that lack those two batches; also where the run is killed after the step that follows."""
+    """Oracle: the run on records that lack those two batches; also where the run is killed after
+    the step that follows."""
     rate = "1e-3" if name == "plain" else "1e-5"
 
     def train(folder: str, data: Path, allowed: int) -> int:
-        flags = f"--method {name} --optimizer.learning_rate {rate} --optimizer.schedule constant --data.shuffle false"
-        flags += f" --max_steps 5 --save_every 2 --skip_nonfinite {allowed} --resume_from_checkpoint latest"
-        settings = [*tiny_run.arguments(tmp_path / folder), *flags.split(), "--data.train", str(data)]
+        flags = (
+            f"--method {name} --optimizer.learning_rate {rate} --optimizer.schedule constant"
+            " --data.shuffle false"
+        )
+        flags += (
+            f" --max_steps 5 --save_every 2 --skip_nonfinite {allowed} --resume_from_checkpoint"
+            " latest"
+        )
+        settings = [
+            *tiny_run.arguments(tmp_path / folder),
+            *flags.split(),
+            "--data.train",
+            str(data),
+        ]
         return main.main(["train", *settings])
 
     def weights(folder: str) -> bytes:
@@ -201,7 +248,10 @@ def test_batches_that_are_not_finite_are_left_out(
     assert child(work) == -signal.SIGKILL
     assert train("killed", bad, 2) == 0
     assert weights("killed") == weights("clean")
-    lines = [json.loads(line) for line in (tmp_path / "killed" / "skipped.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "killed" / "skipped.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == [3, 3]
 
 
@@ -217,7 +267,9 @@ def test_a_run_that_diverges_ends_with_its_checkpoints(
     assert "optimizer.learning_rate" in line
     (*_, last) = run_checkpoint.whole(tmp_path / "out")
     assert all(
-        value.isfinite().all() for value in run_checkpoint.load(last).walker.values() if isinstance(value, torch.Tensor)
+        value.isfinite().all()
+        for value in run_checkpoint.load(last).walker.values()
+        if isinstance(value, torch.Tensor)
     )
 
     def refuse(name: str) -> None:

@@ -1,4 +1,5 @@
-"""Oracle: a run that nobody killed. Killed ones, resumed, must end with its weights, bit for bit, and its metrics."""
+"""Oracle: a run that nobody killed. Killed ones, resumed, must end with its weights, bit for bit,
+and its metrics."""
 
 import hashlib
 import json
@@ -13,10 +14,16 @@ from tests.conftest import TinyRun
 from tests.forked import Forked
 
 STEPS = 24
-COMMON = f"--max_steps {STEPS} --save_every 5 --eval_every 8 --resume_from_checkpoint latest --log_every 100"
+COMMON = (
+    f"--max_steps {STEPS} --save_every 5 --eval_every 8 --resume_from_checkpoint latest"
+    " --log_every 100"
+)
 SCHEDULE = "--optimizer.schedule cosine --optimizer.warmup_steps 3"
 MEBP = f"--method mebp --lora.rank 4 --lora.dropout 0.1 --optimizer.learning_rate 1e-2 {SCHEDULE}"
-ZO2 = f"--method zo2 --trainable disk --update.flush_every 3 --optimizer.learning_rate 1e-5 {SCHEDULE}"
+ZO2 = (
+    "--method zo2 --trainable disk --update.flush_every 3 --optimizer.learning_rate 1e-5"
+    f" {SCHEDULE}"
+)
 
 
 def start(tiny_run: TinyRun, output_dir: Path, settings: str) -> Forked:
@@ -40,15 +47,23 @@ def signal_when(process: Forked, number: signal.Signals, ready: Callable[[], boo
 def steps(output_dir: Path) -> list[dict[str, Any]]:
     path = output_dir / "metrics.jsonl"
     whole = (
-        [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+        [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if path.exists()
+        else []
     )
     return [json.loads(line) for line in whole]
 
 
-def result(output_dir: Path) -> tuple[str, list[tuple[int, float, float]], list[tuple[int, float, float]]]:
+def result(
+    output_dir: Path,
+) -> tuple[str, list[tuple[int, float, float]], list[tuple[int, float, float]]]:
     """What a run leaves: the weights' digest, losses and learning rates by step, evaluations."""
-    (weights,) = [p for p in output_dir.glob("*/*model.safetensors") if p.parent.name in ("adapter", "model")]
-    evaluations = [json.loads(line) for line in (output_dir / "evaluations.jsonl").read_text().splitlines()]
+    (weights,) = [
+        p for p in output_dir.glob("*/*model.safetensors") if p.parent.name in ("adapter", "model")
+    ]
+    evaluations = [
+        json.loads(line) for line in (output_dir / "evaluations.jsonl").read_text().splitlines()
+    ]
     return (
         hashlib.sha256(weights.read_bytes()).hexdigest(),
         [(line["step"], line["loss"], line["learning_rate"]) for line in steps(output_dir)],
@@ -57,8 +72,10 @@ def result(output_dir: Path) -> tuple[str, list[tuple[int, float, float]], list[
 
 
 def test_a_killed_run_ends_as_if_it_had_not_been(tiny_run: TinyRun, tmp_path: Path) -> None:
-    """AdamW on a cosine with dropout: moments, schedule, data order and random state must all be restored."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    """AdamW on a cosine with dropout: moments, schedule, data order and random state must all be
+    restored."""
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     finish(start(tiny_run, whole, MEBP))
     expected = result(whole)
     assert [step for step, _, _ in expected[1]] == list(range(1, STEPS + 1))
@@ -74,7 +91,9 @@ def test_a_killed_run_ends_as_if_it_had_not_been(tiny_run: TinyRun, tmp_path: Pa
         out = signal_when(process, signal.SIGKILL, ready)
         assert process.returncode == -signal.SIGKILL, out
         left = run_checkpoint.latest(killed)
-        assert left is None or run_checkpoint.step_of(left) <= len(steps(killed)), "no checkpoint without its metrics"
+        assert left is None or run_checkpoint.step_of(left) <= len(steps(killed)), (
+            "no checkpoint without its metrics"
+        )
     assert run_checkpoint.latest(killed) is not None, "the last resume is from a checkpoint"
 
     process = start(tiny_run, killed, MEBP)
@@ -83,15 +102,20 @@ def test_a_killed_run_ends_as_if_it_had_not_been(tiny_run: TinyRun, tmp_path: Pa
     assert "stopped by SIGTERM" in out
     stopped_at = run_checkpoint.latest(killed)
     assert stopped_at is not None
-    assert run_checkpoint.step_of(stopped_at) == len(steps(killed)) < STEPS, "SIGTERM saves what was done"
+    assert run_checkpoint.step_of(stopped_at) == len(steps(killed)) < STEPS, (
+        "SIGTERM saves what was done"
+    )
 
     out = finish(start(tiny_run, killed, MEBP))
     assert f"resumed at step {run_checkpoint.step_of(stopped_at)}" in out
     assert result(killed) == expected
 
 
-def test_a_killed_zeroth_order_run_loses_no_step_that_its_ledger_has(tiny_run: TinyRun, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+def test_a_killed_zeroth_order_run_loses_no_step_that_its_ledger_has(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     finish(start(tiny_run, whole, ZO2))
     for step in (2, 13):
         process = start(tiny_run, killed, ZO2)

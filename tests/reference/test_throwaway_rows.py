@@ -1,4 +1,5 @@
-"""Oracle: the rows that they copy. A rule and a kind, each made of a row and its own code, train and replay as those do."""
+"""Oracle: the rows that they copy. A rule and a kind, each made of a row and its own code, train
+and replay as those do."""
 
 from __future__ import annotations
 
@@ -24,11 +25,14 @@ from tests.support.messages import refused
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule "heavy", a copy of momentum, and the kind "bent", a copy of hizoo: of each a row and its code, no more."""
+    """The rule "heavy", a copy of momentum, and the kind "bent", a copy of hizoo: of each a row and
+    its code, no more."""
     monkeypatch.setitem(RULES, "heavy", RULES["momentum"])
     monkeypatch.setattr(updates, "heavy", updates.momentum, raising=False)
     monkeypatch.setitem(KINDS, "bent", KINDS["hizoo"])
-    monkeypatch.setitem(sys.modules, kind.__name__.replace("kind", "bent"), SimpleNamespace(KIND=hizoo.KIND))  # type: ignore[misc]
+    monkeypatch.setitem(
+        sys.modules, kind.__name__.replace("kind", "bent"), SimpleNamespace(KIND=hizoo.KIND)
+    )  # type: ignore[misc]
 
 
 @pytest.mark.usefixtures("copies")
@@ -36,10 +40,14 @@ def test_a_rule_is_a_row_and_its_function(tmp_path: Path) -> None:
     weights = []
     for name in ("momentum", "heavy", "sgd"):
         settings = {"name": name, "learning_rate": 1e-2, "max_grad_norm": 1.0}
-        with Walker(tiny_model("llama"), method("plain", optimizer=settings), workdir=tmp_path, device="cpu") as walker:
+        with Walker(
+            tiny_model("llama"), method("plain", optimizer=settings), workdir=tmp_path, device="cpu"
+        ) as walker:
             for step in range(3):
                 walker.step(random_batch(seed=step))
-            weights.append({key: master.clone() for key, master in walker.engine.trained.masters.items()})
+            weights.append(
+                {key: master.clone() for key, master in walker.engine.trained.masters.items()}
+            )
     assert_same(weights[1], weights[0])
     with refused(AssertionError, "differ"):
         assert_same(weights[2], weights[0])
@@ -50,10 +58,18 @@ def test_a_kind_is_a_row_and_its_file(tmp_path: Path) -> None:
     """Under a rule with a state of its own, in 16 bits on disk; and rebuilt from the ledger."""
     base = tmp_path / "base"
     tiny_model("opt", tied=True).save_pretrained(base)
-    weights, lines = [], []
+    weights = []
+    lines = []
     for rule, name in (("momentum", "hizoo"), ("heavy", "bent"), ("momentum", "spsa")):
-        settings: dict[str, Any] = {"zo": {"kind": name, "hessian_alpha": 1e-3, "hessian_codec": "bf16", "queries": 2}}
-        plan = method("zo2", trainable="disk × bf16", optimizer={"name": rule, "learning_rate": 1e-2}, **settings)
+        settings: dict[str, Any] = {
+            "zo": {"kind": name, "hessian_alpha": 1e-3, "hessian_codec": "bf16", "queries": 2}
+        }
+        plan = method(
+            "zo2",
+            trainable="disk × bf16",
+            optimizer={"name": rule, "learning_rate": 1e-2},
+            **settings,
+        )
         ledger = tmp_path / name / "ledger.jsonl"
         with Walker(base, plan, workdir=ledger.parent, device="cpu", ledger=ledger) as walker:
             for step in range(3):

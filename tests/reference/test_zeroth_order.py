@@ -27,7 +27,8 @@ def trained(walker: Walker) -> dict[str, torch.Tensor]:
     walker.flush()
     weights = walker.engine.buckets.weights()
     return {
-        name: w.clone() if isinstance(w, torch.Tensor) else w.rows(0, w.shape[0]).clone() for name, w in weights.items()
+        name: w.clone() if isinstance(w, torch.Tensor) else w.rows(0, w.shape[0]).clone()
+        for name, w in weights.items()
     }
 
 
@@ -43,13 +44,22 @@ def names_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("kind", "tied"), CASES)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_mezo_noise_is_the_original_bit_for_bit(kind: str, tied: bool, weight_decay: float, tmp_path: Path) -> None:
-    """Losses, g and weights, with the seeds that the original draws when it was given the run's; OPT's execution order is not
-    that of its names."""
+def test_mezo_noise_is_the_original_bit_for_bit(
+    kind: str, tied: bool, weight_decay: float, tmp_path: Path
+) -> None:
+    """Losses, g and weights, with the seeds that the original draws when it was given the run's;
+    OPT's execution order is not that of its names."""
     model = tiny_model(kind, tied=tied)
     control = copy.deepcopy(model)
-    settings = {"learning_rate": RATE, "weight_decay": weight_decay, "schedule": "linear", "total_steps": 6}
-    plan = method("mezo", zo={"noise": "mezo"}, loss="model", optimizer={"name": "sgd", **settings}, seed=5)
+    settings = {
+        "learning_rate": RATE,
+        "weight_decay": weight_decay,
+        "schedule": "linear",
+        "total_steps": 6,
+    }
+    plan = method(
+        "mezo", zo={"noise": "mezo"}, loss="model", optimizer={"name": "sgd", **settings}, seed=5
+    )
     with Walker(model, plan, workdir=tmp_path, device="cpu") as walker:
         found = [walker.step(random_batch(seed=step)) for step in range(5)]
         weights = trained(walker)
@@ -57,25 +67,40 @@ def test_mezo_noise_is_the_original_bit_for_bit(kind: str, tied: bool, weight_de
     for step, result in enumerate(found):
         rate = RATE * (1 - step / 6)  # the scheduler steps after the update
         expected = mezo_step(
-            control, random_batch(seed=step), learning_rate=rate, weight_decay=weight_decay, epsilon=1e-3
+            control,
+            random_batch(seed=step),
+            learning_rate=rate,
+            weight_decay=weight_decay,
+            epsilon=1e-3,
         )
         assert result.learning_rate == pytest.approx(rate)
-        assert (result.loss, result.projected_grad) == (expected.losses[0], expected.projected_grads[0])
+        assert (result.loss, result.projected_grad) == (
+            expected.losses[0],
+            expected.projected_grads[0],
+        )
     assert_same(weights, names_of(control))
 
 
 @pytest.mark.parametrize(("kind", "tied"), COUNTED)
-@pytest.mark.parametrize(("noise", "queries"), [("gaussian", 1), ("gaussian", 3), ("rademacher", 2)])
+@pytest.mark.parametrize(
+    ("noise", "queries"), [("gaussian", 1), ("gaussian", 3), ("rademacher", 2)]
+)
 def test_counter_noise_is_the_reference_bit_for_bit(
     kind: str, tied: bool, noise: Any, queries: int, tmp_path: Path
 ) -> None:
     model = tiny_model(kind, tied=tied)
-    control, masters = copy.deepcopy(model), masters_of(model)
+    control = copy.deepcopy(model)
+    masters = masters_of(model)
     plan = method(
         "mezo",
         loss="model",
         zo={"noise": noise, "queries": queries},
-        optimizer={"learning_rate": RATE, "weight_decay": 0.1, "schedule": "linear", "total_steps": 6},
+        optimizer={
+            "learning_rate": RATE,
+            "weight_decay": 0.1,
+            "schedule": "linear",
+            "total_steps": 6,
+        },
         seed=7,
     )
     with Walker(model, plan, workdir=tmp_path, device="cpu") as walker:
@@ -96,6 +121,8 @@ def test_counter_noise_is_the_reference_bit_for_bit(
                 kind=noise,
             )
             assert found.loss == expected.losses[0]
-            assert found.projected_grad == pytest.approx(sum(expected.projected_grads) / queries, rel=1e-15)
+            assert found.projected_grad == pytest.approx(
+                sum(expected.projected_grads) / queries, rel=1e-15
+            )
         weights = trained(walker)
     assert_same(weights, masters)

@@ -1,4 +1,5 @@
-"""Oracle: the reference loops of FZOO and HiZOO, and of every trap that implementations of MeZO fell into."""
+"""Oracle: the reference loops of FZOO and HiZOO, and of every trap that implementations of MeZO
+fell into."""
 
 from __future__ import annotations
 
@@ -22,14 +23,21 @@ from tests.support.messages import refused
 def test_fzoo_is_the_reference(name: str, tmp_path: Path) -> None:
     """One-sided losses over signs, their standard deviation in the place of ε."""
     model = tiny_model("opt", tied=True)
-    control, masters = copy.deepcopy(model), masters_of(model)
+    control = copy.deepcopy(model)
+    masters = masters_of(model)
     zo = {"kind": "fzoo", "queries": 4, "noise": "rademacher"}
     plan = method(name, loss="model", zo=zo, optimizer={"learning_rate": 1e-3})
     with Walker(model, plan, workdir=tmp_path, device="cpu") as walker:
         for step in range(1, 4):
             found = walker.step(random_batch(seed=step))
             expected = fzoo_step(
-                control, masters, random_batch(seed=step), step=step, seed=0, learning_rate=1e-3, queries=4
+                control,
+                masters,
+                random_batch(seed=step),
+                step=step,
+                seed=0,
+                learning_rate=1e-3,
+                queries=4,
             )
             assert walker.estimator.entries[-1].losses == expected.losses  # type: ignore[union-attr]
             assert found.loss == expected.losses[0]
@@ -41,16 +49,24 @@ def test_fzoo_is_the_reference(name: str, tmp_path: Path) -> None:
 def test_hizoo_is_the_reference(name: str, tmp_path: Path) -> None:
     """The curvature travels beside its weight, and later perturbations see it."""
     model = tiny_model("opt", tied=True)
-    control, masters = copy.deepcopy(model), masters_of(model)
+    control = copy.deepcopy(model)
+    masters = masters_of(model)
     hessians = {key: torch.ones_like(master) for key, master in masters.items()}
     zo = {"kind": "hizoo", "hessian_alpha": 1e-3}
-    plan = method(name, loss="model", zo=zo, optimizer={"learning_rate": RATE}, update={"flush_every": 1})
+    plan = method(
+        name, loss="model", zo=zo, optimizer={"learning_rate": RATE}, update={"flush_every": 1}
+    )
     with Walker(model, plan, workdir=tmp_path, device="cpu") as walker:
         for step in range(1, 5):
             batch = random_batch(seed=step)
             found = walker.step(batch)
-            expected = hizoo_step(control, masters, hessians, batch, step=step, seed=0, learning_rate=RATE, alpha=1e-3)
-            assert (found.loss, found.projected_grad) == (expected.losses[0], expected.projected_grads[0])
+            expected = hizoo_step(
+                control, masters, hessians, batch, step=step, seed=0, learning_rate=RATE, alpha=1e-3
+            )
+            assert (found.loss, found.projected_grad) == (
+                expected.losses[0],
+                expected.projected_grads[0],
+            )
         weights = trained(walker)
     assert_same(weights, masters)
     assert all(not torch.equal(hessian, torch.ones_like(hessian)) for hessian in hessians.values())
@@ -63,9 +79,15 @@ def test_estimators_keep_their_bits_in_16_bits_and_unflushed(kind: str, tmp_path
     found = []
     for flush_every in (1, 5):
         zo = {"kind": kind, "queries": 2, "hessian_alpha": 1e-3, "hessian_codec": "bf16"}
-        settings: dict[str, Any] = {"zo": zo, "optimizer": {"learning_rate": 1e-3}, "trainable": "disk × bf16"}
+        settings: dict[str, Any] = {
+            "zo": zo,
+            "optimizer": {"learning_rate": 1e-3},
+            "trainable": "disk × bf16",
+        }
         plan = method("zo2", update={"flush_every": flush_every}, **settings)
-        with Walker(copy.deepcopy(model), plan, workdir=tmp_path / str(flush_every), device="cpu") as walker:
+        with Walker(
+            copy.deepcopy(model), plan, workdir=tmp_path / str(flush_every), device="cpu"
+        ) as walker:
             results = [walker.step(random_batch(seed=step)).projected_grad for step in range(7)]
             found.append((results, trained(walker)))
     assert found[0][0] == found[1][0]
@@ -75,7 +97,8 @@ def test_estimators_keep_their_bits_in_16_bits_and_unflushed(kind: str, tmp_path
 def test_seed_zero_is_a_seed(tmp_path: Path) -> None:
     """Oracle: the reference with seed 0, and a run whose plan says 0."""
     model = tiny_model("llama")
-    control, masters = copy.deepcopy(model), masters_of(model)
+    control = copy.deepcopy(model)
+    masters = masters_of(model)
     plan = method("mezo", loss="model", seed=5, optimizer={"learning_rate": RATE})
     with Walker(model, plan, workdir=tmp_path, device="cpu") as walker:
         found = walker.step(random_batch(), seed=0)
@@ -87,7 +110,8 @@ def test_seed_zero_is_a_seed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mezo", "zo2"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_changes_nothing(name: str, bad: float, tmp_path: Path) -> None:
-    """Oracle: a run that never saw that batch. The step's data are in the message; weights and ledger are as they were."""
+    """Oracle: a run that never saw that batch. The step's data are in the message; weights and
+    ledger are as they were."""
     model = tiny_model("llama")
     seen: list[int] = []
 
@@ -102,7 +126,12 @@ def test_a_loss_that_is_not_finite_changes_nothing(name: str, bad: float, tmp_pa
         plan = method(name, optimizer={"learning_rate": RATE})
         path = tmp_path / folder / "ledger.jsonl"
         with Walker(
-            copy.deepcopy(model), plan, workdir=tmp_path / folder, device="cpu", ledger=path, objective=objective
+            copy.deepcopy(model),
+            plan,
+            workdir=tmp_path / folder,
+            device="cpu",
+            ledger=path,
+            objective=objective,
         ) as walker:
             for seed in batches:
                 if seed is not None:
@@ -118,12 +147,16 @@ def test_a_loss_that_is_not_finite_changes_nothing(name: str, bad: float, tmp_pa
 
 
 def test_the_last_update_is_there_before_anyone_looks(tmp_path: Path) -> None:
-    """Oracle: the resident run. Evaluation, the state, and the saved model see every step's update."""
+    """Oracle: the resident run. Evaluation, the state, and the saved model see every step's
+    update."""
     from transformers import AutoModelForCausalLM
 
     model = tiny_model("llama", tied=True)
     looks = []
-    for name, settings in (("mezo", {}), ("zo2", {"update": {"flush_every": 50}, "trainable": "disk"})):
+    for name, settings in (
+        ("mezo", {}),
+        ("zo2", {"update": {"flush_every": 50}, "trainable": "disk"}),
+    ):
         folder = tmp_path / name
         plan = method(name, optimizer={"learning_rate": RATE}, **settings)
         with Walker(copy.deepcopy(model), plan, workdir=folder, device="cpu") as walker:
@@ -144,11 +177,15 @@ def test_the_last_update_is_there_before_anyone_looks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "tier"), [("mezo", "device"), ("zo2", "host")])
-def test_the_state_holds_the_pending_update_and_the_moments(name: str, tier: str, tmp_path: Path) -> None:
+def test_the_state_holds_the_pending_update_and_the_moments(
+    name: str, tier: str, tmp_path: Path
+) -> None:
     """Oracle: a run that was never stopped."""
     model = tiny_model("opt", tied=True)
     plan = method(
-        name, trainable=tier, optimizer={"name": "adamw", "learning_rate": 1e-3, "schedule": "linear", "total_steps": 9}
+        name,
+        trainable=tier,
+        optimizer={"name": "adamw", "learning_rate": 1e-3, "schedule": "linear", "total_steps": 9},
     )
     with Walker(copy.deepcopy(model), plan, workdir=tmp_path / "a", device="cpu") as walker:
         for step in range(3):
@@ -172,8 +209,12 @@ def words(seed: int) -> LabelWordBatch:
 
 
 @pytest.mark.parametrize("objective", ["label_words", "accuracy", "f1"])
-@pytest.mark.parametrize(("loss", "noise"), [("chunked", "gaussian"), ("chunked", "lowrank"), ("model", "gaussian")])
-def test_objectives_that_rank_label_words(objective: str, loss: str, noise: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("loss", "noise"), [("chunked", "gaussian"), ("chunked", "lowrank"), ("model", "gaussian")]
+)
+def test_objectives_that_rank_label_words(
+    objective: str, loss: str, noise: str, tmp_path: Path
+) -> None:
     """Oracle: the same number from the model's own logits, in closed form."""
     model = tiny_model("llama").eval()
     examples = words(4)
@@ -184,11 +225,21 @@ def test_objectives_that_rank_label_words(objective: str, loss: str, noise: str,
         with refused(ValueError, "LabelWordBatch"):
             walker.step(random_batch())
     with torch.no_grad():
-        logits = model(**{k: v for k, v in examples.batch.items() if k != "labels"}).logits[:, -2].double()
+        logits = (
+            model(**{k: v for k, v in examples.batch.items() if k != "labels"})
+            .logits[:, -2]
+            .double()
+        )
     scores = logits.log_softmax(-1).gather(1, examples.batch["labels"][:, -1:]).view(5, 3)
-    chosen, right = scores.argmax(1), examples.targets_B
+    chosen = scores.argmax(1)
+    right = examples.targets_B
     hits = [
-        [int(((chosen == c) & (right == c)).sum()), int((chosen == c).sum()), int((right == c).sum())] for c in range(3)
+        [
+            int(((chosen == c) & (right == c)).sum()),
+            int((chosen == c).sum()),
+            int((right == c).sum()),
+        ]
+        for c in range(3)
     ]
     expected = {
         "label_words": float(torch.nn.functional.cross_entropy(scores, right)),
@@ -205,7 +256,9 @@ def test_a_function_that_has_no_gradient_is_optimised(tmp_path: Path) -> None:
 
     def misses(logits_BSV: torch.Tensor, batch: Any) -> float:
         ranked = logits_BSV[:, :-1].argmax(-1)
-        return float((ranked != batch["labels"][:, 1:]).float().mean()) + float(logits_BSV.std() > 9)
+        return float((ranked != batch["labels"][:, 1:]).float().mean()) + float(
+            logits_BSV.std() > 9
+        )
 
     plan = method("mezo", zo={"queries": 4, "epsilon": 3e-2}, optimizer={"learning_rate": 3e-3})
     with Walker(model, plan, workdir=tmp_path, device="cpu", objective=misses) as walker:
@@ -218,7 +271,10 @@ def test_a_function_that_has_no_gradient_is_optimised(tmp_path: Path) -> None:
     [
         ({"zo": {"kind": "fzoo", "queries": 1}}, "standard deviation"),
         ({"zo": {"noise": "mezo"}, "trainable": "host"}, "noise|weights"),
-        ({"zo": {"noise": "mezo"}, "optimizer": {"name": "adamw"}}, "original's|mezo_original update"),
+        (
+            {"zo": {"noise": "mezo"}, "optimizer": {"name": "adamw"}},
+            "original's|mezo_original update",
+        ),
         ({"zo": {"kind": "hizoo", "hessian_codec": "fp8"}}, "hessian_codec"),
         ({"zo": {"kind": "hizoo", "hessian_alpha": 1.0}}, "hessian_alpha"),
     ],

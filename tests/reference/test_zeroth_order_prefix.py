@@ -1,5 +1,6 @@
-"""Oracle: the naive loops on the same PeftModel, whole and in memory. PEFT's prefix tuning hands one key-value cache to every
-layer, which a layer writes into; a walk gives each call a view of its own."""
+"""Oracle: the naive loops on the same PeftModel, whole and in memory. PEFT's prefix tuning hands
+one key-value cache to every layer, which a layer writes into; a walk gives each call a view of its
+own."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import assert_same, trained
 from tests.support.messages import refused
 
-RATE, EPSILON = 1e-2, 1e-1
+RATE = 1e-2
+EPSILON = 1e-1
 SETTINGS: dict[str, Any] = {"loss": "model", "optimizer": {"name": "sgd", "learning_rate": RATE}}
 
 
@@ -29,7 +31,9 @@ def prefixed(kind: str, *, projection: bool = False) -> Any:
     from peft import PrefixTuningConfig, get_peft_model
 
     model = tiny_model(kind, tied=True)
-    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5, prefix_projection=projection)
+    config = PrefixTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=5, prefix_projection=projection
+    )
     return get_peft_model(model, config)  # type: ignore[arg-type]
 
 
@@ -59,8 +63,13 @@ def test_a_prefix_trains_as_in_the_original_loop(kind: str, tmp_path: Path) -> N
     with Walker(model, plan, workdir=tmp_path, device="cpu") as walker:
         for step in range(4):
             found = walker.step(random_batch(seed=step), seed=step)
-            expected = mezo_step(control, random_batch(seed=step), learning_rate=RATE, epsilon=EPSILON, seed=step)
-            assert (found.loss, found.projected_grad) == (expected.losses[0], expected.projected_grads[0])
+            expected = mezo_step(
+                control, random_batch(seed=step), learning_rate=RATE, epsilon=EPSILON, seed=step
+            )
+            assert (found.loss, found.projected_grad) == (
+                expected.losses[0],
+                expected.projected_grads[0],
+            )
             assert found.projected_grad
         values = {name: p.detach() for name, p in control.named_parameters() if p.requires_grad}
         assert_same(trained(walker), canonical(values))
@@ -75,24 +84,39 @@ def test_a_prefix_trains_as_in_the_original_loop(kind: str, tmp_path: Path) -> N
 def test_wherever_the_base_lies(places: dict[str, Any], projection: bool, tmp_path: Path) -> None:
     """And the base is only read."""
     model = prefixed("llama", projection=projection)
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    before = {
+        name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad
+    }
     control: Any = Renamed(copy.deepcopy(model))
     masters = masters_of(control)
     assert len(masters) == (5 if projection else 1)
     with Walker(
-        model, method(**places, zo={"epsilon": EPSILON}, seed=3, **SETTINGS), workdir=tmp_path, device="cpu"
+        model,
+        method(**places, zo={"epsilon": EPSILON}, seed=3, **SETTINGS),
+        workdir=tmp_path,
+        device="cpu",
     ) as walker:
         for step in range(1, 4):
             data = random_batch(seed=step)
             found = walker.step(data)
-            expected = spsa_step(control, masters, data, step=step, seed=3, learning_rate=RATE, epsilon=EPSILON)
-            assert (found.loss, found.projected_grad) == (expected.losses[0], expected.projected_grads[0])
+            expected = spsa_step(
+                control, masters, data, step=step, seed=3, learning_rate=RATE, epsilon=EPSILON
+            )
+            assert (found.loss, found.projected_grad) == (
+                expected.losses[0],
+                expected.projected_grads[0],
+            )
         assert_same(trained(walker), masters)
     if "frozen" not in places:
         return
-    assert_same({name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}, before)
+    assert_same(
+        {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}, before
+    )
     stored = load_file(tmp_path / "in-memory" / "model.safetensors")
-    assert all(torch.equal(stored[name.removeprefix("base_model.")], value) for name, value in before.items())
+    assert all(
+        torch.equal(stored[name.removeprefix("base_model.")], value)
+        for name, value in before.items()
+    )
 
 
 @pytest.mark.parametrize("projection", [False, True], ids=["embedding", "projection"])
@@ -109,25 +133,38 @@ def test_a_saved_prefix_is_pefts(projection: bool, tmp_path: Path) -> None:
         logits = walker.next_logits({"input_ids": ids})
         written = walker.generate(ids, 4)
         walker.save_pretrained(tmp_path / "prefix")
-    saved: Any = PeftModel.from_pretrained(tiny_model("llama", tied=True), tmp_path / "prefix").eval()
+    saved: Any = PeftModel.from_pretrained(
+        tiny_model("llama", tied=True), tmp_path / "prefix"
+    ).eval()
     with torch.no_grad():
-        torch.testing.assert_close(saved(input_ids=ids, use_cache=False).logits[:, -1].float(), logits)
-        assert not torch.allclose(model.eval()(input_ids=ids, use_cache=False).logits[:, -1].float(), logits)
+        torch.testing.assert_close(
+            saved(input_ids=ids, use_cache=False).logits[:, -1].float(), logits
+        )
+        assert not torch.allclose(
+            model.eval()(input_ids=ids, use_cache=False).logits[:, -1].float(), logits
+        )
         for _ in range(4):
-            ids = torch.cat([ids, saved(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+            ids = torch.cat(
+                [ids, saved(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1
+            )
     assert torch.equal(written, ids)
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt", "gpt2"])
 def test_a_prefix_begins_as_real_tokens(kind: str, tmp_path: Path) -> None:
-    """Oracle: what the whole model's own cache holds after those tokens, as PEFT hands the saved prefix to the layers; over a
-    base in codes too. Then the ledger gives what the run saved, bit for bit."""
+    """Oracle: what the whole model's own cache holds after those tokens, as PEFT hands the saved
+    prefix to the layers; over a base in codes too. Then the ledger gives what the run saved, bit
+    for bit."""
     from peft import PeftModel
 
     model: Any = tiny_model(kind)
     model.eval().save_pretrained(tmp_path / "model")
     plan = method("zo2", frozen="disk × int4", zo={"epsilon": EPSILON}, seed=3, **SETTINGS)
-    given: dict[str, Any] = {"lora": {"num_virtual_tokens": 5}, "workdir": tmp_path, "device": "cpu"}
+    given: dict[str, Any] = {
+        "lora": {"num_virtual_tokens": 5},
+        "workdir": tmp_path,
+        "device": "cpu",
+    }
     with Walker(tmp_path / "model", plan, **given, ledger=tmp_path / "ledger.jsonl") as walker:
         walker.save_pretrained(tmp_path / "begun")
         for step in range(3):
@@ -140,7 +177,9 @@ def test_a_prefix_begins_as_real_tokens(kind: str, tmp_path: Path) -> None:
     for ours, theirs in zip(handed.layers, own.layers, strict=True):
         torch.testing.assert_close((ours.keys, ours.values), (theirs.keys, theirs.values))
     replay(tmp_path / "model", tmp_path / "ledger.jsonl", tmp_path / "again")
-    begun, saved, again = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("begun", "prefix", "again"))
+    begun, saved, again = (
+        load_file(tmp_path / f / "adapter_model.safetensors") for f in ("begun", "prefix", "again")
+    )
     assert torch.equal(saved["prompt_embeddings"], again["prompt_embeddings"])
     assert not torch.equal(saved["prompt_embeddings"], begun["prompt_embeddings"])
 
@@ -155,10 +194,15 @@ def test_a_model_without_keys_and_values_in_every_layer_is_refused(tmp_path: Pat
 
 def test_prompts_of_unequal_length_are_continued_as_alone(tmp_path: Path) -> None:
     """Oracle: each prompt by itself."""
-    with Walker(prefixed("llama"), method("mezo"), workdir=tmp_path, device="cpu", training=False) as walker:
+    with Walker(
+        prefixed("llama"), method("mezo"), workdir=tmp_path, device="cpu", training=False
+    ) as walker:
         ids = random_batch(seed=9)["input_ids"][:2, :6]
         mask = torch.ones_like(ids)
         mask[0, :2] = 0
         together = walker.generate(ids, 4, attention_mask=mask)
-        alone = [walker.generate(row[hidden:][None], 4)[0, -4:] for row, hidden in zip(ids, (2, 0), strict=True)]
+        alone = [
+            walker.generate(row[hidden:][None], 4)[0, -4:]
+            for row, hidden in zip(ids, (2, 0), strict=True)
+        ]
     assert torch.equal(together[:, 6:], torch.stack(alone))

@@ -1,5 +1,5 @@
-"""Oracle: the same run with everything resident (method ``mezo``), which is the reference loop's: bit for bit, wherever
-weights live, in whatever codec, however rarely they are written back."""
+"""Oracle: the same run with everything resident (method ``mezo``), which is the reference loop's:
+bit for bit, wherever weights live, in whatever codec, however rarely they are written back."""
 
 from __future__ import annotations
 
@@ -43,10 +43,14 @@ Run = tuple[list[tuple[float, float | None]], float, dict[str, torch.Tensor]]
 SCHEDULE = {"learning_rate": 3e-2, "schedule": "linear", "total_steps": 12, "warmup_steps": 3}
 
 
-def run(name: str, model: Any, folder: Path, *, steps: int = 6, lora: Any = None, **settings: Any) -> Run:
+def run(
+    name: str, model: Any, folder: Path, *, steps: int = 6, lora: Any = None, **settings: Any
+) -> Run:
     """(loss, g) of each step, the loss of a held-out batch afterwards, and the weights."""
     settings = {"optimizer": {"name": "sgd", **SCHEDULE}, **settings}
-    with Walker(copy.deepcopy(model), method(name, **settings), lora=lora, workdir=folder, device="cpu") as walker:
+    with Walker(
+        copy.deepcopy(model), method(name, **settings), lora=lora, workdir=folder, device="cpu"
+    ) as walker:
         results = [walker.step(random_batch(seed=step)) for step in range(steps)]
         evaluated = walker.evaluate(random_batch(seed=99)).loss
         return [(r.loss, r.projected_grad) for r in results], evaluated, trained(walker)
@@ -66,10 +70,18 @@ def assert_equal(found: Run, expected: Run) -> None:
 def test_streamed_weights_train_as_resident_ones(
     kind: str, tied: bool, tier: str, flush_every: int, tmp_path: Path
 ) -> None:
-    """A deferred update with the next step's learning rate, or one that is missing at evaluation, would show here."""
+    """A deferred update with the next step's learning rate, or one that is missing at evaluation,
+    would show here."""
     model = tiny_model(kind, tied=tied)
     expected = run("mezo", model, tmp_path / "mezo")
-    found = run("zo2", model, tmp_path / "zo2", trainable=tier, frozen=tier, update={"flush_every": flush_every})
+    found = run(
+        "zo2",
+        model,
+        tmp_path / "zo2",
+        trainable=tier,
+        frozen=tier,
+        update={"flush_every": flush_every},
+    )
     assert_equal(found, expected)
 
 
@@ -82,12 +94,16 @@ def test_streamed_weights_train_as_resident_ones(
         (9, {"trainable": "host", "frozen": "host"}),
     ],
 )
-def test_blocks_that_stay_train_as_those_that_stream(resident: int, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_blocks_that_stay_train_as_those_that_stream(
+    resident: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
     """One block, two of them beside slots for others, all of them: then no block travels."""
     model = tiny_model("opt", tied=True, num_hidden_layers=4)
     expected = run("mezo", model, tmp_path / "mezo")
     assert_equal(run("zo2", model, tmp_path / "zo2", resident=resident, **settings), expected)
-    with Walker(model, method("zo2", resident=resident, **settings), workdir=tmp_path / "w", device="cpu") as walker:
+    with Walker(
+        model, method("zo2", resident=resident, **settings), workdir=tmp_path / "w", device="cpu"
+    ) as walker:
         program = walker.program(StepKind.TRAIN, Shape(2, 8))
         assert len(walker.engine.buckets.streamed) == max(4 - resident, 0)
         assert program.slots == min(method("zo2", **settings).prefetch + 1, max(4 - resident, 0))
@@ -96,7 +112,8 @@ def test_blocks_that_stay_train_as_those_that_stream(resident: int, settings: di
 @pytest.mark.usefixtures("visits")
 def test_adapters_train_alike_over_frozen_blocks_that_stay(tmp_path: Path) -> None:
     """Also with gradients, and with weights of 8 bits that are decoded where they lie."""
-    model, lora = tiny_model("llama", num_hidden_layers=3), LoraSettings(rank=2)
+    model = tiny_model("llama", num_hidden_layers=3)
+    lora = LoraSettings(rank=2)
     model.save_pretrained(tmp_path / "model")
     for name, codec in (("zo2", "raw"), ("mebp", "int8")):
         found = [
@@ -107,12 +124,16 @@ def test_adapters_train_alike_over_frozen_blocks_that_stay(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("flush_every", [1, 4])
-@pytest.mark.parametrize("settings", [{}, {"frozen": "host"}, {"trainable": "host × bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"frozen": "host"}, {"trainable": "host × bf16"}], ids=str
+)
 def test_a_processor_reads_the_host_tier_where_it_lies(
     settings: dict[str, Any], flush_every: int, tmp_path: Path
 ) -> None:
-    """Oracle: the resident run, of which the programs differ in nothing that is done: no copy, no slot."""
-    model, codec = tiny_model("opt", tied=True), settings.get("trainable", "host").replace("host", "device")
+    """Oracle: the resident run, of which the programs differ in nothing that is done: no copy, no
+    slot."""
+    model = tiny_model("opt", tied=True)
+    codec = settings.get("trainable", "host").replace("host", "device")
     expected = run("mezo", model, tmp_path / "mezo", trainable=codec)
     changes = {**settings, "update": {"flush_every": flush_every}}
     assert_equal(run("zo2", model, tmp_path / "zo2", **changes), expected)
@@ -122,10 +143,14 @@ def test_a_processor_reads_the_host_tier_where_it_lies(
         assert program.slots == len(walker.engine.buckets.streamed) == 0
 
 
-def run_from(folder: Path, name: str, lora: LoraSettings, resident: int, **settings: Any) -> list[float]:
+def run_from(
+    folder: Path, name: str, lora: LoraSettings, resident: int, **settings: Any
+) -> list[float]:
     """Losses of three steps and of an evaluation, of a model from its files."""
     plan = method(name, resident=resident, **settings)
-    with Walker(folder / "model", plan, lora=lora, workdir=folder / f"{name}{resident}", device="cpu") as walker:
+    with Walker(
+        folder / "model", plan, lora=lora, workdir=folder / f"{name}{resident}", device="cpu"
+    ) as walker:
         losses = [walker.step(random_batch(seed=step)).loss for step in range(3)]
         return [*losses, walker.evaluate(random_batch(seed=9)).loss]
 
@@ -138,7 +163,10 @@ def test_every_codec_trains_alike_on_every_tier(codec: str, rounding: str, tmp_p
     update = {"rounding": rounding}
     expected = run("mezo", model, tmp_path / "mezo", trainable=f"device × {codec}", update=update)
     for tier, flush_every in (("host", 1), ("disk", 3), ("disk", 100)):
-        settings = {"trainable": f"{tier} × {codec}", "update": {**update, "flush_every": flush_every}}
+        settings = {
+            "trainable": f"{tier} × {codec}",
+            "update": {**update, "flush_every": flush_every},
+        }
         assert_equal(run("zo2", model, tmp_path / f"{tier}{flush_every}", **settings), expected)
 
 
@@ -146,13 +174,20 @@ def test_forwards_in_bfloat16_from_float32_masters(tmp_path: Path) -> None:
     """The compute dtype is the forward's alone: g is not lost to 16 bits, and masters keep 32."""
     model = tiny_model("opt", tied=True)
     settings = {"compute_dtype": "bfloat16", "loss": "model", "seed": 3}
-    control, masters = copy.deepcopy(model).to(torch.bfloat16), masters_of(model)
+    control = copy.deepcopy(model).to(torch.bfloat16)
+    masters = masters_of(model)
     grads = []
     with Walker(model, method("mezo", **settings), workdir=tmp_path, device="cpu") as walker:
         for step in range(1, 4):
             found = walker.step(random_batch(seed=step))
             expected = spsa_step(
-                control, masters, random_batch(seed=step), step=step, seed=3, learning_rate=1e-6, loss=_float_loss
+                control,
+                masters,
+                random_batch(seed=step),
+                step=step,
+                seed=3,
+                learning_rate=1e-6,
+                loss=_float_loss,
             )
             assert found.projected_grad == expected.projected_grads[0]
             grads.append(found.projected_grad)
@@ -168,16 +203,26 @@ def _float_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def buffers(walker: Walker) -> dict[str, tuple[int, int]]:
-    """Address and bytes of every slot, host buffer and scratch buffer that a zeroth-order walk holds."""
-    buckets, estimator = walker.engine.buckets, walker.estimator
+    """Address and bytes of every slot, host buffer and scratch buffer that a zeroth-order walk
+    holds."""
+    buckets = walker.engine.buckets
+    estimator = walker.estimator
     assert isinstance(estimator, ZerothOrder)
     held = {f"slot {i}": buffer for i, buffer in enumerate(buckets.slots._buffers)}
     if isinstance(buckets.tier, HostTier):
-        held |= {f"host {i}": buckets.tier.bucket(unit) for i, unit in enumerate(sorted(buckets.streamed))}
+        held |= {
+            f"host {i}": buckets.tier.bucket(unit)
+            for i, unit in enumerate(sorted(buckets.streamed))
+        }
     if isinstance(buckets.tier, Staged):
-        held |= {f"staging {i}": buffer for i, buffer in enumerate([*buckets.tier._inward, buckets.tier._outward])}
+        held |= {
+            f"staging {i}": buffer
+            for i, buffer in enumerate([*buckets.tier._inward, buckets.tier._outward])
+        }
     for name in ("scratch", "slice_scratch", "loss_scratch"):
-        held |= {f"{name} {key}": buffer for key, buffer in getattr(estimator, name)._buffers.items()}
+        held |= {
+            f"{name} {key}": buffer for key, buffer in getattr(estimator, name)._buffers.items()
+        }
     return {name: (buffer.data_ptr(), buffer.nbytes) for name, buffer in held.items()}
 
 
@@ -187,7 +232,10 @@ SLOT_RUNS: dict[str, dict[str, Any]] = {
     "bf16": {"trainable": "host × bf16"},
     "fp8": {"trainable": "disk × fp8", "prefetch": 2},
     "adamw": {"trainable": "host", "optimizer": {"name": "adamw", "learning_rate": 1e-3}},
-    "hizoo": {"trainable": "host × bf16", "zo": {"kind": "hizoo", "hessian_alpha": 1e-3, "hessian_codec": "bf16"}},
+    "hizoo": {
+        "trainable": "host × bf16",
+        "zo": {"kind": "hizoo", "hessian_alpha": 1e-3, "hessian_codec": "bf16"},
+    },
     "fzoo": {"trainable": "host", "zo": {"kind": "fzoo", "queries": 3, "noise": "rademacher"}},
 }
 
@@ -195,8 +243,11 @@ SLOT_RUNS: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("visits")
 @pytest.mark.parametrize("settings", SLOT_RUNS.values(), ids=SLOT_RUNS)
 def test_no_buffer_appears_after_the_first_step(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Oracle: the addresses after the first step, which has no update to apply yet; steps that apply and write back follow."""
-    with Walker(tiny_model("llama", tied=True), method("zo2", **settings), workdir=tmp_path, device="cpu") as walker:
+    """Oracle: the addresses after the first step, which has no update to apply yet; steps that
+    apply and write back follow."""
+    with Walker(
+        tiny_model("llama", tied=True), method("zo2", **settings), workdir=tmp_path, device="cpu"
+    ) as walker:
         walker.step(random_batch(seed=0))
         first = buffers(walker)
         assert len(first) > 4
@@ -207,7 +258,9 @@ def test_no_buffer_appears_after_the_first_step(settings: dict[str, Any], tmp_pa
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_no_segment_and_no_pinned_memory_appear_after_the_first_step(tier: str, tmp_path: Path) -> None:
+def test_no_segment_and_no_pinned_memory_appear_after_the_first_step(
+    tier: str, tmp_path: Path
+) -> None:
     """Oracle: the counters of the CUDA and of the pinned host allocator."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
@@ -217,10 +270,13 @@ def test_no_segment_and_no_pinned_memory_appear_after_the_first_step(tier: str, 
         return torch.cuda.memory_stats()["segment.all.allocated"], pinned
 
     model = tiny_model("llama", tied=True)
-    with Walker(model, method("zo2", trainable=tier, frozen=tier), workdir=tmp_path, device="cuda") as walker:
+    with Walker(
+        model, method("zo2", trainable=tier, frozen=tier), workdir=tmp_path, device="cuda"
+    ) as walker:
         walker.step(random_batch(seed=0))
         torch.cuda.synchronize()
-        first, held = counters(), buffers(walker)
+        first = counters()
+        held = buffers(walker)
         for step in range(1, 6):
             walker.step(random_batch(seed=step))
         torch.cuda.synchronize()
@@ -249,17 +305,29 @@ def test_a_step_of_rate_zero_changes_no_bit(codec: str, tmp_path: Path) -> None:
 
 
 def test_stochastic_rounding_keeps_small_updates_that_nearest_loses(tmp_path: Path) -> None:
-    """Oracle: the float32 run. Updates far below half a step of bfloat16 vanish when rounded to nearest."""
+    """Oracle: the float32 run. Updates far below half a step of bfloat16 vanish when rounded to
+    nearest."""
     model = tiny_model("llama").to(torch.bfloat16).float()
-    settings: dict[str, Any] = {"optimizer": {"name": "sgd", "learning_rate": 1e-6}, "steps": 30, "seed": 1}
+    settings: dict[str, Any] = {
+        "optimizer": {"name": "sgd", "learning_rate": 1e-6},
+        "steps": 30,
+        "seed": 1,
+    }
     exact = run("mezo", model, tmp_path / "a", **settings)[2]
     start = masters_of(model)
     moved = {}
     for rounding in ("nearest", "stochastic"):
         weights = run(
-            "mezo", model, tmp_path / rounding, trainable="device × bf16", update={"rounding": rounding}, **settings
+            "mezo",
+            model,
+            tmp_path / rounding,
+            trainable="device × bf16",
+            update={"rounding": rounding},
+            **settings,
         )[2]
-        along = sum(float(((weights[n].float() - start[n]) * (exact[n] - start[n])).sum()) for n in start)
+        along = sum(
+            float(((weights[n].float() - start[n]) * (exact[n] - start[n])).sum()) for n in start
+        )
         moved[rounding] = along / sum(float((exact[n] - start[n]).square().sum()) for n in start)
     assert moved["nearest"] < 0.2
     assert moved["stochastic"] == pytest.approx(1.0, abs=0.35)
@@ -267,7 +335,8 @@ def test_stochastic_rounding_keeps_small_updates_that_nearest_loses(tmp_path: Pa
 
 @pytest.mark.parametrize("optimizer", ["sgd", "sign", "momentum", "adamw"])
 def test_lora_on_mapped_4_bit_weights(optimizer: str, tmp_path: Path) -> None:
-    """Oracle: the same run deferred and not; the base is only read, and its adapters stay where they are."""
+    """Oracle: the same run deferred and not; the base is only read, and its adapters stay where
+    they are."""
     model = tiny_model("llama", tied=True, hidden_size=64, intermediate_size=256)
     model.save_pretrained(tmp_path / "m")
     settings = {"optimizer": {"name": optimizer, "learning_rate": 1e-2}, "frozen": "disk × int4"}
@@ -311,8 +380,9 @@ def test_accumulated_micro_batches_are_one_batch(tmp_path: Path) -> None:
 def test_a_block_perturbed_once_for_all_micro_batches(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the walk in which every micro-batch's forward draws for itself, bit for bit. Each matrix of a block is copied
-    once a pass, but for noise of low rank, which is never made whole."""
+    """Oracle: the walk in which every micro-batch's forward draws for itself, bit for bit. Each
+    matrix of a block is copied once a pass, but for noise of low rank, which is never made
+    whole."""
     copied: list[int] = []
     into = PerturbedWeight.into
 
@@ -355,12 +425,15 @@ def bind_anew(estimator: ZerothOrder, op: Op, state: Step) -> None:
 def test_a_head_perturbed_once_for_all_micro_batches(
     settings: dict[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: steps on each micro-batch alone, whose losses add up, and the ranges, factors and scales of the head that a step
-    on one draws. Before, each micro-batch drew them anew."""
+    """Oracle: steps on each micro-batch alone, whose losses add up, and the ranges, factors and
+    scales of the head that a step on one draws. Before, each micro-batch drew them anew."""
     drawn: list[int] = []
-    perturb, factors_of = PerturbedWeight._perturb, LowRank.factors
+    perturb = PerturbedWeight._perturb
+    factors_of = LowRank.factors
 
-    def counted(weight: PerturbedWeight, read: Any, shape: tuple[int, ...], *rest: Any, **where: Any) -> torch.Tensor:
+    def counted(
+        weight: PerturbedWeight, read: Any, shape: tuple[int, ...], *rest: Any, **where: Any
+    ) -> torch.Tensor:
         if shape[0] == VOCABULARY and weight.scale:
             drawn.append(shape[0])
         return perturb(weight, read, shape, *rest, **where)
@@ -372,7 +445,9 @@ def test_a_head_perturbed_once_for_all_micro_batches(
 
     def losses(cuts: int, of: Any) -> Sequence[float]:
         optimizer = {"name": "sgd", "learning_rate": 0.0}
-        plan = method("mezo", gradient_accumulation_steps=cuts, seed=1, optimizer=optimizer, **settings)
+        plan = method(
+            "mezo", gradient_accumulation_steps=cuts, seed=1, optimizer=optimizer, **settings
+        )
         with Walker(copy.deepcopy(model), plan, device="cpu") as walker:
             drawn.clear()
             walker.step(of)
@@ -380,7 +455,8 @@ def test_a_head_perturbed_once_for_all_micro_batches(
 
     monkeypatch.setattr(PerturbedWeight, "_perturb", counted)
     monkeypatch.setattr(LowRank, "factors", counted_factors)
-    model, batch = tiny_model("llama", tied=tied), random_batch(8)
+    model = tiny_model("llama", tied=tied)
+    batch = random_batch(8)
     parts = [{name: tensor[at : at + 2] for name, tensor in batch.items()} for at in range(0, 8, 2)]
     counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
     alone = [losses(1, part) for part in parts]
@@ -388,13 +464,15 @@ def test_a_head_perturbed_once_for_all_micro_batches(
     together = losses(4, batch)
     assert drawn == once != []
     for at, loss in enumerate(together):
-        mean = math.fsum(count * each[at] for count, each in zip(counts, alone, strict=True)) / sum(counts)
+        mean = math.fsum(count * each[at] for count, each in zip(counts, alone, strict=True)) / sum(
+            counts
+        )
         assert loss == pytest.approx(mean, rel=1e-15)
 
 
 def test_a_unit_is_laid_out_once_a_visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the program's fetches. Each perturbed parameter is looked up several times a forward; when each look made all of
-    its unit's tensors anew, OPT-125M lost 26 ms of a step of 1.4 s."""
+    """Oracle: the program's fetches. Each perturbed parameter is looked up several times a forward;
+    when each look made all of its unit's tensors anew, OPT-125M lost 26 ms of a step of 1.4 s."""
     made: list[str] = []
 
     def counted(unit: StoredUnit, bytes_P: torch.Tensor) -> BucketTensors:
@@ -402,22 +480,38 @@ def test_a_unit_is_laid_out_once_a_visit(tmp_path: Path, monkeypatch: pytest.Mon
         return tensors_in(unit, bytes_P)
 
     monkeypatch.setattr("blockwalk.engine.buckets.tensors_in", counted)
-    with Walker(tiny_model("opt"), method("zo2", trainable="disk"), workdir=tmp_path, device="cpu") as walker:
+    with Walker(
+        tiny_model("opt"), method("zo2", trainable="disk"), workdir=tmp_path, device="cpu"
+    ) as walker:
         walker.step(random_batch())
         made.clear()
         walker.step(random_batch())
-        fetched = [op for op in walker.program(StepKind.TRAIN, Shape(2, 16)).ops if op.kind is OpKind.FETCH]
+        fetched = [
+            op for op in walker.program(StepKind.TRAIN, Shape(2, 16)).ops if op.kind is OpKind.FETCH
+        ]
         assert len(made) == len(fetched) > 0
 
 
 @pytest.mark.usefixtures("visits")
 def test_program_bytes_are_the_buckets(tmp_path: Path) -> None:
     """Oracle: the buffers that exist. Slots, and what crosses a lane, are what the program says."""
-    settings: dict[str, Any] = {"zo": {"kind": "hizoo", "hessian_codec": "bf16"}, "trainable": "host × fp8"}
-    with Walker(tiny_model("llama"), method("zo2", **settings), workdir=tmp_path, device="cpu") as walker:
-        program, buckets = walker.program(StepKind.TRAIN, Shape(4, 12)), walker.engine.buckets
-        assert [len(buffer) for buffer in buckets.slots._buffers] == [program.slot_bytes] * program.slots
+    settings: dict[str, Any] = {
+        "zo": {"kind": "hizoo", "hessian_codec": "bf16"},
+        "trainable": "host × fp8",
+    }
+    with Walker(
+        tiny_model("llama"), method("zo2", **settings), workdir=tmp_path, device="cpu"
+    ) as walker:
+        program = walker.program(StepKind.TRAIN, Shape(4, 12))
+        buckets = walker.engine.buckets
+        assert [len(buffer) for buffer in buckets.slots._buffers] == [
+            program.slot_bytes
+        ] * program.slots
         moved = sum(buckets.units[unit].nbytes for unit in buckets.streamed)
         assert program.bytes_by_lane()[Lane.FETCH] == moved
-        resident = sum(unit.nbytes for number, unit in enumerate(buckets.units) if number not in buckets.streamed)
+        resident = sum(
+            unit.nbytes
+            for number, unit in enumerate(buckets.units)
+            if number not in buckets.streamed
+        )
         assert dict(program.static)[Pool.DEVICE] == resident + program.slots * program.slot_bytes

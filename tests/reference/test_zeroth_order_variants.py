@@ -1,4 +1,5 @@
-"""Oracle: whole-model loops written out here: scales of codes alone, and forwards rounded stochastically by numpy's words."""
+"""Oracle: whole-model loops written out here: scales of codes alone, and forwards rounded
+stochastically by numpy's words."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from tests.reference.test_zeroth_order_tiers import assert_equal, run
 from tests.support.codecs import decode, encode
 from tests.support.messages import refused
 
-SEED, RATE, EPSILON = 7, 1e-3, 1e-3
+SEED = 7
+RATE = 1e-3
+EPSILON = 1e-3
 
 
 def loss_with(model: nn.Module, values: dict[str, torch.Tensor], batch: Any) -> float:
@@ -42,7 +45,8 @@ def loss_with(model: nn.Module, values: dict[str, torch.Tensor], batch: Any) -> 
 def test_scales_are_trained_alone(codec: Codec, noise: Any, most: float, tmp_path: Path) -> None:
     """Losses, g, which may be clipped, and decoded weights, bit for bit; codes and vectors stay."""
     model = tiny_model("opt", tied=True)
-    control, weights = copy.deepcopy(model), masters_of(model)
+    control = copy.deepcopy(model)
+    weights = masters_of(model)
     layouts = {name: Layout(tuple(w.shape), codec) for name, w in weights.items() if w.dim() == 2}
     coded = {
         name: encode(weights[name], codec, torch.empty(each.nbytes, dtype=torch.uint8))
@@ -70,7 +74,8 @@ def test_scales_are_trained_alone(codec: Codec, noise: Any, most: float, tmp_pat
     )
     with Walker(model, plan, workdir=tmp_path, device="cpu") as walker:
         for step in range(1, 4):
-            found, losses = walker.step(random_batch(seed=step)), []
+            found = walker.step(random_batch(seed=step))
+            losses = []
             scales = {name: layout.scales(coded[name]) for name, layout in layouts.items()}
             z = {
                 name: fill_(torch.empty(s.shape), NoiseKey(SEED, step, 0, name), kind=noise)
@@ -86,23 +91,32 @@ def test_scales_are_trained_alone(codec: Codec, noise: Any, most: float, tmp_pat
             assert (found.loss, found.projected_grad) == (losses[0], g)
             for name, s in scales.items():
                 s.copy_(s.float() + torch.tensor(-RATE / 100 * g) * z[name])
-        assert_same(trained(walker), decoded({name: layout.scales(coded[name]) for name, layout in layouts.items()}))
+        assert_same(
+            trained(walker),
+            decoded({name: layout.scales(coded[name]) for name, layout in layouts.items()}),
+        )
     assert all(torch.equal(layouts[name].codes(coded[name]), each) for name, each in codes.items())
 
 
 def test_forwards_are_rounded_by_one_draw(tmp_path: Path) -> None:
-    """Losses and g, bit for bit: the same draws for both sides, and masters in float32 that are never rounded."""
+    """Losses and g, bit for bit: the same draws for both sides, and masters in float32 that are
+    never rounded."""
     model = tiny_model("opt", tied=True)
-    control, masters = copy.deepcopy(model).to(torch.bfloat16), masters_of(model)
-    plan = method("mezo", loss="model", compute_dtype="bfloat16", zo={"rounding": "stochastic"}, seed=SEED)
+    control = copy.deepcopy(model).to(torch.bfloat16)
+    masters = masters_of(model)
+    plan = method(
+        "mezo", loss="model", compute_dtype="bfloat16", zo={"rounding": "stochastic"}, seed=SEED
+    )
     with Walker(model, plan, workdir=tmp_path, device="cpu") as walker:
         for step in range(1, 4):
-            found, losses = walker.step(random_batch(seed=step)), []
+            found = walker.step(random_batch(seed=step))
+            losses = []
             for sign in (1, -1):
                 rounded = {}
                 for name, master in masters.items():
                     z = fill_(torch.empty_like(master), NoiseKey(SEED, step, 0, name))
-                    moved, key = master + torch.tensor(sign * EPSILON) * z, NoiseKey(SEED, step, 0, name, "forward")
+                    moved = master + torch.tensor(sign * EPSILON) * z
+                    key = NoiseKey(SEED, step, 0, name, "forward")
                     words = numpy_words.draws(key.philox_key(), 0, moved.numel())
                     bits = numpy_words.round_bfloat16(moved.flatten().numpy(), words).view("int16")
                     rounded[name] = torch.from_numpy(bits).view(torch.bfloat16).view(master.shape)
@@ -117,7 +131,10 @@ def test_forwards_are_rounded_by_one_draw(tmp_path: Path) -> None:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "scales, int4": {"codec": "int4", "zo": {"target": "scales", "queries": 2, "epsilon": 1e-4}},
-    "scales, fp8": {"codec": "fp8", "zo": {"target": "scales", "noise": "rademacher", "epsilon": 1e-5}},
+    "scales, fp8": {
+        "codec": "fp8",
+        "zo": {"target": "scales", "noise": "rademacher", "epsilon": 1e-5},
+    },
     "stochastic": {
         "codec": "fp32",
         "zo": {"rounding": "stochastic", "kind": "fzoo", "queries": 2},
@@ -129,7 +146,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_variants_on_every_tier(variant: dict[str, Any], tmp_path: Path) -> None:
     """Oracle: the same run with everything resident."""
-    settings, model = dict(variant), tiny_model("llama", tied=True)
+    settings = dict(variant)
+    model = tiny_model("llama", tied=True)
     codec, settings["optimizer"] = settings.pop("codec"), {"learning_rate": 1e-5}
     expected = run("mezo", model, tmp_path / "mezo", trainable=f"device × {codec}", **settings)
     for tier, flush_every in (("host", 1), ("disk", 4)):
@@ -138,20 +156,29 @@ def test_variants_on_every_tier(variant: dict[str, Any], tmp_path: Path) -> None
 
 
 def test_stochastic_rounding_moves_weights_in_expectation() -> None:
-    """Closed form: of weights at 1 in bfloat16, eps of 1e-3 moves some hundredth if rounded to nearest, and the mean of z·(what
-    a weight moved by) is eps under stochastic rounding."""
+    """Closed form: of weights at 1 in bfloat16, eps of 1e-3 moves some hundredth if rounded to
+    nearest, and the mean of z·(what a weight moved by) is eps under stochastic rounding."""
     from blockwalk.engine.bucket_tensors import BucketTensor
     from blockwalk.estimators.zeroth_order.draws import Elementwise
     from blockwalk.estimators.zeroth_order.perturbed_weight import PerturbedWeight
     from blockwalk.numerics.scratch import ScratchArena
 
-    ones, key = torch.ones(256, 256), NoiseKey(1, 2, 0, "w")
+    ones = torch.ones(256, 256)
+    key = NoiseKey(1, 2, 0, "w")
     layout = Layout((256, 256), Codec.BF16)
-    master = BucketTensor(layout, encode(ones, Codec.BF16, torch.empty(layout.nbytes, dtype=torch.uint8)))
-    z, moved = fill_(torch.empty(256, 256), key), []
+    master = BucketTensor(
+        layout, encode(ones, Codec.BF16, torch.empty(layout.nbytes, dtype=torch.uint8))
+    )
+    z = fill_(torch.empty(256, 256), key)
+    moved = []
     for rounding in (None, NoiseKey(1, 2, 0, "w", "forward")):
         made = PerturbedWeight(
-            master, Elementwise(key, "gaussian"), EPSILON, torch.bfloat16, ScratchArena(), rounding=rounding
+            master,
+            Elementwise(key, "gaussian"),
+            EPSILON,
+            torch.bfloat16,
+            ScratchArena(),
+            rounding=rounding,
         )
         moved.append(made.whole().float() - 1)
     assert (moved[0] != 0).float().mean() < 0.05

@@ -1,4 +1,5 @@
-"""Oracle: the whole parameter, decoded, with the whole noise added. Ranges of rows, columns and gathered rows are its own."""
+"""Oracle: the whole parameter, decoded, with the whole noise added. Ranges of rows, columns and
+gathered rows are its own."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec
 from tests.support.codecs import decode, encode
 
-N, D = 37, 50
+N = 37
+D = 50
 
 
 def draws(kind: str) -> Draws:
@@ -33,8 +35,11 @@ def dense(kind: str) -> torch.Tensor:
         torch.manual_seed(5)
         return [torch.normal(0.0, 1.0, size=size) for size in ((7, 3), (N, D))][1]
     if kind == "lowrank":
-        left, right = (NoiseKey(5, step, 0, "layer.weight", side) for step, side in ((9, "left"), (8, "right")))
-        a_NR, b_DR = fill_(torch.empty(N, 3), left) * 3**-0.5, fill_(torch.empty(D, 3), right)
+        left, right = (
+            NoiseKey(5, step, 0, "layer.weight", side) for step, side in ((9, "left"), (8, "right"))
+        )
+        a_NR = fill_(torch.empty(N, 3), left) * 3**-0.5
+        b_DR = fill_(torch.empty(D, 3), right)
         return a_NR[:, :1] * b_DR[:, 0] + a_NR[:, 1:2] * b_DR[:, 1] + a_NR[:, 2:] * b_DR[:, 2]
     key = NoiseKey(5, 9, 0, "layer.weight")
     return fill_(torch.empty(N, D), key, kind="gaussian" if kind == "gaussian" else "rademacher")
@@ -60,7 +65,11 @@ def test_ranges_are_those_of_the_whole(
     beside = ({}, None) if curved is None else ({"hessian": curved}, kind_of("hizoo").direction_)
     noise = draws(kind)(5, 9, 0, "layer.weight")
     weight = PerturbedWeight(master, noise, scale, dtype, ScratchArena(), *beside)
-    values = [decode(each.bytes_P, (N, D), each.layout.codec, torch.empty(N, D)) for each in (master, curved) if each]
+    values = [
+        decode(each.bytes_P, (N, D), each.layout.codec, torch.empty(N, D))
+        for each in (master, curved)
+        if each
+    ]
     z = dense(kind)
     if curved is not None:
         z = z / values[1].sqrt()

@@ -1,5 +1,6 @@
-"""What holds of every codec whose elements are codes. A new codec's test inherits :class:`CodecTests`, names itself, and writes
-down how one element is decoded. Not a test by itself: it has no codec.
+"""What holds of every codec whose elements are codes. A new codec's test inherits
+:class:`CodecTests`, names itself, and writes down how one element is decoded. Not a test by itself:
+it has no codec.
 
     class TestInt4(CodecTests):
         codec = Codec.INT4
@@ -26,7 +27,8 @@ from tests.support.native import by
 
 
 class ReadCodecTests:
-    """What holds of a codec that is read, whoever wrote the bytes; one that is never written overrides :meth:`encoded`."""
+    """What holds of a codec that is read, whoever wrote the bytes; one that is never written
+    overrides :meth:`encoded`."""
 
     codec: ClassVar[Codec]
     group_size: ClassVar[int] = 32
@@ -53,24 +55,39 @@ class ReadCodecTests:
         """Oracle: the closed form that planning uses; scales and codes fill it."""
         for shape in ((), (5,), (3, 64), (4, 50), (2, 3, 96), (0, 64)):
             layout = Layout(shape, self.codec, group_size=self.group_size)
-            buffer = torch.zeros(encoded_nbytes(shape, "float32", self.codec, self.group_size), dtype=torch.uint8)
-            assert layout.scales(buffer).nbytes + layout.codes(buffer).nbytes == layout.nbytes == len(buffer)
+            buffer = torch.zeros(
+                encoded_nbytes(shape, "float32", self.codec, self.group_size), dtype=torch.uint8
+            )
+            assert (
+                layout.scales(buffer).nbytes + layout.codes(buffer).nbytes
+                == layout.nbytes
+                == len(buffer)
+            )
 
     def test_each_element_is_what_its_bytes_say(self) -> None:
         """Oracle: the format written down in plain Python."""
         x_RD = self.numbers(5, 150)
         layout, buffer = self.encoded(x_RD)
-        got, text = self.decoded(layout, buffer), bytes(buffer.tolist())
+        got = self.decoded(layout, buffer)
+        text = bytes(buffer.tolist())
         for row in range(5):
             for column in range(150):
                 wanted = self.value(layout, text, row, column)
-                assert got[row, column].item() == pytest.approx(wanted, rel=2e-7, abs=1e-30), (row, column)
+                assert got[row, column].item() == pytest.approx(wanted, rel=2e-7, abs=1e-30), (
+                    row,
+                    column,
+                )
 
     def test_ranges_are_cut_out_of_the_whole(self) -> None:
         """Oracle: the whole parameter, decoded at once."""
         layout, buffer = self.encoded(self.numbers(9, 150))
         whole = self.decoded(layout, buffer)
-        for rows, columns in (((2, 7), (0, 150)), ((0, 9), (31, 100)), ((4, 5), (64, 65)), ((3, 3), (0, 150))):
+        for rows, columns in (
+            ((2, 7), (0, 150)),
+            ((0, 9), (31, 100)),
+            ((4, 5), (64, 65)),
+            ((3, 3), (0, 150)),
+        ):
             out = torch.empty(rows[1] - rows[0], columns[1] - columns[0])
             decode_rows(buffer, layout, *rows, out, columns=columns)
             assert torch.equal(out, whole[slice(*rows), slice(*columns)])
@@ -81,21 +98,26 @@ class ReadCodecTests:
         """Oracle: the whole parameter, its rows put in order by torch."""
         layout, buffer = self.encoded(self.numbers(9, 150))
         order = torch.tensor([3, 1, 4, 0, 5, 8, 2, 6, 7])
-        whole, turned = self.decoded(layout, buffer)[order], replace(layout, order=order)
+        whole = self.decoded(layout, buffer)[order]
+        turned = replace(layout, order=order)
         for native in (True, False):
             out = torch.empty(5, 60)
             assert torch.equal(
-                by(native, decode_rows, buffer, turned, 2, 7, out, columns=(70, 130)), whole[2:7, 70:130]
+                by(native, decode_rows, buffer, turned, 2, 7, out, columns=(70, 130)),
+                whole[2:7, 70:130],
             )
             index = torch.tensor([8, 0, 3, 3])
-            assert torch.equal(by(native, gather_rows, buffer, turned, index, torch.empty(4, 150)), whole[index])
+            assert torch.equal(
+                by(native, gather_rows, buffer, turned, index, torch.empty(4, 150)), whole[index]
+            )
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     def test_the_kernel_and_torch_agree(self, dtype: torch.dtype) -> None:
         """Oracle: torch's path, for each dtype that a weight is decoded to."""
         layout, buffer = self.encoded(self.numbers(7, 160))
         fast, slow = (
-            by(native, decode_rows, buffer, layout, 1, 7, torch.empty(6, 160, dtype=dtype)) for native in (True, False)
+            by(native, decode_rows, buffer, layout, 1, 7, torch.empty(6, 160, dtype=dtype))
+            for native in (True, False)
         )
         assert torch.equal(fast, slow)
 
@@ -104,7 +126,8 @@ class CodecTests(ReadCodecTests):
     """What holds of a codec that is written, too."""
 
     step: ClassVar[float]
-    """Half a step of the codes, as a share of the largest difference from zero (or, asymmetric, of the range) in a group."""
+    """Half a step of the codes, as a share of the largest difference from zero (or, asymmetric, of
+    the range) in a group."""
 
     def test_error_is_within_half_a_step(self) -> None:
         """Oracle: half the distance between neighbouring codes, and the rounding of the scale."""

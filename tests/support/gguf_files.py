@@ -1,4 +1,5 @@
-"""GGUF files of tiny models, written with the ``gguf`` package as llama.cpp's converter writes them. Not a test: no oracle."""
+"""GGUF files of tiny models, written with the ``gguf`` package as llama.cpp's converter writes
+them. Not a test: no oracle."""
 
 from __future__ import annotations
 
@@ -22,21 +23,28 @@ HALVES = {
 """The places of float16 numbers in a block of each type."""
 
 
-def random_blocks(kind: str, rows: int, columns: int, *, block: tuple[int, int], seed: int = 0) -> np.ndarray:
-    """Blocks of any codes with scales that are numbers, uint8 [rows, bytes]: the ``gguf`` package cannot encode all types.
-    ``block``: elements and bytes of one."""
+def random_blocks(
+    kind: str, rows: int, columns: int, *, block: tuple[int, int], seed: int = 0
+) -> np.ndarray:
+    """Blocks of any codes with scales that are numbers, uint8 [rows, bytes]: the ``gguf`` package
+    cannot encode all types. ``block``: elements and bytes of one."""
     elements, nbytes = block
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows, columns // elements, nbytes), dtype=np.uint8)
     for place in HALVES[kind]:
         scales = rng.normal(0, 1e-3, blocks.shape[:2]).astype(np.float16)
-        blocks[..., place : place + 2] = scales[..., None].view(np.uint8).reshape(*blocks.shape[:2], 2)
+        blocks[..., place : place + 2] = (
+            scales[..., None].view(np.uint8).reshape(*blocks.shape[:2], 2)
+        )
     return blocks.reshape(rows, -1)
 
 
-def tiny(family: str, *, hidden: int = 64, tied: bool = False, spread: float = 0.0, **changes: Any) -> nn.Module:
-    """A random model of two blocks, ``hidden`` wide, whose norms and biases are no constants. ``spread``: the deviation of
-    matrices, if it is not the family's, so that attention is far from even."""
+def tiny(
+    family: str, *, hidden: int = 64, tied: bool = False, spread: float = 0.0, **changes: Any
+) -> nn.Module:
+    """A random model of two blocks, ``hidden`` wide, whose norms and biases are no constants.
+    ``spread``: the deviation of matrices, if it is not the family's, so that attention is far from
+    even."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {
@@ -44,7 +52,11 @@ def tiny(family: str, *, hidden: int = 64, tied: bool = False, spread: float = 0
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": tied,
         "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
     }  # fmt: skip
-    sizes |= {"qwen3": {"head_dim": 128}, "gemma2": {"head_dim": 16}, "gemma3_text": {"head_dim": 16}}.get(family, {})
+    sizes |= {
+        "qwen3": {"head_dim": 128},
+        "gemma2": {"head_dim": 16},
+        "gemma3_text": {"head_dim": 16},
+    }.get(family, {})
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": max(32, hidden)}
     sizes |= {
         "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -52,7 +64,9 @@ def tiny(family: str, *, hidden: int = 64, tied: bool = False, spread: float = 0
         "qwen2_moe": {"shared_expert_intermediate_size": hidden, **experts},
     }.get(family, {})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **changes}), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **{**sizes, **changes}), dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -72,14 +86,19 @@ def write(
     vectors: dict[str, Any] | None = None,
     **extra: Any,
 ) -> Path:
-    """A model as a GGUF file, or as several of so many tensors, of which the first one's path is the answer: matrices in one
-    type, the rest in F32. ``extra`` are metadata of its architecture, None for a key that is left out; ``vectors`` are further
-    tensors by name."""
+    """A model as a GGUF file, or as several of so many tensors, of which the first one's path is
+    the answer: matrices in one type, the rest in F32. ``extra`` are metadata of its architecture,
+    None for a key that is left out; ``vectors`` are further tensors by name."""
     import gguf
     from gguf import quants
 
     config: Any = model.config
-    renamed = {"gemma3_text": "gemma3", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+    renamed = {
+        "gemma3_text": "gemma3",
+        "mixtral": "llama",
+        "qwen2_moe": "qwen2moe",
+        "qwen3_moe": "qwen3moe",
+    }
     architecture = renamed.get(config.model_type, config.model_type)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -130,8 +149,11 @@ def write(
         elif kind == "F16":
             writer.add_tensor(target, values.astype(np.float16))
         elif kind.endswith("_K"):
-            rows, columns = values.size // values.shape[-1], values.shape[-1]
-            blocks = random_blocks(kind, rows, columns, block=gguf.GGML_QUANT_SIZES[quantised], seed=seed)
+            rows = values.size // values.shape[-1]
+            columns = values.shape[-1]
+            blocks = random_blocks(
+                kind, rows, columns, block=gguf.GGML_QUANT_SIZES[quantised], seed=seed
+            )
             writer.add_tensor(target, blocks.reshape(*values.shape[:-1], -1), raw_dtype=quantised)
         else:
             writer.add_tensor(target, quants.quantize(values, quantised), raw_dtype=quantised)
@@ -148,7 +170,12 @@ def _add(writer: Any, key: str, value: Any) -> None:
     """Write a key in the form that llama.cpp expects of its value's type; None takes it out."""
     for part in writer.kv_data:
         part.pop(key, None)
-    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
     if isinstance(value, list):
         writer.add_array(key, value)
     elif value is not None:
@@ -179,7 +206,8 @@ def as_converted(architecture: str, name: str, tensor: torch.Tensor, config: Any
 
 
 def add_tokenizer(writer: Any, vocabulary: int) -> None:
-    """Bytes for tokens, a beginning and an end, and a chat template; the last tokens stand for nothing."""
+    """Bytes for tokens, a beginning and an end, and a chat template; the last tokens stand for
+    nothing."""
     letters = [*map(chr, range(33, 127)), "Ġ", "Ċ", "th"]
     tokens = ["<s>", "</s>", *letters]
     tokens += [f"<unused{i}>" for i in range(vocabulary - len(tokens))]
@@ -190,4 +218,6 @@ def add_tokenizer(writer: Any, vocabulary: int) -> None:
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_pad_token_id(1)
-    writer.add_chat_template("{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}")
+    writer.add_chat_template(
+        "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+    )

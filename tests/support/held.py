@@ -13,14 +13,20 @@ from blockwalk.program.program import Pool
 
 def held(engine: Any) -> dict[Pool, int]:
     """Bytes that this rank keeps between steps, without :func:`buffers`."""
-    plan, on = engine.plan, {Tier.DEVICE: Pool.DEVICE, Tier.HOST: Pool.HOST, Tier.DISK: Pool.DISK}
+    plan = engine.plan
+    on = {Tier.DEVICE: Pool.DEVICE, Tier.HOST: Pool.HOST, Tier.DISK: Pool.DISK}
     node = Pool.HOST if hosts_node_slice(plan) else Pool.DEVICE
     kept: list[tuple[Pool, torch.Tensor | None]] = []
     for own in engine.trained.units.values():
-        kept += [(on[plan.optimizer_state.tier], tensor) for tensor in (own.master, *own.moments.values())]
+        kept += [
+            (on[plan.optimizer_state.tier], tensor)
+            for tensor in (own.master, *own.moments.values())
+        ]
         kept += [(Pool.DEVICE, own.gradient), (on[plan.gradient.tier], own.accumulator)]
     for home in engine.homes.values():
-        kept += [pair for each in home.units for pair in ((node, each.node), (Pool.DEVICE, each.source))]
+        kept += [
+            pair for each in home.units for pair in ((node, each.node), (Pool.DEVICE, each.source))
+        ]
     storages: dict[int, tuple[Pool, int]] = {}
     for pool, tensor in kept:
         if tensor is not None:
@@ -31,12 +37,20 @@ def held(engine: Any) -> dict[Pool, int]:
 
 def buffers(engine: Any) -> list[torch.Tensor]:
     """The slots and gradient buffers on the device."""
-    return [*engine.gradients.buffers, *(each for home in engine.homes.values() for each in home.slots._buffers)]
+    return [
+        *engine.gradients.buffers,
+        *(each for home in engine.homes.values() for each in home.slots._buffers),
+    ]
 
 
 def numel(engine: Any) -> int:
     """Elements of all buckets, padding included."""
-    return sum(each.numel for part in StateKind if part in engine.homes for each in engine.homes[part].units)
+    return sum(
+        each.numel
+        for part in StateKind
+        if part in engine.homes
+        for each in engine.homes[part].units
+    )
 
 
 def masters(engine: Any) -> dict[str, torch.Tensor]:

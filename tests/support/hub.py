@@ -1,6 +1,6 @@
-"""A server on this machine that answers what huggingface_hub's client asks of the hub: a repository's commit, its
-files, and their bytes; and takes what it uploads, small files in a commit, large ones by LFS before it. Not a test: no
-oracle."""
+"""A server on this machine that answers what huggingface_hub's client asks of the hub: a
+repository's commit, its files, and their bytes; and takes what it uploads, small files in a commit,
+large ones by LFS before it. Not a test: no oracle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ COMMITS = {"main": "a" * 40, "other": "b" * 40}
 
 @dataclass
 class Hub:
-    """Repositories by name, each a folder for every revision; the token that private ones ask for; what was asked."""
+    """Repositories by name, each a folder for every revision; the token that private ones ask for;
+    what was asked."""
 
     repos: dict[str, dict[str, Path]]
     gated: tuple[str, ...] = ()
@@ -65,7 +66,8 @@ def serving(hub: Hub) -> Iterator[Hub]:
             self.give(b"", {})
 
         def do_POST(self) -> None:
-            path, body = unquote(urlsplit(self.path).path).removeprefix("/api"), self.body()
+            path = unquote(urlsplit(self.path).path).removeprefix("/api")
+            body = self.body()
             hub.asked.append(path)
             if path == "/validate-yaml":
                 return self.give_json({"errors": [], "warnings": []})
@@ -78,13 +80,22 @@ def serving(hub: Hub) -> Iterator[Hub]:
                     return self.give_json({"error": "it is there", "url": f"{hub.url}/{repo}"}, 409)
                 (hub.root / repo).mkdir(parents=True)
                 hub.repos[repo] = {"main": hub.root / repo}
-                hub.private[repo] = asked.get("visibility") == "private" or asked.get("private", False)
+                hub.private[repo] = asked.get("visibility") == "private" or asked.get(
+                    "private", False
+                )
                 return self.give_json({"url": f"{hub.url}/{repo}"})
-            repo = path.removeprefix("/models").strip("/").partition("/preupload/")[0].partition("/commit/")[0]
+            repo = (
+                path.removeprefix("/models")
+                .strip("/")
+                .partition("/preupload/")[0]
+                .partition("/commit/")[0]
+            )
             if path.endswith("/preupload/main"):
                 files = [{**f, "shouldIgnore": False} for f in json.loads(body)["files"]]
                 modes = ["lfs" if f["path"].endswith(".safetensors") else "regular" for f in files]
-                return self.give_json({"files": [{**f, "uploadMode": m} for f, m in zip(files, modes, strict=True)]})
+                return self.give_json(
+                    {"files": [{**f, "uploadMode": m} for f, m in zip(files, modes, strict=True)]}
+                )
             if path.endswith(".git/info/lfs/objects/batch"):
                 objects = [
                     {**o, "actions": {"upload": {"href": f"{hub.url}/upload/{o['oid']}"}}}
@@ -99,14 +110,19 @@ def serving(hub: Hub) -> Iterator[Hub]:
                     (folder / value["path"]).write_bytes(base64.b64decode(value["content"]))
                 elif line["key"] == "lfsFile":
                     (hub.root / value["oid"]).rename(folder / value["path"])
-            return self.give_json({"commitUrl": f"{hub.url}/{repo}/commit/main", "commitOid": COMMITS["main"]})
+            return self.give_json(
+                {"commitUrl": f"{hub.url}/{repo}/commit/main", "commitOid": COMMITS["main"]}
+            )
 
         def do_HEAD(self) -> None:
             self.do_GET()
 
         def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path).removeprefix("/api/models").strip("/")
-            owner, name, verb, *rest = [*path.split("/"), *([] if path.count("/") > 1 else ["revision", "main"])]
+            owner, name, verb, *rest = [
+                *path.split("/"),
+                *([] if path.count("/") > 1 else ["revision", "main"]),
+            ]
             repo = f"{owner}/{name}"
             hub.asked.append(path)
             if repo not in hub.repos:
@@ -119,10 +135,18 @@ def serving(hub: Hub) -> Iterator[Hub]:
                 return self.refuse(404, "RevisionNotFound")
             folder = commits[commit]
             if verb == "revision":
-                return self.give(json.dumps({"id": repo, "sha": commit}).encode(), {"Content-Type": "application/json"})
+                return self.give(
+                    json.dumps({"id": repo, "sha": commit}).encode(),
+                    {"Content-Type": "application/json"},
+                )
             if verb == "tree":
                 files = [
-                    {"type": "file", "path": str(p.relative_to(folder)), "size": p.stat().st_size, "oid": "c" * 40}
+                    {
+                        "type": "file",
+                        "path": str(p.relative_to(folder)),
+                        "size": p.stat().st_size,
+                        "oid": "c" * 40,
+                    }
                     for p in sorted(folder.rglob("*"))
                     if p.is_file()
                 ]

@@ -1,8 +1,8 @@
-"""llama.cpp on a GGUF file, from the package xllamacpp: tokens and the next token's distribution. Not a test: no oracle.
+"""llama.cpp on a GGUF file, from the package xllamacpp: tokens and the next token's distribution.
+Not a test: no oracle.
 
-The server has a process of its own, which is killed: within a test's process its end can wait for a thread that has
-missed the request to stop, and nothing ends that wait.
-"""
+The server has a process of its own, which is killed: within a test's process its end can wait for a
+thread that has missed the request to stop, and nothing ends that wait."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ else:
     print(json.dumps({"address": server.listening_address}), flush=True)
     sys.stdin.read()
 """
-"""The program of the server's process. It names its address, and lives as long as its standard input."""
+"""The program of the server's process. It names its address, and lives as long as its standard
+input."""
 
 
 def serve(path: Path, *, adapter: Path | None = None, context: int = 128) -> Ask:
@@ -70,7 +71,9 @@ def serve(path: Path, *, adapter: Path | None = None, context: int = 128) -> Ask
 
     def ask(where: str, body: dict[str, Any]) -> Any:
         data = json.dumps(body).encode()
-        request = urllib.request.Request(address + where, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            address + where, data, {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=60) as response:
             return json.loads(response.read())
 
@@ -95,7 +98,10 @@ def log_probabilities(ask: Ask, ids: list[int], vocabulary: int) -> torch.Tensor
         "min_p": 0.0,
     }
     for seed in range(40):  # a sampled end has no probabilities in the answer
-        answer = ask("/completion", {**body, "seed": seed, "post_sampling_probs": False, "cache_prompt": False})
+        answer = ask(
+            "/completion",
+            {**body, "seed": seed, "post_sampling_probs": False, "cache_prompt": False},
+        )
         if answer.get("completion_probabilities"):
             out = torch.full((vocabulary,), torch.nan)
             for entry in answer["completion_probabilities"][0]["top_logprobs"]:
@@ -106,4 +112,6 @@ def log_probabilities(ask: Ask, ids: list[int], vocabulary: int) -> torch.Tensor
 
 def tokens(ask: Ask, text: str) -> list[int]:
     """A text's tokens, with those that the file adds at its ends."""
-    return list(ask("/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"])
+    return list(
+        ask("/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
+    )

@@ -1,4 +1,5 @@
-"""Messages matched by what must hold in any wording: the kind of error, and the settings, numbers and files it names."""
+"""Messages matched by what must hold in any wording: the kind of error, and the settings, numbers
+and files it names."""
 
 from __future__ import annotations
 
@@ -14,16 +15,23 @@ def missing(message: str, *facts: object) -> list[str]:
 
     Args:
         message: an error's text, or what a command wrote.
-        facts: names, numbers and files. A string is cut at its spaces: ``"max_length 80"`` is two facts. In a string a
-            bar separates wordings of which one must be there: ``"after|behind"``.
+        facts: names, numbers and files. A string is cut at its spaces: ``"max_length 80"`` is two
+            facts. In a string a bar separates wordings of which one must be there:
+            ``"after|behind"``.
     """
-    words = [word for fact in facts for word in (fact.split() if isinstance(fact, str) else [str(fact)])]
-    return [word for word in words if not any(_names(message, choice) for choice in word.split("|"))]
+    words = [
+        word for fact in facts for word in (fact.split() if isinstance(fact, str) else [str(fact)])
+    ]
+    return [
+        word for word in words if not any(_names(message, choice) for choice in word.split("|"))
+    ]
 
 
 def _names(message: str, fact: str) -> bool:
     """Whether ``fact`` stands in ``message``, and is no part of a longer name or number."""
-    before = r"(?<!\w)(?<!\d[.,])" if fact[:1].isdigit() else r"(?<!\w)" if fact[:1].isalpha() else ""
+    before = (
+        r"(?<!\w)(?<!\d[.,])" if fact[:1].isdigit() else r"(?<!\w)" if fact[:1].isalpha() else ""
+    )
     after = r"(?!\w)(?!\.\d)" if fact[-1:].isdigit() else r"(?!\w)" if fact[-1:].isalpha() else ""
     return re.search(before + re.escape(fact) + after, message, re.IGNORECASE) is not None
 
@@ -45,8 +53,11 @@ def refused(
 
 @contextmanager
 def warned(category: type[Warning], *facts: object) -> Iterator[pytest.WarningsRecorder]:
-    """Expect a warning of ``category`` from the block, with a message that names every one of ``facts``."""
+    """Expect a warning of ``category`` from the block, with a message that names every one of
+    ``facts``."""
     with pytest.warns(category) as record:
         yield record
-    messages = [str(warning.message) for warning in record if issubclass(warning.category, category)]
+    messages = [
+        str(warning.message) for warning in record if issubclass(warning.category, category)
+    ]
     assert any(missing(message, *facts) == [] for message in messages), messages

@@ -1,4 +1,5 @@
-"""Command lines and files that a page of documentation shows, and the reasons for which a command is not run by tests."""
+"""Command lines and files that a page of documentation shows, and the reasons for which a command
+is not run by tests."""
 
 from __future__ import annotations
 
@@ -11,7 +12,18 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 REASONS = frozenset(
-    ["hub", "ollama", "llama.cpp", "vLLM", "SLURM", "several machines", "another shell", "GPU", "install", "docker"]
+    [
+        "hub",
+        "ollama",
+        "llama.cpp",
+        "vLLM",
+        "SLURM",
+        "several machines",
+        "another shell",
+        "GPU",
+        "install",
+        "docker",
+    ]
 )
 """What a command may need that a test has not: ``# needs: hub`` at its line's end."""
 
@@ -33,7 +45,8 @@ PROGRAMS: dict[str, str | None] = {
     "mpirun": "several machines",
     "torchrun": "several machines",
 }
-"""First words of command lines, with the reason for which a test does not run that program at all."""
+"""First words of command lines, with the reason for which a test does not run that program at
+all."""
 
 HUB_NAMES = re.compile(
     r"\b(?:Qwen|HuggingFaceTB|meta-llama|google|mistralai|TinyLlama|ibm-granite|allenai|microsoft)/[\w.-]+"
@@ -61,7 +74,8 @@ def shown(path: Path) -> str:
 
 
 def commands(text: str) -> list[Command]:
-    """Return the command lines of indented blocks and of fenced blocks of a shell, in the page's order."""
+    """Return the command lines of indented blocks and of fenced blocks of a shell, in the page's
+    order."""
     result = []
     fence = None
     for line in text.replace("\\\n", " ").splitlines():
@@ -74,7 +88,11 @@ def commands(text: str) -> list[Command]:
             if code.split(" ")[0] in PROGRAMS:
                 needs = re.search(r"\bneeds: (.+?)\s*$", comment)
                 reason = needs[1] if needs else PROGRAMS[code.split(" ")[0]]
-                result.append(Command(" ".join(code.split()) if "'" not in code + '"' else code.strip(), reason))
+                result.append(
+                    Command(
+                        " ".join(code.split()) if "'" not in code + '"' else code.strip(), reason
+                    )
+                )
     return result
 
 
@@ -84,7 +102,8 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def yaml_files(path: Path) -> dict[str, str]:
-    """Return the YAML files of a page by the names in their first lines; README's first one without a name is run.yaml."""
+    """Return the YAML files of a page by the names in their first lines; README's first one without
+    a name is run.yaml."""
     files = {}
     for block in blocks(path.read_text(encoding="utf-8"), "yaml"):
         name = re.match(r"# (\S+\.yaml)\n", block)

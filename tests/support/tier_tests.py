@@ -1,5 +1,6 @@
-"""Contracts of the tiers, for each tier to inherit: :class:`WeightSourceTests` for what parameters are read from by name,
-:class:`UnitTierTests` for what buckets are read from and written to. Not a test by itself: it has no tier.
+"""Contracts of the tiers, for each tier to inherit: :class:`WeightSourceTests` for what parameters
+are read from by name, :class:`UnitTierTests` for what buckets are read from and written to. Not a
+test by itself: it has no tier.
 
     class TestHost(UnitTierTests):
         def open(self, buckets, folder):
@@ -21,16 +22,20 @@ import torch
 from blockwalk.tiers.protocols import UnitTier, WeightSource
 
 SIZES = (64, 4096, 4032, (1 << 20) + 8192 + 64)
-"""Bytes of buckets: below a page, a page, not quite one, and what a disk may copy past the page cache."""
+"""Bytes of buckets: below a page, a page, not quite one, and what a disk may copy past the page
+cache."""
 
 
 def random_bytes(nbytes: int, seed: int) -> torch.Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 class UnitTierTests:
     def open(self, buckets: Sequence[torch.Tensor], folder: Path) -> UnitTier:
-        """A tier that holds ``buckets`` (uint8 [nbytes]), one a unit, as nothing has trained them yet."""
+        """A tier that holds ``buckets`` (uint8 [nbytes]), one a unit, as nothing has trained them
+        yet."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -46,16 +51,21 @@ class UnitTierTests:
         out_P = torch.full((SIZES[unit],), 77, dtype=torch.uint8)
         return out_P, tier.read_unit(unit, out_P)
 
-    def test_what_came_is_there_after_step_0(self, tier: UnitTier, buckets: list[torch.Tensor]) -> None:
+    def test_what_came_is_there_after_step_0(
+        self, tier: UnitTier, buckets: list[torch.Tensor]
+    ) -> None:
         """Oracle: the buckets that were given."""
         for unit, wanted_P in enumerate(buckets):
             got_P, step = self.read(tier, unit)
             assert torch.equal(got_P, wanted_P)
             assert tier.step(unit) == step == 0
 
-    def test_what_was_written_last_is_read(self, tier: UnitTier, buckets: list[torch.Tensor]) -> None:
+    def test_what_was_written_last_is_read(
+        self, tier: UnitTier, buckets: list[torch.Tensor]
+    ) -> None:
         """Oracle: a dictionary, over sixty turns of writes and reads of any unit in any order."""
-        draw, steps = random.Random(0), [0] * len(SIZES)
+        draw = random.Random(0)
+        steps = [0] * len(SIZES)
         for number in range(1, 61):
             unit = draw.randrange(len(SIZES))
             if draw.random() < 0.5:
@@ -67,7 +77,8 @@ class UnitTierTests:
             assert step == steps[unit]
 
     def test_buffers_stay_the_caller_s(self, tier: UnitTier) -> None:
-        """Oracle: the bytes when they were handed over: a slot is used again by the next unit at once."""
+        """Oracle: the bytes when they were handed over: a slot is used again by the next unit at
+        once."""
         for unit, nbytes in enumerate(SIZES):
             data_P = random_bytes(nbytes, 50 + unit)
             written_P = data_P.clone()
@@ -107,14 +118,21 @@ class WeightSourceTests:
     @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
     def tensors(self, request: pytest.FixtureRequest) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        shapes = {"embed.weight": (300, 40), "layer.0.weight": (9, 40), "layer.0.norm": (40,), "scale": ()}
+        shapes = {
+            "embed.weight": (300, 40),
+            "layer.0.weight": (9, 40),
+            "layer.0.norm": (40,),
+            "scale": (),
+        }
         return {name: torch.randn(shape).to(request.param) for name, shape in shapes.items()}
 
     @pytest.fixture
     def source(self, tensors: dict[str, torch.Tensor], tmp_path: Path) -> WeightSource:
         return self.open(tensors, tmp_path)
 
-    def test_names_shapes_and_dtypes(self, source: WeightSource, tensors: dict[str, torch.Tensor]) -> None:
+    def test_names_shapes_and_dtypes(
+        self, source: WeightSource, tensors: dict[str, torch.Tensor]
+    ) -> None:
         """Oracle: the tensors that were given; a plan counts bytes from this alone."""
         assert sorted(source.names()) == sorted(tensors)
         for name, tensor in tensors.items():
@@ -124,12 +142,16 @@ class WeightSourceTests:
     def test_weights_and_read_into_give_the_values(
         self, source: WeightSource, tensors: dict[str, torch.Tensor]
     ) -> None:
-        """Oracle: the tensors that were given, as they are, and in another dtype as ``copy_`` converts."""
+        """Oracle: the tensors that were given, as they are, and in another dtype as ``copy_``
+        converts."""
         found = source.weights(list(tensors))
         assert found.keys() == tensors.keys()
         for name, tensor in tensors.items():
             weight = found[name]
-            assert torch.equal(weight if isinstance(weight, torch.Tensor) else weight.rows(0, tensor.shape[0]), tensor)
+            assert torch.equal(
+                weight if isinstance(weight, torch.Tensor) else weight.rows(0, tensor.shape[0]),
+                tensor,
+            )
             for dtype in (tensor.dtype, torch.float32, torch.float16):
                 out = torch.empty(tensor.shape, dtype=dtype)
                 source.read_into(name, out)
@@ -139,18 +161,26 @@ class WeightSourceTests:
         self, source: WeightSource, tensors: dict[str, torch.Tensor]
     ) -> None:
         """Oracle: the values, after their pages were given back and after the files were."""
-        taken = {name: weight for name, weight in source.weights(list(tensors)).items() if len(source.shape(name)) < 2}
+        taken = {
+            name: weight
+            for name, weight in source.weights(list(tensors)).items()
+            if len(source.shape(name)) < 2
+        }
         source.prefetch(list(tensors))
         source.release(list(tensors))
         assert all(torch.equal(weight, tensors[name]) for name, weight in taken.items())  # type: ignore[arg-type]
         source.close()
         assert all(torch.equal(weight, tensors[name]) for name, weight in taken.items())  # type: ignore[arg-type]
 
-    def test_every_lane_may_read(self, source: WeightSource, tensors: dict[str, torch.Tensor]) -> None:
-        """Oracle: the tensors, read by four threads that prefetch and release what the others read."""
+    def test_every_lane_may_read(
+        self, source: WeightSource, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        """Oracle: the tensors, read by four threads that prefetch and release what the others
+        read."""
 
         def turns(seed: int) -> bool:
-            draw, same = random.Random(seed), True
+            draw = random.Random(seed)
+            same = True
             for _ in range(50):
                 name = draw.choice(list(tensors))
                 source.prefetch([name])
@@ -175,7 +205,9 @@ class WeightSourceTests:
         ],
         ids=["shape", "dtype", "prefetch", "in_place", "weights", "read_into"],
     )
-    def test_an_unknown_name_is_a_key_error(self, source: WeightSource, call: Callable[[WeightSource], object]) -> None:
+    def test_an_unknown_name_is_a_key_error(
+        self, source: WeightSource, call: Callable[[WeightSource], object]
+    ) -> None:
         """Oracle: the contract of :class:`WeightSource`."""
         with pytest.raises(KeyError):
             call(source)

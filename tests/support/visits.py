@@ -1,4 +1,5 @@
-"""A host tier whose blocks visit slots on a processor too, as they do where an accelerator computes."""
+"""A host tier whose blocks visit slots on a processor too, as they do where an accelerator
+computes."""
 
 from __future__ import annotations
 

@@ -13,7 +13,13 @@ from blockwalk.tiers.protocols import TensorSource
 
 
 def writable_store(
-    path: Path, source: TensorSource, spec: ModelSpec, codec: Codec, *, sync: bool = True, **settings: Any
+    path: Path,
+    source: TensorSource,
+    spec: ModelSpec,
+    codec: Codec,
+    *,
+    sync: bool = True,
+    **settings: Any,
 ) -> WritableStore:
     write_store(path, source, spec, codec, generations=2, **settings)
     return WritableStore(path, sync=sync)

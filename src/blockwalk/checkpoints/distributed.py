@@ -1,13 +1,15 @@
-"""Checkpoints that every rank writes its own part of, and those of first-order runs, which any mesh and method reads.
+"""Checkpoints that every rank writes its own part of, and those of first-order runs, which any mesh
+and method reads.
 
-A checkpoint does not record how state was spread: each trainable's master and optimizer states are one-dimensional tensors by
-canonical name, and a rank brings the pieces of them that lie in its slices (see :mod:`blockwalk.checkpoints.pieces`). So a
-run saved under one method on four ranks goes on under another on two, or under ``plain`` on one; at the same world size
-with the same bits. Which rank writes what follows from the layout: nothing is planned together, and ranks tell one another
+A checkpoint does not record how state was spread: each trainable's master and optimizer states are
+one-dimensional tensors by canonical name, and a rank brings the pieces of them that lie in its
+slices (see :mod:`blockwalk.checkpoints.pieces`). So a run saved under one method on four ranks goes
+on under another on two, or under ``plain`` on one; at the same world size with the same bits. Which
+rank writes what follows from the layout: nothing is planned together, and ranks tell one another
 texts alone.
 
-The folder is whole or not there: it is written beside its place and renamed when all ranks have written.
-"""
+The folder is whole or not there: it is written beside its place and renamed when all ranks have
+written."""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class HasPieces(Protocol):
     """The interface of an engine that a checkpoint uses."""
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
-        """Return every tensor that a resumed run needs, as far as this rank holds it, by name and kind."""
+        """Return every tensor that a resumed run needs, as far as this rank holds it, by name and
+        kind."""
         ...
 
     def facts(self) -> Mapping[str, str]:
@@ -44,28 +47,36 @@ class HasPieces(Protocol):
         ...
 
     def masters_changed(self) -> None:
-        """Tell the engine that its masters were written to, so that bytes derived from them are made again."""
+        """Tell the engine that its masters were written to, so that bytes derived from them are
+        made again."""
         ...
 
 
 class Saver:
-    """A writer and reader of one engine's checkpoints, in the background if asked. Every rank makes one and calls it
-    together."""
+    """A writer and reader of one engine's checkpoints, in the background if asked. Every rank makes
+    one and calls it together."""
 
     def __init__(self, engine: HasPieces) -> None:
         self.engine = engine
-        self._group = dist.new_group(timeout=TIMEOUT, backend="gloo") if dist.is_initialized() else None
+        self._group = (
+            dist.new_group(timeout=TIMEOUT, backend="gloo") if dist.is_initialized() else None
+        )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="blockwalk save")
         self._pending: Future[None] | None = None
 
     def save(
-        self, folder: StrPath, steps_done: int, *, wait: bool = True, beside: Mapping[str, str] | None = None
+        self,
+        folder: StrPath,
+        steps_done: int,
+        *,
+        wait: bool = True,
+        beside: Mapping[str, str] | None = None,
     ) -> None:
         """Write a checkpoint to ``folder``, which must not be there yet.
 
         Args:
-            wait: False copies what is to be saved to host memory, returns, and writes in the background; the next call,
-                :meth:`wait` and :meth:`close` wait for it.
+            wait: False copies what is to be saved to host memory, returns, and writes in the
+                background; the next call, :meth:`wait` and :meth:`close` wait for it.
             beside: text files that belong to it, by name; rank 0's are written.
 
         Raises:
@@ -84,12 +95,13 @@ class Saver:
             self.wait()
 
     def load(self, folder: StrPath) -> int:
-        """Copy a checkpoint's masters and optimizer states into the engine, whatever mesh and method saved it; returns the
-        number of steps that the run had done.
+        """Copy a checkpoint's masters and optimizer states into the engine, whatever mesh and
+        method saved it; returns the number of steps that the run had done.
 
         Raises:
             Damaged: on every rank, what one of them found missing or changed.
-            ValueError: it holds another model's tensors, or none that this run trains, or a rank does not see it.
+            ValueError: it holds another model's tensors, or none that this run trains, or a rank
+                does not see it.
         """
         self.wait()
         folder = Path(folder)
@@ -105,12 +117,15 @@ class Saver:
         return steps_done
 
     def _read(self, folder: Path) -> int:
-        """Copy this rank's pieces into the engine; returns the number of steps that had been done."""
+        """Copy this rank's pieces into the engine; returns the number of steps that had been
+        done."""
         own = self.engine.pieces()
         with pieces.Saved(folder) as saved:
             numel = {name: piece.numel for name, piece in own.items()}
             if different := sorted(dict(saved.numel.items() ^ numel.items())):
-                raise ValueError(f"{folder} is not of this model and optimizer; it differs in {different[:5]}")
+                raise ValueError(
+                    f"{folder} is not of this model and optimizer; it differs in {different[:5]}"
+                )
             for name, piece in own.items():
                 for first, held in piece.held.items():
                     saved.read_into(name, first, held)
@@ -119,7 +134,8 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until the save that is under way is written, and raise its error if it failed."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             pending.result()
 
@@ -139,8 +155,8 @@ def write_folder(
     group: dist.ProcessGroup | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a checkpoint, every rank of a group its pieces, this process alone without one; arguments as :meth:`Saver.save`,
-    ``facts`` as :meth:`HasPieces.facts`."""
+    """Write a checkpoint, every rank of a group its pieces, this process alone without one;
+    arguments as :meth:`Saver.save`, ``facts`` as :meth:`HasPieces.facts`."""
     partial = folder.with_name(f".{folder.name}{PARTIAL}")
     rank, ranks = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size(group))
     if folder.exists():
@@ -157,7 +173,10 @@ def write_folder(
                 raise
             failed = f"{error.strerror or error}"
     if problems := _told(failed, group):
-        raise OSError(f"{folder} could not be written: " + "; ".join(f"rank {r}: {t}" for r, t in problems.items()))
+        raise OSError(
+            f"{folder} could not be written: "
+            + "; ".join(f"rank {r}: {t}" for r, t in problems.items())
+        )
     _require(partial, group)
     failed = ""
     try:
@@ -170,7 +189,10 @@ def write_folder(
     if problems := _told(failed, group):
         if rank == 0:
             atomic_files.discard(partial)
-        raise OSError(f"{folder} could not be written: " + "; ".join(f"rank {r}: {t}" for r, t in problems.items()))
+        raise OSError(
+            f"{folder} could not be written: "
+            + "; ".join(f"rank {r}: {t}" for r, t in problems.items())
+        )
     if rank == 0:
         fsync(partial)
         os.rename(partial, folder)
@@ -181,15 +203,20 @@ def write_folder(
 def _require(folder: Path, group: dist.ProcessGroup | None) -> None:
     """Raise ValueError on every rank where one of them does not see a folder."""
     if group is None and not folder.is_dir():
-        raise ValueError(f"{folder} is not there: a checkpoint of a first-order run keeps masters and moments in it")
+        raise ValueError(
+            f"{folder} is not there: a checkpoint of a first-order run keeps masters and moments"
+            " in it"
+        )
     if blind := _told("" if folder.is_dir() else "blind", group):
         raise ValueError(
-            f"rank {', '.join(map(str, blind))} does not see {folder}: every rank reads and writes its part of a checkpoint"
+            f"rank {', '.join(map(str, blind))} does not see {folder}: every rank reads and"
+            " writes its part of a checkpoint"
             " there; put output_dir on a file system that all nodes share"
         )
 
 
 def _told(text: str, group: dist.ProcessGroup | None) -> dict[int, str]:
-    """Return every rank's text that is not empty, by rank and on every rank; all ranks wait for one another."""
+    """Return every rank's text that is not empty, by rank and on every rank; all ranks wait for one
+    another."""
     said = [text] if group is None else gather_json(text, group)
     return {rank: each for rank, each in enumerate(said) if each}

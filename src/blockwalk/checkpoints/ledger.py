@@ -1,19 +1,20 @@
-"""The ledger of a zeroth-order run: one line a step, from which its weights can be rebuilt bit for bit.
+"""The ledger of a zeroth-order run: one line a step, from which its weights can be rebuilt bit for
+bit.
 
     ledger.jsonl
         {"format": "blockwalk-ledger", "version": 2, "run": ..., "base": ..., "rule": {...}, ..., "digest": ...}    the header
         {"step": 1, "seed": 0, "learning_rate": 1e-06, "epsilon": 0.001, "projected_grads": [...], ..., "digest": ...}
         ...
 
-A line is on the disk before its step counts. A process killed in the middle of a line leaves a torn one, which is cut
-off when the ledger is opened again: at most the step in flight is lost. Numbers are written so that reading them gives
-the same float64. A step's digest is of the digest before it and of its line: a line that was changed, removed or moved
-breaks the chain there, and a checkpoint that knows the digest of its step (:class:`Mark`) knows every step up to it. The
-header has a digest of its own, so that runs with the same steps have the same lines.
+A line is on the disk before its step counts. A process killed in the middle of a line leaves a torn
+one, which is cut off when the ledger is opened again: at most the step in flight is lost. Numbers
+are written so that reading them gives the same float64. A step's digest is of the digest before it
+and of its line: a line that was changed, removed or moved breaks the chain there, and a checkpoint
+that knows the digest of its step (:class:`Mark`) knows every step up to it. The header has a digest
+of its own, so that runs with the same steps have the same lines.
 
-:func:`write_exported` makes a file to hand on of it: the same lines, compressed (gzip), without the losses, which no update
-reads; its header tells their number, so that it is whole or refused.
-"""
+:func:`write_exported` makes a file to hand on of it: the same lines, compressed (gzip), without the
+losses, which no update reads; its header tells their number, so that it is whole or refused."""
 
 from __future__ import annotations
 
@@ -34,15 +35,16 @@ from blockwalk.system.atomic_files import Damaged
 from blockwalk.system.links import open_own
 from blockwalk.system.paths import StrPath
 
-FORMAT, VERSION = "blockwalk-ledger", 2
+FORMAT = "blockwalk-ledger"
+VERSION = 2
 NAME = "ledger.jsonl"
 UNREAD = ("losses",)
 """Names of an entry's fields that no update reads."""
 
 _GZIP = b"\x1f\x8b"
 _DENSEST = 256
-"""Times that an exported ledger may grow when it is unpacked: digests, a twentieth of it, do not compress; a bomb grows by a
-thousand."""
+"""Times that an exported ledger may grow when it is unpacked: digests, a twentieth of it, do not
+compress; a bomb grows by a thousand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +92,33 @@ class Ledger:
 
     Args:
         path: the file.
-        header: what the run is (see :func:`blockwalk.estimators.zeroth_order.ledger_header.header`); ``run`` may differ from
+        header: what the run is (see
+            :func:`blockwalk.estimators.zeroth_order.ledger_header.header`); ``run`` may differ from
             an existing ledger's, which then holds.
 
     Raises:
-        ValueError: the file is no ledger, a link, or the ledger of a run that differs; the message names what differs.
+        ValueError: the file is no ledger, a link, or the ledger of a run that differs; the message
+            names what differs.
     """
 
     def __init__(self, path: StrPath, header: Mapping[str, Any]) -> None:
         self.path = Path(path)
         if not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_files.write_bytes(self.path, _lines([{"format": FORMAT, "version": VERSION, **header}])[0])
+            atomic_files.write_bytes(
+                self.path, _lines([{"format": FORMAT, "version": VERSION, **header}])[0]
+            )
         self.header, self.entries, self._digests, whole = _read(self.path)
         if "exported" in self.header:
             raise ValueError(
-                f"{self.path} is an exported ledger, and no step is added to one: train what it replays to"
+                f"{self.path} is an exported ledger, and no step is added to one: train what it"
+                " replays to"
             )
         if different := differences(self.header, header):
-            raise ValueError(f"{self.path} is another run's ledger: {'; '.join(different)}. Choose another output_dir")
+            raise ValueError(
+                f"{self.path} is another run's ledger: {'; '.join(different)}. Choose another"
+                " output_dir"
+            )
         self._fd = open_own(self.path, os.O_WRONLY)
         if whole < os.fstat(self._fd).st_size:
             os.ftruncate(self._fd, whole)
@@ -143,7 +153,9 @@ class Ledger:
                     done += os.write(self._fd, line[done:])
                 getattr(os, "fdatasync", os.fsync)(self._fd)  # macOS has the latter alone
         except OSError:
-            os.ftruncate(self._fd, start)  # a full disk: the step does not count, and the next one starts a fresh line
+            os.ftruncate(
+                self._fd, start
+            )  # a full disk: the step does not count, and the next one starts a fresh line
             os.lseek(self._fd, start, os.SEEK_SET)
             raise
         self.entries.append(entry)
@@ -156,17 +168,24 @@ class Ledger:
 
 
 class LedgerCopy(Ledger):
-    """The copy of the run's ledger that a rank other than the first keeps in memory; its caller compares each step."""
+    """The copy of the run's ledger that a rank other than the first keeps in memory; its caller
+    compares each step."""
 
-    def __init__(self, path: Path, header: dict[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
-        self.path, self.header, self._fd = path, header, -1
+    def __init__(
+        self, path: Path, header: dict[str, Any], entries: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self.path = path
+        self.header = header
+        self._fd = -1
         self.entries = [entry_of(value, number, path) for number, value in enumerate(entries, 1)]
 
     def rename(self, path: Path) -> None:
         self.path = path
 
     def append(self, entry: Entry) -> None:
-        assert entry.step == self.steps + 1, f"step {entry.step} after {self.steps} in the copy of {self.path}"
+        assert entry.step == self.steps + 1, (
+            f"step {entry.step} after {self.steps} in the copy of {self.path}"
+        )
         self.entries.append(entry)
 
 
@@ -174,28 +193,36 @@ def read_ledger(path: StrPath) -> tuple[dict[str, Any], list[Entry]]:
     """Return the header and the whole lines of a ledger, without changing it.
 
     Raises:
-        ValueError: the file is no ledger, or one of another version, or damaged before its last line.
+        ValueError: the file is no ledger, or one of another version, or damaged before its last
+            line.
     """
     return _read(Path(path))[:2]
 
 
 def require(path: Path, mark: Mark, checkpoint: Path) -> None:
-    """Raise ValueError where the ledger at ``path`` is not the one that ``checkpoint`` was saved beside, up to its step."""
+    """Raise ValueError where the ledger at ``path`` is not the one that ``checkpoint`` was saved
+    beside, up to its step."""
     remedy = "put that ledger back, or begin a new run in another output_dir"
     if not path.exists():
-        raise ValueError(f"{path} is missing, and {checkpoint} was saved at step {mark.steps} of it: {remedy}")
+        raise ValueError(
+            f"{path} is missing, and {checkpoint} was saved at step {mark.steps} of it: {remedy}"
+        )
     _, entries, digests, _ = _read(path)
     if len(entries) < mark.steps:
         raise ValueError(
-            f"{path} has {counted(len(entries), 'step')}, and {checkpoint} was saved at step {mark.steps} of its ledger:"
+            f"{path} has {counted(len(entries), 'step')}, and {checkpoint} was saved at step"
+            f" {mark.steps} of its ledger:"
             f" {remedy}"
         )
     if digests[mark.steps] != mark.digest:
-        raise ValueError(f"{path} is another ledger than the one that {checkpoint} was saved beside: {remedy}")
+        raise ValueError(
+            f"{path} is another ledger than the one that {checkpoint} was saved beside: {remedy}"
+        )
 
 
 def write_exported(path: StrPath, header: Mapping[str, Any], entries: Sequence[Entry]) -> int:
-    """Write a ledger to hand on, whole or not at all; :func:`read_ledger` reads it. Returns its bytes."""
+    """Write a ledger to hand on, whole or not at all; :func:`read_ledger` reads it. Returns its
+    bytes."""
     lines = [{key: value for key, value in asdict(e).items() if key not in UNREAD} for e in entries]
     head = {"format": FORMAT, "version": VERSION, **header, "exported": {"steps": len(lines)}}
     packed = gzip.compress(_lines([head])[0] + _lines(lines)[0], mtime=0)
@@ -204,14 +231,19 @@ def write_exported(path: StrPath, header: Mapping[str, Any], entries: Sequence[E
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the settings in which two headers differ, as ``name: saved, now``; the run's own name is none of them."""
+    """Return the settings in which two headers differ, as ``name: saved, now``; the run's own name
+    is none of them."""
     names = [name for name in now if name != "run" and saved.get(name) != _plain(now[name])]
     out = []
     for name in names:
-        before, after = saved.get(name), _plain(now[name])
+        before = saved.get(name)
+        after = _plain(now[name])
         if isinstance(before, dict) and isinstance(after, dict):
             keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-            out += [f"{name}.{key} is {before.get(key)!r} there and {after.get(key)!r} here" for key in keys]
+            out += [
+                f"{name}.{key} is {before.get(key)!r} there and {after.get(key)!r} here"
+                for key in keys
+            ]
         elif isinstance(before, list | dict) or isinstance(after, list | dict):
             out.append(f"{name} differs")
         else:
@@ -220,9 +252,13 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[Entry], list[str], int]:
-    """Return header, entries, their digests after "", and the bytes that they take: what follows is a torn line."""
+    """Return header, entries, their digests after "", and the bytes that they take: what follows is
+    a torn line."""
     if not path.is_file():
-        raise ValueError(f"{path} is not there: a ledger is a file named {NAME} in a zeroth-order run's output folder")
+        raise ValueError(
+            f"{path} is not there: a ledger is a file named {NAME} in a zeroth-order run's output"
+            " folder"
+        )
     data = path.read_bytes()
     if data.startswith(_GZIP):
         data = _unpacked(path, data)
@@ -231,12 +267,15 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Entry], list[str], int]:
     if not lines:
         raise ValueError(f"{path} is no ledger: it has no whole line")
     _require_version(path, lines[0])
-    values, digests = [], [""]
+    values = []
+    digests = [""]
     for number, line in enumerate(lines, 1):
         try:
             value, digest = atomic_files.unseal(line.decode(), digests[-1])
         except (ValueError, RecursionError) as error:
-            raise Damaged(f"{path} is damaged: line {number} does not follow from those before it ({error})") from None
+            raise Damaged(
+                f"{path} is damaged: line {number} does not follow from those before it ({error})"
+            ) from None
         values.append(value)
         if number > 1:
             digests.append(digest)
@@ -244,7 +283,8 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Entry], list[str], int]:
     seal = header.get("exported")
     if seal and seal != {"steps": len(rest)}:
         raise Damaged(
-            f"{path} is damaged: it has {counted(len(rest), 'step')} of the {seal.get('steps')} it was written with"
+            f"{path} is damaged: it has {counted(len(rest), 'step')} of the {seal.get('steps')}"
+            " it was written with"
         )
     entries = [entry_of(value, number, path) for number, value in enumerate(rest, 1)]
     return header, entries, digests, sum(len(line) + 1 for line in lines)
@@ -259,13 +299,15 @@ def _unpacked(path: Path, data: bytes) -> bytes:
         raise Damaged(f"{path} is damaged: {error}") from None
     if not unpacking.eof or unpacking.unused_data:
         raise Damaged(
-            f"{path} is damaged: it is cut off, goes on after its end, or unpacks to {_DENSEST} times its size"
+            f"{path} is damaged: it is cut off, goes on after its end, or unpacks to {_DENSEST}"
+            " times its size"
         )
     return lines
 
 
 def _require_version(path: Path, line: bytes) -> None:
-    """Raise ValueError where a first line is no ledger's, or another version's, whose digests would say nothing."""
+    """Raise ValueError where a first line is no ledger's, or another version's, whose digests would
+    say nothing."""
     try:
         header = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -274,15 +316,19 @@ def _require_version(path: Path, line: bytes) -> None:
         raise ValueError(f"{path} is no ledger: its first line has no format {FORMAT!r}")
     if header.get("version") != VERSION:
         raise ValueError(
-            f"{path} has ledger version {header.get('version')}; this version of blockwalk reads {VERSION}"
+            f"{path} has ledger version {header.get('version')}; this version of blockwalk reads"
+            f" {VERSION}"
         )
 
 
 def entry_of(value: Any, number: int, path: Path | str = "the store of ranks") -> Entry:
-    """Return the entry of step ``number`` that was read from a ledger's line. Raises ValueError where it is none."""
+    """Return the entry of step ``number`` that was read from a ledger's line. Raises ValueError
+    where it is none."""
     lists: Sequence[str] = ("losses", "projected_grads", "curvatures")
     try:
-        fields: dict[str, Any] = {key: tuple(map(float, each)) if key in lists else each for key, each in value.items()}
+        fields: dict[str, Any] = {
+            key: tuple(map(float, each)) if key in lists else each for key, each in value.items()
+        }
         entry = Entry(**{"losses": (), **fields})
         numbers = (entry.learning_rate, entry.epsilon, entry.projected_grad)
         if not all(isinstance(each, int | float) for each in numbers):
@@ -291,7 +337,9 @@ def entry_of(value: Any, number: int, path: Path | str = "the store of ranks") -
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path}: line {number + 1} is no step of a ledger: {error}") from None
     if entry.step != number:
-        raise ValueError(f"{path}: line {number + 1} is step {entry.step}, and step {number} is due")
+        raise ValueError(
+            f"{path}: line {number + 1} is step {entry.step}, and step {number} is due"
+        )
     return entry
 
 
@@ -299,7 +347,9 @@ def _lines(values: Iterable[Mapping[str, Any]], digest: str = "") -> tuple[bytes
     """Return lines that follow one with ``digest``, and the last one's digest."""
     text = ""
     for value in values:
-        line, digest = atomic_files.seal(json.dumps(value, ensure_ascii=False, allow_nan=False), digest)
+        line, digest = atomic_files.seal(
+            json.dumps(value, ensure_ascii=False, allow_nan=False), digest
+        )
         text += line + "\n"
     return text.encode(), digest
 

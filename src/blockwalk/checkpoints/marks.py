@@ -1,4 +1,5 @@
-"""The mark in a folder that Blockwalk made: the name of the run that made it. A folder without one is never removed."""
+"""The mark in a folder that Blockwalk made: the name of the run that made it. A folder without one
+is never removed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def write(folder: Path, run: str) -> None:
 
 
 def run_of(folder: Path) -> str | None:
-    """Return the run whose mark a folder has; None where it has none, is a link, or is no folder."""
+    """Return the run whose mark a folder has; None where it has none, is a link, or is no
+    folder."""
     if folder.is_symlink() or (folder / MARK).is_symlink() or not (folder / MARK).is_file():
         return None
     try:
@@ -39,4 +41,6 @@ def is_ours(folder: Path) -> bool:
     """Whether a folder has a mark, or a kill left it before it had one."""
     if folder.is_symlink() or not folder.is_dir():
         return False
-    return run_of(folder) is not None or all(_HALF_WRITTEN.fullmatch(path.name) for path in folder.iterdir())
+    return run_of(folder) is not None or all(
+        _HALF_WRITTEN.fullmatch(path.name) for path in folder.iterdir()
+    )

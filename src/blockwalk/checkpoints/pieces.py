@@ -1,11 +1,13 @@
-"""The tensors of a checkpoint on disk: pieces of one-dimensional tensors, which any number of ranks wrote and any reads.
+"""The tensors of a checkpoint on disk: pieces of one-dimensional tensors, which any number of ranks
+wrote and any reads.
 
     rank-00000.safetensors    the pieces that a rank wrote
     rank-00000.json           steps done, ranks that wrote, and of each piece: its tensor, that tensor's elements, the first
-                              of the piece's, its dtype and place in the file, and a CRC-32 of each 4 MiB
+                              of the piece's, its dtype and place in the file, and a CRC-32 of each
+                              4 MiB
 
-The files do not say how they will be read: a rank that wants a range of a tensor copies what overlaps it. Nothing of it is
-code, and every byte that is read is compared with its checksum first.
+The files do not say how they will be read: a rank that wants a range of a tensor copies what
+overlaps it. Nothing of it is code, and every byte that is read is compared with its checksum first.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from blockwalk.tiers.model_folder import safetensors
 from blockwalk.tiers.model_folder.safetensors import Entry
 
 FORMAT = 2
-"""The version of a checkpoint folder's format; version 1 had torch.distributed.checkpoint's pickles in it, and no checksums."""
+"""The version of a checkpoint folder's format; version 1 had torch.distributed.checkpoint's pickles
+in it, and no checksums."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in safetensors.DTYPE.values()}
 CHUNK = 1 << 22
 """Bytes that one checksum covers."""
@@ -35,8 +38,9 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The ranges of a tensor of ``numel`` elements that this rank holds: flat tensors by the number of their first element. A
-    range that is written and never read into may be a Weight, whose rows are read one after the other."""
+    """The ranges of a tensor of ``numel`` elements that this rank holds: flat tensors by the number
+    of their first element. A range that is written and never read into may be a Weight, whose rows
+    are read one after the other."""
 
     numel: int
     held: Mapping[int, Any]
@@ -56,8 +60,13 @@ def write(
     ranks: int = 1,
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write this rank's files of a checkpoint, synced, holding one piece's rows at a time. ``facts`` go into its table."""
-    keys = {f"{name}@{first}": (name, first) for name, tensor in tensors.items() for first in tensor.held}
+    """Write this rank's files of a checkpoint, synced, holding one piece's rows at a time.
+    ``facts`` go into its table."""
+    keys = {
+        f"{name}@{first}": (name, first)
+        for name, tensor in tensors.items()
+        for first in tensor.held
+    }
     entries = {}
     sums: dict[str, list[int]] = {key: [] for key in keys}
     for key, (name, first) in keys.items():
@@ -75,7 +84,8 @@ def write(
                         sums[key].append(0)
                     stop = min(len(bytes_P), start + CHUNK - done % CHUNK)
                     sums[key][-1] = crc32(bytes_P[start:stop], sums[key][-1])
-                    done, start = done + stop - start, stop
+                    done = done + stop - start
+                    start = stop
                 yield bytes_P
 
     path = _file(folder, rank, "safetensors")
@@ -94,15 +104,22 @@ def write(
         }
         for key, (name, first) in keys.items()
     ]
-    head = {"steps_done": steps_done, "ranks": ranks, "nbytes": path.stat().st_size, "facts": dict(facts or {})}
+    head = {
+        "steps_done": steps_done,
+        "ranks": ranks,
+        "nbytes": path.stat().st_size,
+        "facts": dict(facts or {}),
+    }
     atomic_files.write_sealed(_file(folder, rank, "json"), {**head, "pieces": table})
 
 
 def refuse_format_1(folder: Path) -> None:
-    """Raise ValueError where a folder is a checkpoint of the form that had pickles, or no checksums."""
+    """Raise ValueError where a folder is a checkpoint of the form that had pickles, or no
+    checksums."""
     if (folder / ".metadata").exists() or (folder / "state.safetensors").exists():
         raise ValueError(
-            f"{folder} is a checkpoint of format 1, and this version of blockwalk reads format {FORMAT} alone"
+            f"{folder} is a checkpoint of format 1, and this version of blockwalk reads format"
+            f" {FORMAT} alone"
         )
 
 
@@ -112,7 +129,8 @@ def _file(folder: Path, rank: int, kind: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One piece of a tensor in a file: ``nbytes`` bytes from ``offset`` on, the tensor's elements from ``first`` on."""
+    """One piece of a tensor in a file: ``nbytes`` bytes from ``offset`` on, the tensor's elements
+    from ``first`` on."""
 
     file: MappedFile
     name: str
@@ -134,9 +152,11 @@ class _Place:
             Damaged: a checksum differs.
         """
         size = self.dtype.itemsize
-        low, high = (first - self.first) * size, (stop - self.first) * size
+        low = (first - self.first) * size
+        high = (stop - self.first) * size
         for number in range(low // CHUNK, -(-high // CHUNK)):
-            start, end = number * CHUNK, min((number + 1) * CHUNK, self.nbytes)
+            start = number * CHUNK
+            end = min((number + 1) * CHUNK, self.nbytes)
             chunk_P = self.file.bytes_P[self.offset + start : self.offset + end]
             if crc32(chunk_P) != self.crc32[number]:
                 raise Damaged(f"{self.file.path} is damaged: {self.name} has another checksum")
@@ -144,10 +164,12 @@ class _Place:
 
 
 class Saved:
-    """The tensors of a checkpoint's folder, open until it is closed; tensors that were taken stay valid.
+    """The tensors of a checkpoint's folder, open until it is closed; tensors that were taken stay
+    valid.
 
     Raises:
-        Damaged: a file is missing, truncated, or its table is not as it was written or leaves elements out.
+        Damaged: a file is missing, truncated, or its table is not as it was written or leaves
+            elements out.
         ValueError: the folder holds no checkpoint, or one of another format.
     """
 
@@ -161,19 +183,24 @@ class Saved:
         self._places: dict[str, list[_Place]] = {}
         self._files: list[MappedFile] = []
         refuse_format_1(folder)
-        rank, ranks = 0, 1
+        rank = 0
+        ranks = 1
         try:
             while rank < ranks:
                 table = atomic_files.read_sealed(_file(folder, rank, "json"))
                 with atomic_files.reading(_file(folder, rank, "json")):
-                    self.steps_done, ranks = int(table["steps_done"]), int(table["ranks"])
+                    self.steps_done = int(table["steps_done"])
+                    ranks = int(table["ranks"])
                     self.facts = dict(table.get("facts", {}))
                     self._open(_file(folder, rank, "safetensors"), table)
                 rank += 1
             for name, places in self._places.items():
                 if (found := sum(place.stop - place.first for place in places)) != self.numel[name]:
                     path = places[0].file.path
-                    raise Damaged(f"{path} is damaged: {found} elements of {name}, which has {self.numel[name]}")
+                    raise Damaged(
+                        f"{path} is damaged: {found} elements of {name}, which has"
+                        f" {self.numel[name]}"
+                    )
         except BaseException:
             self.close()
             raise
@@ -186,35 +213,56 @@ class Saved:
         file = MappedFile(path)
         self._files.append(file)
         for piece in table["pieces"]:
-            name, dtype = piece["tensor"], _DTYPES[piece["dtype"]]
-            place = _Place(file, name, piece["first"], dtype, piece["offset"], piece["nbytes"], tuple(piece["crc32"]))
+            name = piece["tensor"]
+            dtype = _DTYPES[piece["dtype"]]
+            place = _Place(
+                file,
+                name,
+                piece["first"],
+                dtype,
+                piece["offset"],
+                piece["nbytes"],
+                tuple(piece["crc32"]),
+            )
             inside = 0 <= place.offset <= place.offset + place.nbytes <= size
             inside = inside and 0 <= place.first <= place.stop <= piece["numel"]
-            if not inside or place.nbytes % dtype.itemsize or len(place.crc32) != -(-place.nbytes // CHUNK):
-                raise Damaged(f"{path} is damaged: {name} has {place.nbytes} bytes at {place.offset} of {size}")
+            if (
+                not inside
+                or place.nbytes % dtype.itemsize
+                or len(place.crc32) != -(-place.nbytes // CHUNK)
+            ):
+                raise Damaged(
+                    f"{path} is damaged: {name} has {place.nbytes} bytes at {place.offset} of"
+                    f" {size}"
+                )
             self.numel[name] = piece["numel"]
             self._places.setdefault(name, []).append(place)
 
     def read_into(self, name: str, first: int, out_P: Tensor) -> None:
-        """Copy the elements from ``first`` on of a tensor into ``out_P``, of any dtype on any device.
+        """Copy the elements from ``first`` on of a tensor into ``out_P``, of any dtype on any
+        device.
 
         Raises:
             Damaged: a checksum differs, or no rank wrote some of the elements.
         """
-        missing, stop = len(out_P), first + len(out_P)
+        missing = len(out_P)
+        stop = first + len(out_P)
         for place in self._places[name]:
-            low, high = max(first, place.first), min(stop, place.stop)
+            low = max(first, place.first)
+            high = min(stop, place.stop)
             if low < high:
                 out_P[low - first : high - first].copy_(place.elements(low, high))
                 place.file.dont_need([(place.offset, place.nbytes)])
                 missing -= high - low
         if missing:
             raise Damaged(
-                f"{self.folder} is damaged: {missing} elements of {name} from {first} to {stop} are not in it"
+                f"{self.folder} is damaged: {missing} elements of {name} from {first} to {stop}"
+                " are not in it"
             )
 
     def whole(self, name: str) -> Tensor:
-        """Return a tensor that one rank wrote alone, mapped from the file, not copied: do not write to it.
+        """Return a tensor that one rank wrote alone, mapped from the file, not copied: do not write
+        to it.
 
         Raises:
             Damaged: a checksum differs.

@@ -1,4 +1,5 @@
-"""Sweeping a run's folder: what ended runs left, known by exact names and contents, and nothing of anybody else's."""
+"""Sweeping a run's folder: what ended runs left, known by exact names and contents, and nothing of
+anybody else's."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from blockwalk.system import atomic_files, links
 
 _HEX8 = "[0-9a-f]{8}"
 _END = re.escape(atomic_files.PARTIAL)
-_FILES = "|".join(map(re.escape, (*LOGS, ledger_module.NAME, marks.MARK, "report.html", "loss.svg")))
+_FILES = "|".join(
+    map(re.escape, (*LOGS, ledger_module.NAME, marks.MARK, "report.html", "loss.svg"))
+)
 _LEFT = re.compile(
     rf"\.({_FILES})\.{_HEX8}{_END}"
     rf"|\.\.{re.escape(ledger_module.NAME)}\.{_HEX8}{_END}\.{_HEX8}{_END}"
@@ -34,15 +37,17 @@ _RANK = re.compile(r"rank-\d+")
 
 @contextmanager
 def one_run(output_dir: Path) -> Iterator[None]:
-    """Hold a run's folder for the time of one run. At its end :func:`leftovers` go that were not there before it; the others
-    stay until :func:`sweep` is called.
+    """Hold a run's folder for the time of one run. At its end :func:`leftovers` go that were not
+    there before it; the others stay until :func:`sweep` is called.
 
     Raises:
         ValueError: another run is at work in it.
     """
     with atomic_files.locked(output_dir):
         before = set(leftovers(output_dir))
-        if marks.run_of(output_dir) is None:  # no run of ours was here: empty folders are somebody's
+        if (
+            marks.run_of(output_dir) is None
+        ):  # no run of ours was here: empty folders are somebody's
             before.update(folder for folder in _working_folders(output_dir) if folder.is_dir())
         try:
             yield
@@ -52,8 +57,8 @@ def one_run(output_dir: Path) -> Iterator[None]:
 
 
 def sweep(output_dir: Path) -> None:
-    """Remove the :func:`leftovers` of ended runs; a folder of trained weights that a killed run was about to replace comes
-    back. Call it where nothing refuses the run any more."""
+    """Remove the :func:`leftovers` of ended runs; a folder of trained weights that a killed run was
+    about to replace comes back. Call it where nothing refuses the run any more."""
     for name in RESULTS:
         if marks.run_of(output_dir / name) is not None or not os.path.lexists(output_dir / name):
             atomic_files.bring_back(output_dir / name)
@@ -69,7 +74,8 @@ def _remove(paths: Iterable[Path], kept: Container[Path] = ()) -> None:
 
 
 def _remove_empty(output_dir: Path, kept: Container[Path]) -> None:
-    """Remove the working folders that are empty; one that is a link, and what was there before, stays."""
+    """Remove the working folders that are empty; one that is a link, and what was there before,
+    stays."""
     for folder in _working_folders(output_dir):
         if folder not in kept and not folder.is_symlink():
             with suppress(OSError):  # not empty, or not there
@@ -83,9 +89,10 @@ def _working_folders(output_dir: Path) -> list[Path]:
 
 
 def leftovers(output_dir: Path) -> list[Path]:
-    """Return the paths in a run's folder that ended runs left and nobody will ask for again: files half written, and
-    weights on disk of another run than the ledger's. These stay where the ledger that the checkpoints belong to is lost.
-    Each carries our mark: a name with the digits of a run, of chance or of a content, and contents of ours."""
+    """Return the paths in a run's folder that ended runs left and nobody will ask for again: files
+    half written, and weights on disk of another run than the ledger's. These stay where the ledger
+    that the checkpoints belong to is lost. Each carries our mark: a name with the digits of a run,
+    of chance or of a content, and contents of ours."""
     scratch = output_dir / SCRATCH
     logs = output_dir / "logs"
     paths = [path for path in _matching(output_dir, _LEFT_FOLDER) if marks.is_ours(path)]
@@ -94,14 +101,20 @@ def leftovers(output_dir: Path) -> list[Path]:
             paths.append(path)
     for folder in (output_dir, *_matching(logs, _RANK)):
         paths += [path for path in _matching(folder, _LEFT) if not path.is_dir()]
-    paths += [path for path in _matching(scratch, re.compile(rf"{JOINED}[a-z0-9_]{{8}}")) if marks.is_ours(path)]
+    paths += [
+        path
+        for path in _matching(scratch, re.compile(rf"{JOINED}[a-z0-9_]{{8}}"))
+        if marks.is_ours(path)
+    ]
     kept = _kept_weights(output_dir)
     for folder in (scratch, *_matching(scratch, _RANK)):
         paths += [path for path in _matching(folder, _LEFT_MAP) if not path.is_dir()]
         paths += [path for path in _matching(folder, _LEFT_STORE) if _is_store_in_part(path)]
         if kept is not None:
             weights = _matching(folder, re.compile(_WEIGHTS))
-            paths += [path for path in weights if path.name not in kept and (path / STORE_INDEX).is_file()]
+            paths += [
+                path for path in weights if path.name not in kept and (path / STORE_INDEX).is_file()
+            ]
     return paths
 
 
@@ -109,26 +122,38 @@ def working_files(output_dir: Path) -> list[Path]:
     """Return the block stores and :func:`leftovers` in a run's working folder."""
     scratch = output_dir / SCRATCH
     store = re.compile(f"{_WEIGHTS}|{_PACK}")
-    stores = [path for folder in (scratch, *_matching(scratch, _RANK)) for path in _matching(folder, store)]
+    stores = [
+        path
+        for folder in (scratch, *_matching(scratch, _RANK))
+        for path in _matching(folder, store)
+    ]
     left = [path for path in leftovers(output_dir) if scratch in path.parents]
     return list(dict.fromkeys([*stores, *left]))
 
 
 def _matching(folder: Path, name: re.Pattern[str]) -> list[Path]:
     """Return the paths in a folder that have such names; none where there is no folder."""
-    return sorted(path for path in folder.iterdir() if name.fullmatch(path.name)) if folder.is_dir() else []
+    return (
+        sorted(path for path in folder.iterdir() if name.fullmatch(path.name))
+        if folder.is_dir()
+        else []
+    )
 
 
 def _is_store_in_part(folder: Path) -> bool:
-    """Whether a folder holds a block store's units, or the files that are copied before them, or nothing yet."""
+    """Whether a folder holds a block store's units, or the files that are copied before them, or
+    nothing yet."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     names = [path.name for path in folder.iterdir()]
-    return not names or "config.json" in names or any(_STORE_PARTS.fullmatch(name) for name in names)
+    return (
+        not names or "config.json" in names or any(_STORE_PARTS.fullmatch(name) for name in names)
+    )
 
 
 def _kept_weights(output_dir: Path) -> set[str] | None:
-    """Return names of the weights on disk that belong to a ledger, this run's or a replaced one's; None: nobody can tell."""
+    """Return names of the weights on disk that belong to a ledger, this run's or a replaced one's;
+    None: nobody can tell."""
     names = set()
     with suppress(ValueError):  # a damaged ledger is for whoever reads it to report
         ledger = output_dir / ledger_module.NAME

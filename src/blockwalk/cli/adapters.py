@@ -1,5 +1,5 @@
-"""The weights that a command reads: those that a run has trained, or the adapter that ``--adapter`` names (a folder of PEFT's,
-a run's, or a checkpoint, whose adapter is written for the time)."""
+"""The weights that a command reads: those that a run has trained, or the adapter that ``--adapter``
+names (a folder of PEFT's, a run's, or a checkpoint, whose adapter is written for the time)."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def opened_adapter(adapter: str | None, model: str) -> Iterator[Path | None]:
 
 
 def trained_by(run: RunConfig, arguments: argparse.Namespace) -> tuple[RunConfig, str | None]:
-    """Return the run with the model that it has trained, and the adapter to use: the one that is named, or that the run has
-    trained. A line says which."""
+    """Return the run with the model that it has trained, and the adapter to use: the one that is
+    named, or that the run has trained. A line says which."""
     named: str | None = arguments.adapter
     if named is not None:
         return run, None if named == NONE else named
@@ -62,10 +62,16 @@ def trained_by(run: RunConfig, arguments: argparse.Namespace) -> tuple[RunConfig
     if read_yaml(folder / SETTINGS, Loader).get("model") != run.model:  # another run's folder
         return run, None
     if (folder / "adapter" / ADAPTER_CONFIG).is_file():
-        say(f"note: with the adapter in {folder / 'adapter'} (--adapter {NONE}: without)", file=sys.stderr)
+        say(
+            f"note: with the adapter in {folder / 'adapter'} (--adapter {NONE}: without)",
+            file=sys.stderr,
+        )
         return run, os.fspath(folder / "adapter")
     if is_model(folder / "model"):
-        say(f"note: the trained model in {folder / 'model'} (--adapter {NONE}: the one before)", file=sys.stderr)
+        say(
+            f"note: the trained model in {folder / 'model'} (--adapter {NONE}: the one before)",
+            file=sys.stderr,
+        )
         _note_best(folder)
         own: dict[str, Any] = {"model": os.fspath(folder / "model")}
         if "data.chat_template" in arguments.named:
@@ -89,13 +95,15 @@ def _note_best(run: Path) -> None:
 
 
 def refuse_unfinished(folder: Path) -> None:
-    """Raise ValueError for the folder of a run that has checkpoints and has not ended, with what can be used of it."""
+    """Raise ValueError for the folder of a run that has checkpoints and has not ended, with what
+    can be used of it."""
     from blockwalk.checkpoints import run_checkpoint
 
     newest = run_checkpoint.latest(folder)
     if newest is not None:
         raise ValueError(
-            f"{folder} holds no trained adapter or model, since its run has not ended: --adapter {newest} takes its newest"
+            f"{folder} holds no trained adapter or model, since its run has not ended: --adapter"
+            f" {newest} takes its newest"
             f" checkpoint, --adapter {NONE} the model before it"
         )
 

@@ -1,4 +1,5 @@
-"""``blockwalk chat``: a conversation in the terminal, or line in and line out where there is none."""
+"""``blockwalk chat``: a conversation in the terminal, or line in and line out where there is
+none."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ NEW = "/new"
 MARK = "> "
 """The sign before the user's line, on a terminal."""
 LEAST_ROOM = 64
-"""Tokens that an answer needs at least, before the oldest turns of a conversation are left out for it."""
+"""Tokens that an answer needs at least, before the oldest turns of a conversation are left out for
+it."""
 
 
 def chat(run: RunConfig, arguments: argparse.Namespace) -> None:
@@ -30,7 +32,9 @@ def chat(run: RunConfig, arguments: argparse.Namespace) -> None:
     with opened(run, arguments) as speaker:
         note_unlearnt_chat(run.data)
         talk = _Talk(speaker, arguments, run.plan.seed)
-        speaker.conversation([*talk.turns, {"role": "user", "content": "Hello"}])  # refused before the first question
+        speaker.conversation(
+            [*talk.turns, {"role": "user", "content": "Hello"}]
+        )  # refused before the first question
         talks = is_terminal(sys.stdin) and is_terminal(sys.stdout)
         if talks:
             say(f"{NEW} begins anew; ^C ends an answer, and ^D or ^C at the mark the program")
@@ -99,8 +103,8 @@ class _Talk:
         self.turns.append({"role": "assistant", "content": text})
 
     def _fitting(self) -> Any:
-        """Return the tokens of the conversation, without its oldest turns where the model's positions have no room for them;
-        None where the last turn alone has none."""
+        """Return the tokens of the conversation, without its oldest turns where the model's
+        positions have no room for them; None where the last turn alone has none."""
         least = min(self.arguments.max_new_tokens, LEAST_ROOM)
         left_out = 0
         while True:
@@ -110,7 +114,8 @@ class _Talk:
             first = 1 if self.turns[0]["role"] == "system" else 0
             if len(self.turns) - first < 3:
                 say(
-                    f"note: {ids_BS.shape[1]} tokens leave no room for an answer in the {self.speaker.positions} positions"
+                    f"note: {ids_BS.shape[1]} tokens leave no room for an answer in the"
+                    f" {self.speaker.positions} positions"
                     " that the model was made for: ask in fewer words",
                     file=sys.stderr,
                 )
@@ -119,7 +124,8 @@ class _Talk:
             left_out += 2
         if left_out:
             say(
-                f"note: the oldest {counted(left_out, 'turn')} {is_or_are(left_out)} left out: the model was made for"
+                f"note: the oldest {counted(left_out, 'turn')} {is_or_are(left_out)} left out:"
+                " the model was made for"
                 f" {self.speaker.positions} positions",
                 file=sys.stderr,
             )
@@ -128,7 +134,8 @@ class _Talk:
 
 @dataclass(slots=True)
 class _Stop:
-    """The answer to Ctrl-C while a text is written: it ends after the token in progress, and a second one ends the program."""
+    """The answer to Ctrl-C while a text is written: it ends after the token in progress, and a
+    second one ends the program."""
 
     asked: bool = False
     previous: Any = None

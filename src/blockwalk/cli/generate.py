@@ -1,4 +1,5 @@
-"""``blockwalk generate``: the continuation of a prompt, or the answer of a conversation, printed as it comes."""
+"""``blockwalk generate``: the continuation of a prompt, or the answer of a conversation, printed as
+it comes."""
 
 from __future__ import annotations
 
@@ -41,22 +42,29 @@ def _prompt(arguments: argparse.Namespace) -> str:
     from blockwalk.data.formats import half_character
 
     if arguments.prompt is None and not arguments.messages:
-        raise ValueError("--prompt is missing: the text to continue, or - for standard input; or give --messages FILE")
+        raise ValueError(
+            "--prompt is missing: the text to continue, or - for standard input; or give"
+            " --messages FILE"
+        )
     text: str = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt or ""
     if half_character(text):
         raise ValueError(
-            "--prompt holds bytes that are no UTF-8, or half a character (a lone surrogate): write it whole"
+            "--prompt holds bytes that are no UTF-8, or half a character (a lone surrogate):"
+            " write it whole"
         )
     return text
 
 
 def _in_layout(data: DataSettings, text: str) -> str:
-    """Return a prompt in the layout of ``data.prompt``, and print that it is; as it stands, with a note, where it has several
-    columns."""
+    """Return a prompt in the layout of ``data.prompt``, and print that it is; as it stands, with a
+    note, where it has several columns."""
     in_layout = filled(data, text)
     if in_layout is None:
         layout = prompts_of(data)[0]
-        say(f"note: trained with data.prompt {layout!r}; write the prompt in that layout", file=sys.stderr)
+        say(
+            f"note: trained with data.prompt {layout!r}; write the prompt in that layout",
+            file=sys.stderr,
+        )
         return text
     if in_layout != text:
         say(f"note: the prompt, in the layout of data.prompt: {in_layout!r}", file=sys.stderr)
@@ -64,7 +72,8 @@ def _in_layout(data: DataSettings, text: str) -> str:
 
 
 def _turns(arguments: argparse.Namespace, text: str) -> list[dict[str, Any]]:
-    """Return the turns of a conversation that is answered; none where the prompt is continued as it stands."""
+    """Return the turns of a conversation that is answered; none where the prompt is continued as it
+    stands."""
     turns = _read_messages(Path(arguments.messages)) if arguments.messages else []
     if not (turns or arguments.chat or arguments.system):
         return []
@@ -74,7 +83,8 @@ def _turns(arguments: argparse.Namespace, text: str) -> list[dict[str, Any]]:
         turns = [*turns, {"role": "user", "content": text}]
     if turns[-1]["role"] in ("assistant", "system"):
         raise ValueError(
-            f"the last turn has the role {turns[-1]['role']!r}, and an answer follows a user: end {arguments.messages} with a"
+            f"the last turn has the role {turns[-1]['role']!r}, and an answer follows a user: end"
+            f" {arguments.messages} with a"
             " user's turn, or add one with --prompt"
         )
     return turns
@@ -90,8 +100,14 @@ def _read_messages(path: Path) -> list[dict[str, Any]]:
         found = read_json(path)
     turns = found.get("messages") if isinstance(found, dict) else found
     if not isinstance(turns, list) or not turns:
-        raise ValueError(f"{path}: a list of turns is expected, or an object with them as 'messages'")
+        raise ValueError(
+            f"{path}: a list of turns is expected, or an object with them as 'messages'"
+        )
     for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn, dict) or not all(isinstance(turn.get(name), str) for name in ("role", "content")):
-            raise ValueError(f"{path}: turn {number} must be an object with 'role' and 'content', both texts")
+        if not isinstance(turn, dict) or not all(
+            isinstance(turn.get(name), str) for name in ("role", "content")
+        ):
+            raise ValueError(
+                f"{path}: turn {number} must be an object with 'role' and 'content', both texts"
+            )
     return turns

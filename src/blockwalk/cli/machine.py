@@ -1,4 +1,5 @@
-"""``blockwalk env``: versions and hardware, for bug reports; ``blockwalk doctor``: what this machine can do."""
+"""``blockwalk env``: versions and hardware, for bug reports; ``blockwalk doctor``: what this
+machine can do."""
 
 from __future__ import annotations
 
@@ -54,7 +55,11 @@ def describe() -> dict[str, str]:
     memory = psutil.virtual_memory()
     found = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if found is None else torch.accelerator.device_count()
-    devices = [] if found is None else [model_of(torch.device(found.type, i)) or str(found) for i in range(count)]
+    devices = (
+        []
+        if found is None
+        else [model_of(torch.device(found.type, i)) or str(found) for i in range(count)]
+    )
     return {
         "python": sys.version.split()[0],
         **installed(),

@@ -1,8 +1,8 @@
 """The command line: a table of subcommands, flags, and errors as one line with an exit code.
 
-Exit codes: 0 done; 1 a failure while running; 2 usage, configuration or data; 3 the plan does not fit the budget given, or the
-memory that there is; 143, 130, 129 or 138 a run that SIGTERM, SIGINT, SIGHUP or SIGUSR1 ended early, its checkpoint saved.
-``BLOCKWALK_DEBUG=1`` shows tracebacks.
+Exit codes: 0 done; 1 a failure while running; 2 usage, configuration or data; 3 the plan does not
+fit the budget given, or the memory that there is; 143, 130, 129 or 138 a run that SIGTERM, SIGINT,
+SIGHUP or SIGUSR1 ended early, its checkpoint saved. ``BLOCKWALK_DEBUG=1`` shows tracebacks.
 
 Nothing here imports torch: a subcommand's module is imported when it runs.
 """
@@ -36,10 +36,13 @@ from blockwalk.system.terminal import PATIENCE, one_line, say, steady
 from blockwalk.train import config
 from blockwalk.train.foreign_settings import Note
 
-FAILED, BAD_INPUT, TOO_LARGE = 1, 2, 3
+FAILED = 1
+BAD_INPUT = 2
+TOO_LARGE = 3
 
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Variables that set torch's allocator of device memory; a user who has set one of them has chosen."""
+"""Variables that set torch's allocator of device memory; a user who has set one of them has
+chosen."""
 
 Option = tuple[str, dict[str, Any]]
 """An argument of a subcommand, as ``ArgumentParser.add_argument`` takes it."""
@@ -58,8 +61,12 @@ def _choice(name: str, choices: Sequence[Any], help: str, **more: Any) -> Option
 
 
 _CONFIG = _value("config", "RUN.yaml", "settings; see the list of flags", nargs="?")
-_RUN = _value("config", "RUN", "a run's folder or YAML file, a model's folder or a GGUF file", nargs="?")
-_OWN_ADAPTER = _value("--adapter", "DIR", "an adapter, a run or a checkpoint; none; default: what RUN has trained")
+_RUN = _value(
+    "config", "RUN", "a run's folder or YAML file, a model's folder or a GGUF file", nargs="?"
+)
+_OWN_ADAPTER = _value(
+    "--adapter", "DIR", "an adapter, a run or a checkpoint; none; default: what RUN has trained"
+)
 _SYSTEM = _value("--system", "TEXT", "a system prompt before the conversation")
 _TEMPERATURE = _value("--temperature", "T", "0, the default: greedy", type=float, default=0.0)
 _UNTIL = _value("--until", "STEP", "the last step to apply; default: all", type=int)
@@ -69,17 +76,19 @@ _AS_TRAINED = _switch("--as-trained", "evaluate only on the quantised weights (h
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: what it says of itself, its arguments, and the function that runs it (``module:function``)."""
+    """A subcommand: what it says of itself, its arguments, and the function that runs it
+    (``module:function``)."""
 
     name: str
     help: str
     target: str
     options: tuple[Option, ...] = ()
     takes_settings: bool = False
-    """Whether the subcommand takes every setting of :mod:`blockwalk.train.config` as a flag, and is called with the resolved
-    configuration."""
+    """Whether the subcommand takes every setting of :mod:`blockwalk.train.config` as a flag, and is
+    called with the resolved configuration."""
     answers: bool = False
-    """Whether the result is what the subcommand prints: a reader is waited for, and output that is lost is a failure."""
+    """Whether the result is what the subcommand prints: a reader is waited for, and output that is
+    lost is a failure."""
     elsewhere: tuple[tuple[str, str], ...] = ()
     """Flags that another subcommand has and this one lacks, each with what to do instead."""
     needs: tuple[str, ...] = ("model",)
@@ -96,7 +105,8 @@ class Command:
 COMMANDS = (
     Command(
         "init",
-        "write a run's YAML file: the fastest plan that fits this machine, with a sentence on each setting",
+        "write a run's YAML file: the fastest plan that fits this machine, with a sentence on"
+        " each setting",
         "blockwalk.cli.start:init",
         (
             _value("model", "MODEL", "a model's folder, or its name on the hub", nargs="?"),
@@ -115,10 +125,17 @@ COMMANDS = (
         (
             _value("model", "MODEL", "a hub name, a folder or a GGUF file"),
             _value("out", "OUT", "the folder to write"),
-            _choice("--codec", [str(codec) for codec in Codec if codec.written], "default: int4a", default="int4a"),
+            _choice(
+                "--codec",
+                [str(codec) for codec in Codec if codec.written],
+                "default: int4a",
+                default="int4a",
+            ),
             _choice("--group_size", [32, 64], "int4: elements a scale", type=int, default=32),
             _value(
-                "--calibrate", "DATA", "records that the model is for: int4 and int4a are rounded with them in view"
+                "--calibrate",
+                "DATA",
+                "records that the model is for: int4 and int4a are rounded with them in view",
             ),
         ),
     ),
@@ -129,7 +146,11 @@ COMMANDS = (
         (
             _CONFIG,
             _switch("--program", "print the schedule of a training step, op by op"),
-            _value("--hardware", "NAME|FILE", "rank every method on this machine (here: the one that doctor measured)"),
+            _value(
+                "--hardware",
+                "NAME|FILE",
+                "rank every method on this machine (here: the one that doctor measured)",
+            ),
             _switch("--largest_batch", "with --hardware: the most sequences that fit, by method"),
             _value("--trace", "FILE", "with --hardware: the best plan's timeline, for Perfetto"),
         ),
@@ -144,17 +165,28 @@ COMMANDS = (
         (
             _CONFIG,
             _value("--nproc-per-node", "N", "start N ranks on this machine", type=int),
-            _value("--nnodes", "N", "print the command for each of N nodes instead", type=int, default=1),
-            _value("--trace", "FILE", "a step's timeline, for Perfetto (also in output_dir/trace.json)"),
+            _value(
+                "--nnodes",
+                "N",
+                "print the command for each of N nodes instead",
+                type=int,
+                default=1,
+            ),
+            _value(
+                "--trace", "FILE", "a step's timeline, for Perfetto (also in output_dir/trace.json)"
+            ),
             _switch("--dry-run", "read and check everything, say what will happen, and stop"),
-            _switch("--join", "join a running zeroth-order job (address: elastic) as an extra worker"),
+            _switch(
+                "--join", "join a running zeroth-order job (address: elastic) as an extra worker"
+            ),
         ),
         takes_settings=True,
         needs=("model", "data.train"),
     ),
     Command(
         "eval",
-        "print the loss (and accuracy) of a model, or of what a run has trained, on held-out records",
+        "print the loss (and accuracy) of a model, or of what a run has trained, on held-out"
+        " records",
         "blockwalk.cli.run:evaluate",
         (_RUN, _OWN_ADAPTER, _JSON, _AS_TRAINED),
         takes_settings=True,
@@ -171,7 +203,11 @@ COMMANDS = (
             _value("--prompt", "TEXT", "text to continue; - reads standard input"),
             _switch("--chat", "the prompt is a user's turn in the model's chat template"),
             _SYSTEM,
-            _value("--messages", "FILE", "a conversation to answer: a JSON list of turns with role and content"),
+            _value(
+                "--messages",
+                "FILE",
+                "a conversation to answer: a JSON list of turns with role and content",
+            ),
             _value("--max_new_tokens", "N", "default: 64", type=int, default=64),
             _TEMPERATURE,
         ),
@@ -186,13 +222,20 @@ COMMANDS = (
             _RUN,
             _OWN_ADAPTER,
             _SYSTEM,
-            _value("--max_new_tokens", "N", "most tokens of an answer; default: 512", type=int, default=512),
+            _value(
+                "--max_new_tokens",
+                "N",
+                "most tokens of an answer; default: 512",
+                type=int,
+                default=512,
+            ),
             _TEMPERATURE,
         ),
         elsewhere=(
             (
                 "prompt",
-                "chat reads turns from standard input; one prompt is answered by blockwalk generate RUN --chat --prompt TEXT",
+                "chat reads turns from standard input; one prompt is answered by blockwalk"
+                " generate RUN --chat --prompt TEXT",
             ),
         ),
         takes_settings=True,
@@ -206,7 +249,9 @@ COMMANDS = (
             _value("model", "MODEL", "the base: a hub name, a folder or a GGUF file"),
             _value("adapter", "ADAPTER", "the adapter's folder, or a run's", nargs="?"),
             _value("out", "OUT", "the folder to write", nargs="?"),
-            _choice("--dtype", ["bfloat16", "float16", "float32"], "default: the base's", default=""),
+            _choice(
+                "--dtype", ["bfloat16", "float16", "float32"], "default: the base's", default=""
+            ),
         ),
     ),
     Command(
@@ -214,11 +259,20 @@ COMMANDS = (
         "write a model, or an adapter, as a GGUF file for llama.cpp and Ollama",
         "blockwalk.cli.models:gguf",
         (
-            _value("model", "MODEL", "a model's folder, such as merge wrote; of an adapter, its base"),
-            _value("out", "OUT.gguf", "the file to write; a Modelfile for Ollama is written beside it"),
+            _value(
+                "model", "MODEL", "a model's folder, such as merge wrote; of an adapter, its base"
+            ),
+            _value(
+                "out", "OUT.gguf", "the file to write; a Modelfile for Ollama is written beside it"
+            ),
             _value("--adapter", "DIR", "write this adapter alone, to be put on the model's GGUF"),
             _value("--base", "FILE", "the GGUF file of the base, for the Modelfile of an adapter"),
-            _choice("--dtype", ["bf16", "f16", "f32", "q8_0"], "of matrices; default: bf16", default="bf16"),
+            _choice(
+                "--dtype",
+                ["bf16", "f16", "f32", "q8_0"],
+                "of matrices; default: bf16",
+                default="bf16",
+            ),
         ),
     ),
     Command(
@@ -265,7 +319,8 @@ COMMANDS = (
     ),
     Command(
         "doctor",
-        "measure this machine (under torchrun: this cluster), write hardware.yaml, and say what will hurt",
+        "measure this machine (under torchrun: this cluster), write hardware.yaml, and say what"
+        " will hurt",
         "blockwalk.cli.machine:doctor",
         (_value("--out", "FILE", "default: hardware.yaml", default="hardware.yaml"),),
     ),
@@ -281,7 +336,8 @@ COMMANDS = (
     ),
     Command(
         "complete",
-        "print a script that completes commands and settings: source it, or put it where your shell looks",
+        "print a script that completes commands and settings: source it, or put it where your"
+        " shell looks",
         "blockwalk.cli.start:complete",
         (_choice("shell", ["bash", "zsh", "tcsh", "fish"], "the shell"),),
         answers=True,
@@ -298,7 +354,8 @@ COMMANDS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run ``blockwalk`` with these arguments (``sys.argv`` unless given) and answer its exit code."""
+    """Run ``blockwalk`` with these arguments (``sys.argv`` unless given) and answer its exit
+    code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     by_name = {command.name: command for command in COMMANDS}
     command = next((by_name[word] for word in arguments if word in by_name), None)
@@ -306,7 +363,9 @@ def main(argv: list[str] | None = None) -> int:
     with steady(math.inf if answers else PATIENCE) as streams:
         code = _run(command, arguments)
         lost = [stream.failure for stream in streams if stream.failure is not None]
-        if answers and code == 0 and lost and not isinstance(lost[0], BrokenPipeError):  # head has read enough
+        if (
+            answers and code == 0 and lost and not isinstance(lost[0], BrokenPipeError)
+        ):  # head has read enough
             say(f"blockwalk: error: standard output: {lost[0].strerror}", file=sys.stderr)
             return FAILED
         return code
@@ -315,13 +374,17 @@ def main(argv: list[str] | None = None) -> int:
 def _run(command: Command | None, all_arguments: list[str]) -> int:
     """Run a subcommand with all of the command line's arguments, and answer its exit code."""
     if not _debugging():
-        warnings.filterwarnings("ignore", category=FutureWarning)  # libraries' notes to their callers, not to our users
+        warnings.filterwarnings(
+            "ignore", category=FutureWarning
+        )  # libraries' notes to their callers, not to our users
         warnings.filterwarnings("ignore", module="peft")  # that a base model was moved
         kernel_notes.silence()
-    # Before torch is imported: libgomp's threads wait 14 ms for one another before they sleep, and where another program has
-    # a core, every operator does; half a millisecond bridges the pauses between operators as well.
+    # Before torch is imported: libgomp's threads wait 14 ms for one another before they sleep, and
+    # where another program has a core, every operator does; half a millisecond bridges the pauses
+    # between operators as well.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    # Likewise: batches of many lengths leave holes among a GPU's blocks of fixed sizes, which segments that grow do not have.
+    # Likewise: batches of many lengths leave holes among a GPU's blocks of fixed sizes, which
+    # segments that grow do not have.
     if not any(name in os.environ for name in ALLOCATORS):
         os.environ[ALLOCATORS[0]] = "expandable_segments:True"
     arguments = all_arguments
@@ -340,7 +403,9 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
             commands.print_help()
             return 0
         if values.device:
-            os.environ["BLOCKWALK_DEVICE"] = values.device  # which the ranks that this starts inherit
+            os.environ["BLOCKWALK_DEVICE"] = (
+                values.device
+            )  # which the ranks that this starts inherit
         if unknown:
             options = ["device", *(name.removeprefix("--") for name, _ in command.options)]
             known = [*options, *(config.setting_names() if command.takes_settings else [])]
@@ -349,11 +414,20 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
             hint = did_you_mean(name, known) if instead is None else f": {instead}"
             raise ValueError(f"unknown argument {unknown[0]!r}{hint}")
         if command.takes_settings:
-            here, starts = place.place(), getattr(values, "nproc_per_node", None)
+            here = place.place()
+            starts = getattr(values, "nproc_per_node", None)
             if starts and here.world == 1:
                 there = place.Place(world=starts * values.nnodes, ranks_per_node=starts)
-                _configured(command, values, [*given, *there.settings()], runs_here=values.nnodes == 1, starts=True)
-                return launch.start(_without(all_arguments, launch.LAUNCH_FLAGS), starts, values.nnodes)
+                _configured(
+                    command,
+                    values,
+                    [*given, *there.settings()],
+                    runs_here=values.nnodes == 1,
+                    starts=True,
+                )
+                return launch.start(
+                    _without(all_arguments, launch.LAUNCH_FLAGS), starts, values.nnodes
+                )
             run = _configured(command, values, [*given, *here.settings()])
             return command.function()(run, values) or 0
         return command.function()(values) or 0
@@ -384,7 +458,8 @@ def _configured(
     runs_here: bool = True,
     starts: bool = False,
 ) -> run_config.RunConfig:
-    """Return the run's configuration; what the command needs of it is given, and the model's folder is there if the run is."""
+    """Return the run's configuration; what the command needs of it is given, and the model's folder
+    is there if the run is."""
     values.config, model = _file_of(values.config)
     overrides = [*model, *overrides]
     with _notes_printed(starts=starts):
@@ -392,7 +467,9 @@ def _configured(
     values.named = {name for name, _ in overrides}
     require_temporary(run.output_dir)
     for name in command.needs:
-        instead = name.startswith("data.") and (run.data.task or (name == "data.eval" and run.data.evaluates))
+        instead = name.startswith("data.") and (
+            run.data.task or (name == "data.eval" and run.data.evaluates)
+        )
         if not operator.attrgetter(name)(run) and not instead:
             raise ValueError(f"{name} is missing; give it in the YAML file or as --{name}")
     if not runs_here:
@@ -406,8 +483,8 @@ def _configured(
 
 @contextmanager
 def _notes_printed(*, starts: bool) -> Iterator[None]:
-    """Print the notes on settings that are read meanwhile to standard error, each once, on the first rank; where this process
-    starts the ranks, only if the settings are refused."""
+    """Print the notes on settings that are read meanwhile to standard error, each once, on the
+    first rank; where this process starts the ranks, only if the settings are refused."""
     failed = True
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -415,7 +492,9 @@ def _notes_printed(*, starts: bool) -> Iterator[None]:
             yield
         failed = False
     finally:
-        notes = dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, Note))
+        notes = dict.fromkeys(
+            str(each.message) for each in caught if issubclass(each.category, Note)
+        )
         if failed or (not starts and place.place().rank == 0):
             for note in notes:
                 say(f"note: {one_line(note)}", file=sys.stderr)
@@ -425,7 +504,8 @@ def _notes_printed(*, starts: bool) -> Iterator[None]:
 
 
 def _file_of(given: str | None) -> tuple[str | None, list[tuple[str, Any]]]:
-    """Return the YAML file that a positional argument means, and the settings: a run's folder has one, and a model is one.
+    """Return the YAML file that a positional argument means, and the settings: a run's folder has
+    one, and a model is one.
 
     Raises:
         ValueError: a folder that is neither.
@@ -438,7 +518,8 @@ def _file_of(given: str | None) -> tuple[str | None, list[tuple[str, Any]]]:
     if given.endswith(".gguf") or run_folder.is_model(given):
         return None, [("model", given)]
     raise ValueError(
-        f"{given} is a folder with neither a run ({run_folder.SETTINGS}) nor a model (config.json): give a YAML file, or"
+        f"{given} is a folder with neither a run ({run_folder.SETTINGS}) nor a model"
+        " (config.json): give a YAML file, or"
         " --model with the folder of a model"
     )
 
@@ -467,7 +548,9 @@ def _explain(error: Exception) -> int:
         code = BAD_INPUT
     elif isinstance(error, place.LostRank):
         code = place.LOST
-    elif isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError):
+    elif isinstance(
+        error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError
+    ):
         code = BAD_INPUT
         text = text if error.filename is None else f"{error.filename}: {error.strerror}"
     else:
@@ -481,7 +564,8 @@ def _debugging() -> bool:
 
 
 def parser(explained: Command | None) -> argparse.ArgumentParser:
-    """Return the parser, with what help says of the settings of the one command that is asked for it."""
+    """Return the parser, with what help says of the settings of the one command that is asked for
+    it."""
     found = argparse.ArgumentParser(
         prog="blockwalk",
         description="Fine-tune and train language models that do not fit in memory, one block at a time.",
@@ -504,7 +588,11 @@ def parser(explained: Command | None) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        sub.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, xpu; BLOCKWALK_DEVICE, or what is there")
+        sub.add_argument(
+            "--device",
+            metavar="NAME",
+            help="cpu, cuda, cuda:1, xpu; BLOCKWALK_DEVICE, or what is there",
+        )
         for name, details in command.options:
             sub.add_argument(name, **details)
     return found

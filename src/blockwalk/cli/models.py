@@ -1,4 +1,5 @@
-"""``blockwalk pack``, ``merge``, ``replay`` and ``export``: the subcommands that write a model, or what it is made from."""
+"""``blockwalk pack``, ``merge``, ``replay`` and ``export``: the subcommands that write a model, or
+what it is made from."""
 
 from __future__ import annotations
 
@@ -28,14 +29,22 @@ def pack(arguments: argparse.Namespace) -> None:
     """Write a block store."""
     from blockwalk.engine import pack as packing
 
-    codec, sequences = Codec(arguments.codec), []
+    codec = Codec(arguments.codec)
+    sequences = []
     if arguments.calibrate:
         from blockwalk.data.corpus import sample
         from blockwalk.data.encode import load_tokenizer
 
         sequences = sample(arguments.calibrate, load_tokenizer(arguments.model), *CALIBRATION)
     with _bar("packing") as progress:
-        packing.pack(arguments.model, arguments.out, codec, arguments.group_size, sequences, progress=progress)
+        packing.pack(
+            arguments.model,
+            arguments.out,
+            codec,
+            arguments.group_size,
+            sequences,
+            progress=progress,
+        )
     say(f"packed {arguments.model} in {codec} to {arguments.out}")
 
 
@@ -45,24 +54,34 @@ def merge(arguments: argparse.Namespace) -> None:
 
     if arguments.out is None:
         _refuse_trained_whole(Path(arguments.model))
-        raise ValueError(f"merge takes a base, what was trained, and the folder to write: {_merge_command(arguments)}")
+        raise ValueError(
+            "merge takes a base, what was trained, and the folder to write:"
+            f" {_merge_command(arguments)}"
+        )
     with _bar("merging") as progress, opened_adapter(arguments.adapter, arguments.model) as adapter:
         if adapter is None:
-            raise ValueError("merge needs an adapter: its folder, a run's, or one of its checkpoints")
-        packing.merge(arguments.model, adapter, arguments.out, dtype=arguments.dtype, progress=progress)
+            raise ValueError(
+                "merge needs an adapter: its folder, a run's, or one of its checkpoints"
+            )
+        packing.merge(
+            arguments.model, adapter, arguments.out, dtype=arguments.dtype, progress=progress
+        )
     say(f"merged {arguments.adapter} into {arguments.model}: {arguments.out}")
 
 
 def _refuse_trained_whole(run: Path) -> None:
-    """Raise ValueError where a folder is of a run that trained all parameters, with the model that it wrote."""
+    """Raise ValueError where a folder is of a run that trained all parameters, with the model that
+    it wrote."""
     if _base_of(run) and is_model(run / "model"):
         raise ValueError(
-            f"{run} is a run that has no adapter: its model, {run / 'model'}, is what was trained, and needs no merge"
+            f"{run} is a run that has no adapter: its model, {run / 'model'}, is what was"
+            " trained, and needs no merge"
         )
 
 
 def _merge_command(arguments: argparse.Namespace) -> str:
-    """Return the command that was meant by one of ``merge`` without all of its arguments: the base of a run is known."""
+    """Return the command that was meant by one of ``merge`` without all of its arguments: the base
+    of a run is known."""
     if base := _base_of(Path(arguments.model)):
         return _merge(base, arguments.model, arguments.adapter or "OUT")
     if arguments.adapter and _base_of(Path(arguments.adapter)):
@@ -75,7 +94,8 @@ def _merge(*arguments: str) -> str:
 
 
 def _base_of(folder: Path) -> str:
-    """Return the base of the run in a folder, or of the run whose adapter it is; empty where it is neither."""
+    """Return the base of the run in a folder, or of the run whose adapter it is; empty where it is
+    neither."""
     run = folder.parent if (folder / ADAPTER_CONFIG).is_file() else folder
     if is_model(folder) or not (run / SETTINGS).is_file():
         return ""
@@ -91,13 +111,16 @@ def gguf(arguments: argparse.Namespace) -> None:
     if trained_from := _base_of(Path(arguments.model)):
         _refuse_trained_whole(Path(arguments.model))
         raise ValueError(
-            f"{arguments.model} is a run, and no model: merge it first: {_merge(trained_from, arguments.model, 'merged')};"
+            f"{arguments.model} is a run, and no model: merge it first:"
+            f" {_merge(trained_from, arguments.model, 'merged')};"
             f" then {shlex.join(['blockwalk', 'gguf', 'merged', arguments.out])}"
         )
     adapter = adapter_of(arguments.adapter) if arguments.adapter else None
     own_text.refuse_foreign(out.with_name("Modelfile"))
     with _bar("writing") as progress, opened_adapter(arguments.adapter, arguments.model) as opened:
-        to_gguf.convert(arguments.model, out, adapter=opened, dtype=arguments.dtype, progress=progress)
+        to_gguf.convert(
+            arguments.model, out, adapter=opened, dtype=arguments.dtype, progress=progress
+        )
     base = None if adapter is None else arguments.base or f"./{Path(arguments.model).name}.gguf"
     own_text.write(out.with_name("Modelfile"), to_gguf.modelfile(out, base), "# {}")
     files = ["-m", str(out)] if base is None else ["-m", base, "--lora", str(out)]
@@ -117,7 +140,10 @@ def replay(arguments: argparse.Namespace) -> None:
     with _bar("replaying") as progress:
         given = (arguments.base, arguments.ledger, arguments.out)
         steps = replaying.replay(*given, until=arguments.until, progress=progress)
-    say(f"replayed {counted(steps, 'step')} of {arguments.ledger} on {arguments.base}: {arguments.out}")
+    say(
+        f"replayed {counted(steps, 'step')} of {arguments.ledger} on {arguments.base}:"
+        f" {arguments.out}"
+    )
 
 
 def export(arguments: argparse.Namespace) -> None:
@@ -125,9 +151,15 @@ def export(arguments: argparse.Namespace) -> None:
     from blockwalk.convert import replay as replaying
 
     with _bar("checking") as progress:
-        given, rebuild = (arguments.base, arguments.ledger, arguments.out), not arguments.no_rebuild
-        steps, nbytes = replaying.export(*given, until=arguments.until, rebuild=rebuild, progress=progress)
-    say(f"exported {counted(steps, 'step')} of {arguments.ledger} in {human_bytes(nbytes)}: {arguments.out}")
+        given = (arguments.base, arguments.ledger, arguments.out)
+        rebuild = not arguments.no_rebuild
+        steps, nbytes = replaying.export(
+            *given, until=arguments.until, rebuild=rebuild, progress=progress
+        )
+    say(
+        f"exported {counted(steps, 'step')} of {arguments.ledger} in {human_bytes(nbytes)}:"
+        f" {arguments.out}"
+    )
     say(f"rebuild the model with: blockwalk replay {arguments.base} {arguments.out} FOLDER")
 
 
@@ -139,11 +171,20 @@ def _bar(title: str) -> Iterator[Any]:
         return
     from rich import progress
 
-    columns = (progress.TextColumn(title), progress.BarColumn(), progress.TextColumn("{task.description}"))
+    columns = (
+        progress.TextColumn(title),
+        progress.BarColumn(),
+        progress.TextColumn("{task.description}"),
+    )
     with progress.Progress(*columns) as bar:
         task = bar.add_task("")
 
         def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, description=f"{human_bytes(done)} of {human_bytes(total)}")
+            bar.update(
+                task,
+                completed=done,
+                total=total,
+                description=f"{human_bytes(done)} of {human_bytes(total)}",
+            )
 
         yield show

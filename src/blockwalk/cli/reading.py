@@ -21,15 +21,19 @@ def plan_to_read(
 ) -> Plan:
     """Return the plan for a model that is read and not trained.
 
-    Without an adapter that learnt over rounded weights there is no reason to round them: they are read raw from disk, unless
-    the command line itself names their place or codec. A codec that the settings leave open is that of the run that trained
-    the adapter.
-    """
+    Without an adapter that learnt over rounded weights there is no reason to round them: they are
+    read raw from disk, unless the command line itself names their place or codec. A codec that the
+    settings leave open is that of the run that trained the adapter."""
     from blockwalk.train.frozen_codec import settled
 
     named = {"frozen", "frozen.codec"} & arguments.named
     codec = run.plan.frozen.codec
-    if adapter is None and not named and not as_trained and (codec.encoded or codec.facts.chosen_later):
+    if (
+        adapter is None
+        and not named
+        and not as_trained
+        and (codec.encoded or codec.facts.chosen_later)
+    ):
         return override(run.plan, {"frozen": "disk"})
     run, lines = settled(run, adapter=None if adapter is None else arguments.adapter or adapter)
     for line in lines:
@@ -38,8 +42,9 @@ def plan_to_read(
 
 
 def packed_model(run: RunConfig, plan: Plan) -> str | Path:
-    """Return the model of a run, or its block store where the plan wants one: what a training in ``output_dir`` left there,
-    else one that stays in the cache folder until the model's weights change."""
+    """Return the model of a run, or its block store where the plan wants one: what a training in
+    ``output_dir`` left there, else one that stays in the cache folder until the model's weights
+    change."""
     from blockwalk.cutting.skeleton import build_skeleton
     from blockwalk.engine import open_model as opening
     from blockwalk.tiers.block_store.store import is_store

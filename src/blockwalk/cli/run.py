@@ -1,4 +1,5 @@
-"""``blockwalk plan``, ``train``, ``eval`` and ``generate``: the subcommands that take a run's configuration."""
+"""``blockwalk plan``, ``train``, ``eval`` and ``generate``: the subcommands that take a run's
+configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from blockwalk.train import config, outlook
 
 
 def train(run: RunConfig, arguments: argparse.Namespace) -> int:
-    """Train, and print the results. Answers 0, or 128 + the number of the signal that ended the run early."""
+    """Train, and print the results. Answers 0, or 128 + the number of the signal that ended the run
+    early."""
     from blockwalk.train import loop as training
     from blockwalk.train.ready import dry_run
     from blockwalk.train.stop_signals import Stopped
@@ -39,7 +41,10 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
     if arguments.join:
         from blockwalk.train.elastic import lend
 
-        say(f"the run at {run.elastic} has ended; this rank walked {counted(lend(run), 'time')} for it")
+        say(
+            f"the run at {run.elastic} has ended; this rank walked {counted(lend(run), 'time')}"
+            " for it"
+        )
         return 0
     if arguments.dry_run:
         say(*dry_run(run))
@@ -49,17 +54,24 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
             outcome = training.train(run, trace=arguments.trace)
             say(*outcome.lines())  # of ranks other than 0 to their logs
             if outcome.stopped_by is not None:
-                say(f"stopped by {outcome.stopped_by.name}; go on with --resume_from_checkpoint latest")
+                say(
+                    f"stopped by {outcome.stopped_by.name}; go on with --resume_from_checkpoint"
+                    " latest"
+                )
     except Stopped as stopped:
-        say(f"blockwalk: stopped by {stopped.signal.name} before the run began; nothing was changed", file=sys.stderr)
+        say(
+            f"blockwalk: stopped by {stopped.signal.name} before the run began; nothing was"
+            " changed",
+            file=sys.stderr,
+        )
         sys.stdout.flush()
         os._exit(128 + stopped.signal)  # a thread may wait for other ranks, or for the tokenizer
     return 0 if outcome.stopped_by is None else 128 + int(outcome.stopped_by)
 
 
 def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
-    """Print the forecast of a training step, read off the model's configuration alone: no weight is touched. With
-    ``--hardware`` every method is simulated and ranked instead."""
+    """Print the forecast of a training step, read off the model's configuration alone: no weight is
+    touched. With ``--hardware`` every method is simulated and ranked instead."""
     if arguments.hardware:
         plan_for(run, arguments)
         return
@@ -80,15 +92,18 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
         say(line)
     if arguments.program:
         say(forecast.program)
-        if most := of_block(forecast.program, Placements(forecast.plan, forecast.model, forecast.device)):
+        if most := of_block(
+            forecast.program, Placements(forecast.plan, forecast.model, forecast.device)
+        ):
             say(f"launches of our own kernels on an accelerator: {most} a block and step")
     check_budget(run, forecast)
 
 
 def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
-    """Print loss, and for classification accuracy, on ``data.eval``: on all of its records, unless the command line itself has
-    ``data.eval_limit``. The weights are those that the run has trained; before, its base's. Where the plan rounds the model's
-    weights below an adapter, a second figure is over these as they are: what ``merge`` deploys."""
+    """Print loss, and for classification accuracy, on ``data.eval``: on all of its records, unless
+    the command line itself has ``data.eval_limit``. The weights are those that the run has trained;
+    before, its base's. Where the plan rounds the model's weights below an adapter, a second figure
+    is over these as they are: what ``merge`` deploys."""
     from blockwalk.cutting.skeleton import vocabulary_rows
     from blockwalk.cutting.verify import require_borders
     from blockwalk.data.encode import require_rows, tokenizer_of
@@ -102,7 +117,9 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
         own_template = "data.chat_template" in arguments.named
         tokenizer = tokenizer_of(run.model, run.data, None if own_template else adapter)
         held_out = HeldOut.of_run(run, tokenizer, limit=limit)
-        require_rows(held_out.encoded.report.largest, tokenizer, vocabulary_rows(run.model), "data.eval")
+        require_rows(
+            held_out.encoded.report.largest, tokenizer, vocabulary_rows(run.model), "data.eval"
+        )
         for note in held_out.notes():
             say(f"note: {note}", file=sys.stderr)
         if run.data.packing:
@@ -111,7 +128,11 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
         codec = plans[0].frozen.codec
         if codec.encoded and not is_store(model_folder(run.model)):
             both = not arguments.as_trained
-            more = ", then over the model's own; --as-trained leaves these out" if both else " alone (--as-trained)"
+            more = (
+                ", then over the model's own; --as-trained leaves these out"
+                if both
+                else " alone (--as-trained)"
+            )
             say(f"note: over weights in {codec}{more}", file=sys.stderr)
             plans += [override(run.plan, {"frozen": "disk"})] * both
         found = []
@@ -123,7 +144,12 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
         say(json.dumps({**values[0], **({"unrounded": values[1]} if values[1:] else {})}))
     else:
         over = [f"   over weights in {codec}", "   over the model's own, as merge deploys them"]
-        say("\n".join(f"{each}{what if plans[1:] else ''}" for each, what in zip(found, over, strict=False)))
+        say(
+            "\n".join(
+                f"{each}{what if plans[1:] else ''}"
+                for each, what in zip(found, over, strict=False)
+            )
+        )
 
 
 def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
@@ -132,17 +158,27 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
     Raises:
         DoesNotFit: no plan fits.
     """
-    machine, shape = hardware.load(arguments.hardware), Shape(run.micro_batch_rows, run.data.max_length)
+    machine = hardware.load(arguments.hardware)
+    shape = Shape(run.micro_batch_rows, run.data.max_length)
     steps = run.plan.gradient_accumulation_steps
     mark = "" if machine.measured else hardware.SIMULATED
 
     def tell(*lines: str) -> None:
         say(*(f"{line}  {mark}".rstrip() for line in lines))
 
-    task = advice.task(run.model, run.adapters, machine, shape, budget=run.plan.budget, micro_batches=steps)
+    task = advice.task(
+        run.model, run.adapters, machine, shape, budget=run.plan.budget, micro_batches=steps
+    )
     trained = "every parameter" if run.adapters is None else str(run.adapters)
-    nodes = f"{machine.nodes} × {machine.devices_per_node} devices" if machine.world > 1 else "one device"
-    tell(f"{run.model} on {machine.name} ({nodes}): {trained}, {shape.batch} × {shape.sequence} tokens a rank")
+    nodes = (
+        f"{machine.nodes} × {machine.devices_per_node} devices"
+        if machine.world > 1
+        else "one device"
+    )
+    tell(
+        f"{run.model} on {machine.name} ({nodes}): {trained}, {shape.batch} × {shape.sequence}"
+        " tokens a rank"
+    )
     ranking = planner.rank(task)
     tell(*ranking.lines())
     if arguments.largest_batch:
@@ -151,7 +187,9 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
             tell(f"{label:<34} {planner.largest_batch(task, plan):>8}")
     best = ranking.best
     if best is None or best.simulation is None:
-        raise DoesNotFit(f"no plan of this model fits {machine.name}; the reasons stand beside each")
+        raise DoesNotFit(
+            f"no plan of this model fits {machine.name}; the reasons stand beside each"
+        )
     for what, found in (("best of them", best), ("larger step", ranking.larger)):
         if found is not None:
             file = config.as_yaml(advice.recommended(run, found.plan))
@@ -159,7 +197,9 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
             say(f"\n{title}\n\n{file}", end="")
     if arguments.trace:
         timed = [(span.op, span.began, span.ended) for span in best.simulation.spans]
-        events = timeline.events(best.simulation.program, [timed], process=f"simulated: {best.label}")
+        events = timeline.events(
+            best.simulation.program, [timed], process=f"simulated: {best.label}"
+        )
         timeline.write(arguments.trace, events)
         tell(f"timeline of {best.label}: {arguments.trace}")
 
@@ -177,7 +217,10 @@ def report(arguments: argparse.Namespace) -> None:
     say(f"written to {out}, and its first curve to {out.with_name('loss.svg').name} beside it")
     if arguments.card:
         trained = card.write(arguments.run)
-        say(f"a model card in {trained}; upload both with: blockwalk push {arguments.run} OWNER/NAME")
+        say(
+            f"a model card in {trained}; upload both with: blockwalk push {arguments.run}"
+            " OWNER/NAME"
+        )
 
 
 def push(arguments: argparse.Namespace) -> None:

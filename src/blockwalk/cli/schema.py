@@ -1,5 +1,5 @@
-"""A JSON Schema of a run's YAML file, for editors: values, range, default and sentence of each setting, from the tables that
-parsing reads. Nothing here imports torch."""
+"""A JSON Schema of a run's YAML file, for editors: values, range, default and sentence of each
+setting, from the tables that parsing reads. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ _TIERS: Schema = {"enum": [str(tier) for tier in Tier]}
 _CODECS: Schema = {"enum": [str(codec) for codec in Codec]}
 _PLACE: Schema = {
     "anyOf": [
-        {"type": "string", "pattern": rf"^\s*({'|'.join(Tier)})(\s*[x×]\s*({'|'.join(Codec)})(\s*[x×]\s*[^×]+)?)?\s*$"},
+        {
+            "type": "string",
+            "pattern": rf"^\s*({'|'.join(Tier)})(\s*[x×]\s*({'|'.join(Codec)})(\s*[x×]\s*[^×]+)?)?\s*$",
+        },
         {
             "type": "object",
             "properties": {"tier": _TIERS, "codec": _CODECS, "group": _TEXT},
@@ -44,12 +47,16 @@ _PLACE: Schema = {
         {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 3},
     ]
 }
-_SOURCES: Schema = {"anyOf": [_TEXT, _MAPPING, {"type": "array", "items": {"anyOf": [_TEXT, _MAPPING]}}]}
+_SOURCES: Schema = {
+    "anyOf": [_TEXT, _MAPPING, {"type": "array", "items": {"anyOf": [_TEXT, _MAPPING]}}]
+}
 
 
 def schema() -> Schema:
     """Return the schema of a run's file."""
-    names = [name for _, group, _ in settings_help.GROUPS for name in settings_help.settings_of(group)]
+    names = [
+        name for _, group, _ in settings_help.GROUPS for name in settings_help.settings_of(group)
+    ]
     properties: Schema = {}
     defaults = settings_help.defaults()
     for name in names:
@@ -64,7 +71,10 @@ def schema() -> Schema:
             properties.setdefault(name, part)
     sections = [name for name, part in properties.items() if "properties" in part]
     lora = properties["lora"]
-    properties["lora"] = {"description": settings_help.described("lora")[1], "anyOf": [_SWITCH, lora]}
+    properties["lora"] = {
+        "description": settings_help.described("lora")[1],
+        "anyOf": [_SWITCH, lora],
+    }
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "A run of Blockwalk",
@@ -80,7 +90,9 @@ def _section(properties: Schema, name: str) -> Schema:
     if "properties" not in properties.get(name, {}):
         opened = [key.removeprefix(f"{name}.") for key in OPEN if key.startswith(f"{name}.")]
         part: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
-        properties[name] = {**part, "patternProperties": {rf"^({'|'.join(opened)})\.": {}}} if opened else part
+        properties[name] = (
+            {**part, "patternProperties": {rf"^({'|'.join(opened)})\.": {}}} if opened else part
+        )
     found: Schema = properties[name]
     return found
 
@@ -98,7 +110,9 @@ def _values(name: str) -> Schema:
         numbers = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
         return {"anyOf": [numbers, {"type": "string", "pattern": ","}]}
     if hint == tuple[float, ...]:
-        return {"anyOf": [{"type": "array", "items": {"type": "number"}}, _TEXT, {"type": "number"}]}
+        return {
+            "anyOf": [{"type": "array", "items": {"type": "number"}}, _TEXT, {"type": "number"}]
+        }
     return dict(_BY_TYPE[hint])
 
 

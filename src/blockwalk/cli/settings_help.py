@@ -1,7 +1,8 @@
-"""The settings as ``--help`` lists them: in groups, each with its type, its default and the sentence that belongs to its field.
+"""The settings as ``--help`` lists them: in groups, each with its type, its default and the
+sentence that belongs to its field.
 
-The sentences are the fields' own docstrings, which are read from the source when help is asked for. Nothing here imports torch.
-"""
+The sentences are the fields' own docstrings, which are read from the source when help is asked for.
+Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -24,28 +25,46 @@ from blockwalk.plan.parsing import LOOSE, READERS, did_you_mean, flat, hints_of
 from blockwalk.plan.plan import Plan
 from blockwalk.train import config
 
-_ALL, _EVAL, _TRAIN = ("train", "plan", "eval", "generate", "chat"), ("train", "plan", "eval"), ("train", "plan")
+_ALL = ("train", "plan", "eval", "generate", "chat")
+_EVAL = ("train", "plan", "eval")
+_TRAIN = ("train", "plan")
 GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("model and method", "model method frozen trainable compute_dtype prefetch resident compile loss seed", _ALL),
-    ("training data", "data.train data.weights data.train_split data.shuffle data.show_first", _TRAIN),
+    (
+        "model and method",
+        "model method frozen trainable compute_dtype prefetch resident compile loss seed",
+        _ALL,
+    ),
+    (
+        "training data",
+        "data.train data.weights data.train_split data.shuffle data.show_first",
+        _TRAIN,
+    ),
     ("chats", "data.chat_template data.chat_template_arguments", _ALL),
     (
         "held-out data, and how records become tokens",
-        "data.eval data.eval_split data.eval_share data.subset data.format data.columns data.prompt data.task* data.shots"
-        " data.template data.label_words data.label_field data.label_scores data.max_length data.allow_truncation"
+        "data.eval data.eval_split data.eval_share data.subset data.format data.columns"
+        " data.prompt data.task* data.shots"
+        " data.template data.label_words data.label_field data.label_scores data.max_length"
+        " data.allow_truncation"
         " data.packing data.padding_multiple eval_batch_size eval_batches",
         _EVAL,
     ),
     ("adapters", "lora lora.* prefix.*", _TRAIN),
     ("steps", "batch_size gradient_accumulation_steps accumulation_order epochs max_steps", _TRAIN),
     ("optimizer", "optimizer.* update.* neftune_noise_alpha", _TRAIN),
-    ("where the rest lives", "estimator gradient optimizer_state activation recompute budget cache.*", _TRAIN),
+    (
+        "where the rest lives",
+        "estimator gradient optimizer_state activation recompute budget cache.*",
+        _TRAIN,
+    ),
     ("zeroth order", "zo.*", _TRAIN),
     ("ranks", "mesh.* start_timeout interface elastic", _TRAIN),
     (
         "run",
-        "output_dir overwrite_output_dir resume_from_checkpoint save_every keep_checkpoints keep_best"
-        " early_stopping skip_nonfinite log_every report_to run_name push_to_hub eval_every eval_first data.eval_limit",
+        "output_dir overwrite_output_dir resume_from_checkpoint save_every keep_checkpoints"
+        " keep_best"
+        " early_stopping skip_nonfinite log_every report_to run_name push_to_hub eval_every"
+        " eval_first data.eval_limit",
         _TRAIN,
     ),
 )
@@ -59,31 +78,48 @@ _CLASSES: dict[str, tuple[type, ...]] = {
     "lora": (choices.LoraSettings,),
     "prefix": (choices.PrefixSettings,),
     "data": (run_config.DataSettings,),
-    **{name: (type(value),) for name in hints_of(Plan) if hasattr(value := getattr(Plan(), name), "__slots__")},
+    **{
+        name: (type(value),)
+        for name in hints_of(Plan)
+        if hasattr(value := getattr(Plan(), name), "__slots__")
+    },
 }
 
 
 def lines(command: str, begins: str = "") -> Iterator[str]:
-    """Yield lines of ``blockwalk COMMAND --help`` on the settings that the command reads, and whose names begin so.
+    """Yield lines of ``blockwalk COMMAND --help`` on the settings that the command reads, and whose
+    names begin so.
 
     Raises:
         ValueError: no name begins so.
     """
     known = config.setting_names()
     if not any(name.startswith(begins) for name in known):
-        raise ValueError(f"no setting's name begins with {begins!r}{did_you_mean(begins, known, LOOSE)}")
+        raise ValueError(
+            f"no setting's name begins with {begins!r}{did_you_mean(begins, known, LOOSE)}"
+        )
     width = min(shutil.get_terminal_size().columns, 120)
     standing = defaults()
-    yield "Settings, named as in the YAML file, which a flag overrides. Defaults are those of method mebp."
+    yield (
+        "Settings, named as in the YAML file, which a flag overrides. Defaults are those of"
+        " method mebp."
+    )
     if command not in _TRAIN:
-        yield f"A training run's other settings may stand in the file as well; {command} does not read them."
+        yield (
+            f"A training run's other settings may stand in the file as well; {command} does not"
+            " read them."
+        )
     for title, names, commands in GROUPS:
         listed = [name for name in settings_of(names) if name.startswith(begins)]
         if command in commands and listed:
             yield f"\n{title}:"
             for name in listed:
                 form, sentence = described(name)
-                default = "" if name == "lora" or standing.get(name) in ("", None, [], {}) else shown(standing[name])
+                default = (
+                    ""
+                    if name == "lora" or standing.get(name) in ("", None, [], {})
+                    else shown(standing[name])
+                )
                 text = f"{sentence} (default: {default})" if default else sentence
                 yield f"  --{name} {form}"
                 yield textwrap.fill(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
@@ -95,7 +131,8 @@ def defaults() -> dict[str, Any]:
 
 
 def settings_of(names: str) -> Iterator[str]:
-    """Yield the settings that a group's names and patterns stand for; a placement is one, not its parts."""
+    """Yield the settings that a group's names and patterns stand for; a placement is one, not its
+    parts."""
     parts = tuple(f"{placement}." for placement in config.PLACEMENTS)
     known = [name for name in config.setting_names() if not name.startswith(parts)]
     for pattern in names.split():
@@ -106,10 +143,14 @@ def described(name: str) -> tuple[str, str]:
     """Return one word for the values that a setting takes, and the sentence of its field."""
     cls, field = _field(name)
     hint = bool if name == "lora" else hint_of(name)
-    sentence = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", _sentences(cls)[field]).replace("``", "")
+    sentence = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", _sentences(cls)[field]).replace(
+        "``", ""
+    )
     if name in CHOICES:
         return "|".join(CHOICES[name]), sentence
-    return "|".join(hint) if isinstance(hint, type) and issubclass(hint, StrEnum) else READERS[hint][0], sentence
+    return "|".join(hint) if isinstance(hint, type) and issubclass(hint, StrEnum) else READERS[
+        hint
+    ][0], sentence
 
 
 def hint_of(name: str) -> Any:
@@ -135,7 +176,9 @@ def _sentences(cls: type) -> dict[str, str]:
         field.target.id: " ".join(text.value.value.split())
         for field, text in pairwise(tree.body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+        if isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
     }
 
 

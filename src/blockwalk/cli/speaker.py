@@ -1,4 +1,5 @@
-"""A model that continues texts at the command line: opened once, with its adapter, for ``generate`` and ``chat``."""
+"""A model that continues texts at the command line: opened once, with its adapter, for ``generate``
+and ``chat``."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Speaker:
     model: str
 
     def tokens(self, text: str, *, special: bool) -> Any:
-        """Return the token ids of a text, int64 [1, S]; ``special``: with the marks that the tokenizer puts around a text.
+        """Return the token ids of a text, int64 [1, S]; ``special``: with the marks that the
+        tokenizer puts around a text.
 
         Raises:
             ValueError: the text is no text, or the model has no row for one of its tokens.
@@ -37,7 +39,9 @@ class Speaker:
         from blockwalk.data.encode import require_rows
 
         begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)
-        ids_BS = self.tokenizer(text, add_special_tokens=special and not begun, return_tensors="pt")["input_ids"]
+        ids_BS = self.tokenizer(
+            text, add_special_tokens=special and not begun, return_tensors="pt"
+        )["input_ids"]
         largest = int(ids_BS.max()) if ids_BS.numel() else -1
         require_rows((largest, "prompt"), self.tokenizer, vocabulary_rows(self.model), "--prompt")
         return ids_BS
@@ -52,7 +56,8 @@ class Speaker:
 
         if not self.tokenizer.chat_template:
             raise ValueError(
-                f"{self.model} has no chat template: leave --chat, --system and --messages out, or give one with"
+                f"{self.model} has no chat template: leave --chat, --system and --messages out,"
+                " or give one with"
                 " --data.chat_template (chatml, llama3, gemma, phi3, mistral or a file)"
             )
         try:
@@ -61,16 +66,19 @@ class Speaker:
             raise ValueError(f"the chat template refused the conversation: {error}") from error
 
     def room(self, prompt_tokens: int) -> int:
-        """Return tokens that an answer may have after a prompt; very many where the model does not say."""
+        """Return tokens that an answer may have after a prompt; very many where the model does not
+        say."""
         return self.positions - prompt_tokens if self.positions else sys.maxsize
 
     def require_room(self, prompt_tokens: int, max_new_tokens: int) -> None:
-        """Raise ValueError where a prompt and its answer would pass the positions that the model was made for."""
+        """Raise ValueError where a prompt and its answer would pass the positions that the model
+        was made for."""
         if self.room(prompt_tokens) < max_new_tokens:
             most = self.room(prompt_tokens)
             way = f"lower --max_new_tokens to {most}" if most > 0 else "shorten the prompt"
             raise ValueError(
-                f"a prompt of {prompt_tokens} tokens with --max_new_tokens {max_new_tokens} passes the {self.positions}"
+                f"a prompt of {prompt_tokens} tokens with --max_new_tokens {max_new_tokens}"
+                f" passes the {self.positions}"
                 f" positions that the model was made for; {way}"
             )
 
@@ -84,8 +92,8 @@ class Speaker:
         seed: int = 0,
         ends: Callable[[], bool] = lambda: False,
     ) -> str:
-        """Continue a prompt, and answer the text; ``tell`` is given its pieces as they come, and where ``ends`` answers True
-        no further token is computed."""
+        """Continue a prompt, and answer the text; ``tell`` is given its pieces as they come, and
+        where ``ends`` answers True no further token is computed."""
         from blockwalk.data.text_stream import TextStream
 
         stream = TextStream(self.tokenizer)
@@ -102,7 +110,8 @@ class Speaker:
 
 @contextmanager
 def opened(run: RunConfig, arguments: argparse.Namespace) -> Iterator[Speaker]:
-    """Open the model of a run with the adapter that the command line names, or that the run has trained."""
+    """Open the model of a run with the adapter that the command line names, or that the run has
+    trained."""
     from blockwalk.data.encode import tokenizer_of
     from blockwalk.models.folder import model_folder
     from blockwalk.models.stops import stop_ids
@@ -116,7 +125,10 @@ def opened(run: RunConfig, arguments: argparse.Namespace) -> Iterator[Speaker]:
         stops = frozenset(stop_ids(run.model, tokenizer, adapter))
         plan = plan_to_read(run, adapter, arguments)
         if plan.frozen.codec.encoded and not is_store(model_folder(run.model)):
-            say(f"note: over weights in {plan.frozen.codec}; --frozen disk reads the model's own", file=sys.stderr)
+            say(
+                f"note: over weights in {plan.frozen.codec}; --frozen disk reads the model's own",
+                file=sys.stderr,
+            )
         with Walker(packed_model(run, plan), plan, lora=adapter, training=False) as walker:
             yield Speaker(walker, tokenizer, stops, positions_of(run.model), run.model)
 
@@ -130,6 +142,7 @@ def note_unlearnt_chat(data: DataSettings) -> None:
     if layouts:
         name, layout = layouts[0]
         say(
-            f"note: a run with {name} {layout!r} learns no conversation; generate --prompt continues a text",
+            f"note: a run with {name} {layout!r} learns no conversation; generate --prompt"
+            " continues a text",
             file=sys.stderr,
         )

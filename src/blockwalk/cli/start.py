@@ -1,5 +1,5 @@
-"""``blockwalk init``: a run's YAML file from a few answers, the plan chosen for this machine; ``blockwalk settings``;
-``blockwalk complete``."""
+"""``blockwalk init``: a run's YAML file from a few answers, the plan chosen for this machine;
+``blockwalk settings``; ``blockwalk complete``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def init(arguments: argparse.Namespace) -> None:
     atomic_files.refuse_existing(out)
     given = {
         "model": arguments.model or _ask("model", "the model: a folder, or a name of the hub"),
-        "data.train": arguments.train or _ask("--train", "the training data: a JSON, CSV, Parquet or text file"),
+        "data.train": arguments.train
+        or _ask("--train", "the training data: a JSON, CSV, Parquet or text file"),
         "data.eval": arguments.eval or "",
         "lora": not arguments.full,
         **({"budget": arguments.budget} if arguments.budget else {}),
@@ -47,23 +48,33 @@ def init(arguments: argparse.Namespace) -> None:
     run = config.from_mapping({**given, "output_dir": f"runs/{Path(given['model']).name}"})
     machine = this_machine(chosen().type)
     shape = Shape(run.micro_batch_rows, run.data.max_length)
-    found = planner.rank(advice.task(run.model, run.adapters, machine, shape, budget=run.plan.budget))
+    found = planner.rank(
+        advice.task(run.model, run.adapters, machine, shape, budget=run.plan.budget)
+    )
     codec = settled(run)[0].plan.frozen.codec
     found = _of_codec(found, codec)
     best = next(iter(found.first_order), None)
     if best is None:
-        raise ValueError(f"no method with exact gradients fits {machine.name}: give --budget, or a smaller model")
+        raise ValueError(
+            f"no method with exact gradients fits {machine.name}: give --budget, or a smaller model"
+        )
     beside = out.with_name(schema.FILE).is_file()
     facts = [
         *([f"yaml-language-server: $schema={schema.FILE}"] if beside else []),
-        f"The fastest of {len(found.first_order)} plans that fit {machine.name}: {_held(best)} of tensors in a step.",
+        f"The fastest of {len(found.first_order)} plans that fit {machine.name}: {_held(best)}"
+        " of tensors in a step.",
         *_of_little_memory(found, best),
-        f"Look at it: blockwalk plan {out}. Train: blockwalk train {out}. Every setting: blockwalk train --help.",
+        f"Look at it: blockwalk plan {out}. Train: blockwalk train {out}. Every setting:"
+        " blockwalk train --help.",
     ]
     settings = advice.recommended(run, best.plan)
-    if best.plan.method == run.plan.method and best.plan.frozen == replace(run.plan.frozen, codec=codec):
+    if best.plan.method == run.plan.method and best.plan.frozen == replace(
+        run.plan.frozen, codec=codec
+    ):
         settings.pop("frozen", None)  # what a run chooses by itself
-    if settings.get("resident") == 0:  # as without the setting: none are kept, or as many as a budget has room for
+    if (
+        settings.get("resident") == 0
+    ):  # as without the setting: none are kept, or as many as a budget has room for
         del settings["resident"]
     atomic_files.write_bytes(out, "\n".join(_file(facts, settings, run)).encode())
     say(f"written to {out} ({best.label}); next: blockwalk train {out} --dry-run")
@@ -71,8 +82,8 @@ def init(arguments: argparse.Namespace) -> None:
 
 
 def _of_codec(ranking: planner.Ranking, codec: Codec) -> planner.Ranking:
-    """Return a ranking without the plans of method mebp in other codecs than the one that a run would choose, where one in
-    that codec fits."""
+    """Return a ranking without the plans of method mebp in other codecs than the one that a run
+    would choose, where one in that codec fits."""
     mebp = [candidate for candidate in ranking.first_order if candidate.plan.method == "mebp"]
     others = [candidate for candidate in mebp if candidate.plan.frozen.codec is not codec]
     if len(others) == len(mebp):
@@ -89,8 +100,13 @@ def _of_little_memory(ranking: planner.Ranking, best: planner.Candidate) -> Iter
     """Yield a line on the memory that method mebp would take, where it was not chosen."""
     mebp = [candidate for candidate in ranking.first_order if candidate.plan.method == "mebp"]
     if mebp and best.plan.method != "mebp":
-        least = min(mebp, key=lambda candidate: candidate.peaks[Pool.DEVICE] + candidate.peaks[Pool.HOST])
-        yield f"method: mebp would take {_held(least)} instead of {_held(best)}, and more time: weights come from disk."
+        least = min(
+            mebp, key=lambda candidate: candidate.peaks[Pool.DEVICE] + candidate.peaks[Pool.HOST]
+        )
+        yield (
+            f"method: mebp would take {_held(least)} instead of {_held(best)}, and more time:"
+            " weights come from disk."
+        )
 
 
 def _examples() -> None:
@@ -98,7 +114,9 @@ def _examples() -> None:
     import shutil
 
     package = Path(__file__).parents[1]
-    there = next(path for path in (package / "examples", package.parents[1] / "examples") if path.is_dir())
+    there = next(
+        path for path in (package / "examples", package.parents[1] / "examples") if path.is_dir()
+    )
     atomic_files.refuse_existing("examples")
     shutil.copytree(there, "examples", ignore=shutil.ignore_patterns("__pycache__"))
     say("written to examples; next: blockwalk train examples/quickstart.yaml")
@@ -123,11 +141,13 @@ EDITED = {
     "optimizer.schedule": "or linear, cosine: how the rate falls",
     "optimizer.warmup_steps": "steps in which the rate rises",
 }
-"""The settings that people edit, each with a few words; a run's file has them all, with its values or the defaults."""
+"""The settings that people edit, each with a few words; a run's file has them all, with its values
+or the defaults."""
 
 
 def _file(facts: list[str], settings: Mapping[str, Any], run: RunConfig) -> Iterator[str]:
-    """Yield lines of a YAML file: what was chosen, with the sentence of each setting above it, then those that people edit."""
+    """Yield lines of a YAML file: what was chosen, with the sentence of each setting above it, then
+    those that people edit."""
     values = flat(run.to_mapping())
     left_out = {"data.eval_share"} if run.data.eval else set()
     if run.lora is None:
@@ -141,7 +161,10 @@ def _file(facts: list[str], settings: Mapping[str, Any], run: RunConfig) -> Iter
             sections.setdefault(head, {})[inner] = value
         elif name not in edited:
             sentence = settings_help.described(name)[1]
-            yield from ["", *textwrap.wrap(sentence, 110, initial_indent="# ", subsequent_indent="# ")]
+            yield from [
+                "",
+                *textwrap.wrap(sentence, 110, initial_indent="# ", subsequent_indent="# "),
+            ]
             yield config.as_yaml({name: value}).rstrip()
     yield ""
     yield from (_commented(name, value) for name, value in edited.items() if "." not in name)
@@ -176,11 +199,15 @@ def complete(arguments: argparse.Namespace) -> None:
     except ImportError:
         raise ValueError(f"completion is written by shtab: {INSTALL}") from None
     parser = main.parser(None)
-    (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    (subparsers,) = (
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
     for command in main.COMMANDS:
         for group, names, commands in settings_help.GROUPS if command.takes_settings else ():
             for name in settings_help.settings_of(names) if command.name in commands else ():
                 values = settings_help.described(name)[0]
                 choices = values.split("|") if "|" in values else None
-                subparsers.choices[command.name].add_argument(f"--{name}", choices=choices, help=group)
+                subparsers.choices[command.name].add_argument(
+                    f"--{name}", choices=choices, help=group
+                )
     say(shtab.complete(parser, arguments.shell))

@@ -1,10 +1,11 @@
-"""A host cache and dirty flags behind FSDP2's public hook for all-gathers, for those who stay with it.
+"""A host cache and dirty flags behind FSDP2's public hook for all-gathers, for those who stay with
+it.
 
-Parameters then cross nodes once per optimizer step instead of twice per micro-batch; gradients are still reduced as FSDP2
-does. The first gather of a group after an optimizer step goes between nodes (among ranks of equal local index), is kept
-on the host, and goes on inside the node; every later one is read from the host and gathered inside the node. Groups
-without a trainable parameter stay clean for ever.
-"""
+Parameters then cross nodes once per optimizer step instead of twice per micro-batch; gradients are
+still reduced as FSDP2 does. The first gather of a group after an optimizer step goes between nodes
+(among ranks of equal local index), is kept on the host, and goes on inside the node; every later
+one is read from the host and gathered inside the node. Groups without a trainable parameter stay
+clean for ever."""
 
 from __future__ import annotations
 
@@ -37,11 +38,20 @@ class CachedAllGather:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> None:
-        """``input_tensor`` [P] of every rank into ``output_tensor`` [world · P], in the order of the ranks."""
-        nodes, local, numel = self.between.size(), self.inside.size(), input_tensor.numel()
-        assert group.size() == nodes * local, f"{group.size()} ranks are gathered, and the mesh has {nodes} × {local}"
+        """``input_tensor`` [P] of every rank into ``output_tensor`` [world · P], in the order of
+        the ranks."""
+        nodes = self.between.size()
+        local = self.inside.size()
+        numel = input_tensor.numel()
+        assert group.size() == nodes * local, (
+            f"{group.size()} ranks are gathered, and the mesh has {nodes} × {local}"
+        )
         mine_NP = torch.empty(nodes, numel, dtype=input_tensor.dtype, device=input_tensor.device)
         if self.dirty or self._host.numel() != mine_NP.numel():
             all_gather(mine_NP.view(-1), input_tensor, group=self.between)
@@ -60,14 +70,15 @@ class CachedAllGather:
 
 @dataclass(frozen=True)
 class HostCache:
-    """The cache that :func:`host_cache` installed; it marks every trainable parameter dirty after each optimizer step by
-    itself."""
+    """The cache that :func:`host_cache` installed; it marks every trainable parameter dirty after
+    each optimizer step by itself."""
 
     gathers: tuple[CachedAllGather, ...]
     hook: Any
 
     def mark_dirty(self) -> None:
-        """Parameters changed otherwise than by an optimizer of torch (a loaded checkpoint, say): gather all anew."""
+        """Parameters changed otherwise than by an optimizer of torch (a loaded checkpoint, say):
+        gather all anew."""
         for gather in self.gathers:
             gather.dirty = True
 

@@ -1,4 +1,5 @@
-"""The adapter of a checkpoint in PEFT's format: a first-order run saves its trained values there beside the optimizer's."""
+"""The adapter of a checkpoint in PEFT's format: a first-order run saves its trained values there
+beside the optimizer's."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def is_checkpoint(folder: StrPath) -> bool:
 
 
 def write_adapter(model: StrPath, checkpoint: StrPath, out: Path) -> None:
-    """Write the adapter that a checkpoint holds to the folder ``out``; no weight of the model is read.
+    """Write the adapter that a checkpoint holds to the folder ``out``; no weight of the model is
+    read.
 
     Raises:
         Damaged: a file of the checkpoint is missing or changed.
@@ -41,7 +43,10 @@ def write_adapter(model: StrPath, checkpoint: StrPath, out: Path) -> None:
     adapters = _adapters_of(state, folder)
     wrapped = adapt(build_skeleton(model), adapters)
     names = tuple(wrapped.peft_config)
-    shapes = {canonical_name(n, names): p.shape for n, p in wrapped.named_parameters(remove_duplicate=False)}
+    shapes = {
+        canonical_name(n, names): p.shape
+        for n, p in wrapped.named_parameters(remove_duplicate=False)
+    }
     values: dict[str, Tensor] = {}
     with pieces.Saved(folder) as saved:
         for key, numel in saved.numel.items():
@@ -51,7 +56,8 @@ def write_adapter(model: StrPath, checkpoint: StrPath, out: Path) -> None:
             shape = shapes.get(name, torch.Size())
             if shape.numel() != numel or name not in shapes:
                 raise ValueError(
-                    f"{folder} holds no adapter of {os.fspath(model)}: {name} has {numel} values there, and"
+                    f"{folder} holds no adapter of {os.fspath(model)}: {name} has {numel} values"
+                    " there, and"
                     f" {shape.numel() if name in shapes else 'none'} in this model"
                 )
             values[name] = torch.empty(numel)
@@ -59,14 +65,17 @@ def write_adapter(model: StrPath, checkpoint: StrPath, out: Path) -> None:
             values[name] = values[name].view(shape)
     save_adapter(wrapped, values, out)
     if stops := state.data.get("stops"):  # none in a checkpoint of an older version
-        atomic_files.write_bytes(out / GENERATION, with_stops(model_folder(model, weights=False), stops))
+        atomic_files.write_bytes(
+            out / GENERATION, with_stops(model_folder(model, weights=False), stops)
+        )
 
 
 def _adapters_of(state: run_checkpoint.Checkpoint, folder: Path) -> Adapters:
     """Return the settings of the adapters that a checkpoint's run trains.
 
     Raises:
-        ValueError: it trains all parameters, or is zeroth-order; the message says what gives its weights.
+        ValueError: it trains all parameters, or is zeroth-order; the message says what gives its
+            weights.
     """
     run = state.config
     lora = run.get("lora")
@@ -74,13 +83,16 @@ def _adapters_of(state: run_checkpoint.Checkpoint, folder: Path) -> Adapters:
     if state.ledger is not None:
         ledger = folder.parent / LEDGER
         raise ValueError(
-            f"{folder} is of a zeroth-order run ({run['method']}), whose weights are its base and its ledger: blockwalk replay"
+            f"{folder} is of a zeroth-order run ({run['method']}), whose weights are its base and"
+            " its ledger: blockwalk replay"
             f" {run['model']} {ledger} OUT --until {state.step} writes them"
         )
     if not lora and not prefix.get("num_virtual_tokens"):
         raise ValueError(
-            f"{folder} is of a run that trains all parameters, and holds no adapter. To write its model, end a run at it:"
-            f" blockwalk train {folder.parent / 'config.yaml'} --resume_from_checkpoint {folder} --max_steps {state.step}"
+            f"{folder} is of a run that trains all parameters, and holds no adapter. To write its"
+            " model, end a run at it:"
+            f" blockwalk train {folder.parent / 'config.yaml'} --resume_from_checkpoint {folder}"
+            f" --max_steps {state.step}"
             " --output_dir OUT"
         )
     return adapter_settings(lora or prefix)

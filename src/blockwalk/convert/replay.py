@@ -1,8 +1,9 @@
-"""A run's header, and ``blockwalk replay`` and ``export``: weights rebuilt from the base and the ledger, bit for bit.
+"""A run's header, and ``blockwalk replay`` and ``export``: weights rebuilt from the base and the
+ledger, bit for bit.
 
-A step of zeroth order is a handful of scalars, so a fine-tune is a file of kilobytes. The model is streamed once, unit by
-unit, however many steps there are: encode a unit as the run had it, apply every entry in order, write it out.
-"""
+A step of zeroth order is a handful of scalars, so a fine-tune is a file of kilobytes. The model is
+streamed once, unit by unit, however many steps there are: encode a unit as the run had it, apply
+every entry in order, write it out."""
 
 from __future__ import annotations
 
@@ -54,27 +55,32 @@ def replay(
 ) -> int:
     """Rebuild what a zeroth-order run trained: a model folder, or an adapter in PEFT's format.
 
-    Memory is that of one block (of the whole model where the run's noise was ``mezo``, whose draws go through all
-    parameters at once).
+    Memory is that of one block (of the whole model where the run's noise was ``mezo``, whose draws
+    go through all parameters at once).
 
     Args:
         base: the model that the run began from: a checkpoint folder or a block store.
-        ledger: the run's ``ledger.jsonl``, what :func:`export` made of it, or the hub's repository that holds it.
+        ledger: the run's ``ledger.jsonl``, what :func:`export` made of it, or the hub's repository
+            that holds it.
         out: the folder to write; it appears when it is whole.
         until: the last step to apply; all of them unless given.
         progress: called with (bytes of trainables done, bytes in all) now and then.
-        device: where steps are applied; unless given ``BLOCKWALK_DEVICE``, or the accelerator where there is one.
+        device: where steps are applied; unless given ``BLOCKWALK_DEVICE``, or the accelerator where
+            there is one.
 
     Returns:
         Steps applied.
 
     Raises:
-        ValueError: the ledger is damaged or of another version, the base is not the run's, or ``out`` exists;
-            or the weights that come out are not those that an exported ledger says.
+        ValueError: the ledger is damaged or of another version, the base is not the run's, or
+            ``out`` exists; or the weights that come out are not those that an exported ledger says.
     """
     found, entries = read_for(ledger, until)
     _refuse_output(out, base, ledger, found)
-    with ReplayedRun(Path(base), found, entries, progress, device) as run, atomic_files.atomic_folder(out) as folder:
+    with (
+        ReplayedRun(Path(base), found, entries, progress, device) as run,
+        atomic_files.atomic_folder(out) as folder,
+    ):
         run.write(folder)
     return len(entries)
 
@@ -89,23 +95,27 @@ def export(
     progress: Progress | None = None,
     device: str | None = None,
 ) -> tuple[int, int]:
-    """Write a fine-tune as one small file: header and steps, which :func:`replay` turns into weights where the base is.
+    """Write a fine-tune as one small file: header and steps, which :func:`replay` turns into
+    weights where the base is.
 
     Args: as :func:`replay`, and
-        rebuild: replay the run once and write a checksum of its weights into the file, which every later replay is compared
+        rebuild: replay the run once and write a checksum of its weights into the file, which every
+        later replay is compared
             with; without it the base alone is compared, by whoever replays.
 
     Returns:
         Steps, and the bytes of the file.
 
     Raises:
-        ValueError: as :func:`replay`; or the run began from a saved adapter, which would have to go with the file.
+        ValueError: as :func:`replay`; or the run began from a saved adapter, which would have to go
+            with the file.
     """
     found, entries = read_for(ledger, until)
     _refuse_output(out, base, ledger, found)
     if isinstance(found["lora"], str):
         raise ValueError(
-            f"this run began from the adapter in {found['lora']}: a ledger is enough only where a run begins from its base;"
+            f"this run began from the adapter in {found['lora']}: a ledger is enough only where a"
+            " run begins from its base;"
             " hand on the adapter that it trained"
         )
     if rebuild:
@@ -116,20 +126,23 @@ def export(
 
 
 def _refuse_output(out: StrPath, base: StrPath, ledger: StrPath, found: Mapping[str, Any]) -> None:
-    """Refuse an output that exists, or lies over the base, the ledger, or the adapter that the run began from."""
+    """Refuse an output that exists, or lies over the base, the ledger, or the adapter that the run
+    began from."""
     lora = found["lora"]
     adapter = adapter_paths(lora) if isinstance(lora, str) else []
     refuse_output(out, model=model_paths(base), ledger=[file_of(ledger, NAME)], adapter=adapter)
 
 
 def read_for(ledger: StrPath, until: int | None) -> tuple[dict[str, Any], list[Entry]]:
-    """Return a ledger's header and its steps up to ``until`` (all of them unless given), where this version can apply them."""
+    """Return a ledger's header and its steps up to ``until`` (all of them unless given), where this
+    version can apply them."""
     found, entries = read_ledger(file_of(ledger, NAME))
     if until is not None and not 0 <= until <= len(entries):
         raise ValueError(f"--until is {until}, and {ledger} has the steps 0 to {len(entries)}")
     if found["noise_version"] != GENERATOR_VERSION:
         raise ValueError(
-            f"{ledger} was written with noise of version {found['noise_version']}; this version of blockwalk draws version"
+            f"{ledger} was written with noise of version {found['noise_version']}; this version"
+            " of blockwalk draws version"
             f" {GENERATOR_VERSION}: replay it with the blockwalk that wrote it"
         )
     if until not in (None, len(entries)):
@@ -156,7 +169,10 @@ class ReplayedRun:
         device: str | None,
     ) -> None:
         self.device = chosen(device)
-        self.base, self.header, self.entries, self.progress = base, found, entries, progress
+        self.base = base
+        self.header = found
+        self.entries = entries
+        self.progress = progress
         self.module: Any = build_skeleton(base)
         self.buffers = persistent_buffers(self.module)
         self.source = open_source(base, self.module)
@@ -164,25 +180,32 @@ class ReplayedRun:
         if lora is not None:
             adapter = lora if isinstance(lora, str) else adapter_settings(lora)
             given = {"seed": found["seed"], "revision": repository(base)[1]}
-            self.module = adapt(self.module, adapter, read=lambda name: self.source.weights([name])[name], **given)
+            self.module = adapt(
+                self.module, adapter, read=lambda name: self.source.weights([name])[name], **given
+            )
         self.cut = certified(self.module)
         self.spec = self._as_it_was(self.cut.spec())
         self.rule = rule_of(found, trained_in_order(self.cut, self.spec), len(entries))
         states = self.rule.states
         codec = Codec(found["codec"])
-        spec, written_as = trainable_spec(self.spec, codec, {name: kept for name, (kept, _) in states.items()})
+        spec, written_as = trainable_spec(
+            self.spec, codec, {name: kept for name, (kept, _) in states.items()}
+        )
         begin = {name: value for name, (_, value) in states.items()}
         self.initial = Initial(spec, self.source, self.cut.take_parameters(), begin)
         self.units = list(plan_units(self.initial, spec, written_as, group_size=32))
         self.result = ""
-        """A checksum of the trainables after the last entry; there once :meth:`units_after` is through."""
+        """A checksum of the trainables after the last entry; there once :meth:`units_after` is
+        through."""
 
     def _as_it_was(self, spec: ModelSpec) -> ModelSpec:
         """Return the model with the run's trainables, in the run's dtypes."""
         trained = {name: (tuple(shape), dtype) for name, shape, dtype in self.header["parameters"]}
         known = {p.name: p.shape for p in spec.params()}
         if wrong := [name for name, (shape, _) in trained.items() if known.get(name) != shape]:
-            raise ValueError(f"{self.base} is not what this ledger builds on: it has no {wrong[0]} of that shape")
+            raise ValueError(
+                f"{self.base} is not what this ledger builds on: it has no {wrong[0]} of that shape"
+            )
 
         def as_trained(p: ParamSpec) -> ParamSpec:
             if p.name not in trained:
@@ -192,8 +215,10 @@ class ReplayedRun:
         return spec.as_stored(as_trained)
 
     def units_after(self) -> Iterator[dict[str, Value]]:
-        """Yield the trainables of each unit in turn, after the last entry; those of the units before are no longer held."""
-        done, total = 0, sum(unit.nbytes for unit in self.units)
+        """Yield the trainables of each unit in turn, after the last entry; those of the units
+        before are no longer held."""
+        done = 0
+        total = sum(unit.nbytes for unit in self.units)
         after = self._after_in_place() if self.rule.zo.noise == "mezo" else self._after()
         for unit, trained in zip(self.units, after, strict=True):
             yield trained
@@ -203,22 +228,29 @@ class ReplayedRun:
 
     def _after(self) -> Iterator[dict[str, Value]]:
         """Yield the trainables of each unit after the last entry, a unit at a time."""
-        scratch, after = ScratchArena(), []
+        scratch = ScratchArena()
+        after = []
         for number in range(len(self.units)):
             bytes_P = self._fill(number)
-            apply_all_(self.rule, self.entries, tensors_in(self.units[number], bytes_P).items(), scratch)
+            apply_all_(
+                self.rule, self.entries, tensors_in(self.units[number], bytes_P).items(), scratch
+            )
             bytes_P = bytes_P.cpu()
             after.append(crc32(bytes_P))
             yield values_of(tensors_in(self.units[number], bytes_P))
         self._check(after)
 
     def _after_in_place(self) -> Iterator[dict[str, Value]]:
-        """Yield the trainables of each unit after the last entry, under the original's noise: its draws go through all
-        parameters at once, so that the whole model is held."""
+        """Yield the trainables of each unit after the last entry, under the original's noise: its
+        draws go through all parameters at once, so that the whole model is held."""
         whole = [self._fill(number) for number in range(len(self.units))]
-        filled = [tensors_in(unit, bytes_P) for unit, bytes_P in zip(self.units, whole, strict=True)]
+        filled = [
+            tensors_in(unit, bytes_P) for unit, bytes_P in zip(self.units, whole, strict=True)
+        ]
         tensors = {name: states[""].tensor for cells in filled for name, states in cells.items()}
-        parameters = {name: tensors[name] for name in mezo_original.order_of(self.cut) if name in tensors}
+        parameters = {
+            name: tensors[name] for name in mezo_original.order_of(self.cut) if name in tensors
+        }
         for entry in self.entries:
             mezo_original.replay_(parameters, entry, self.rule)
         whole = [bytes_P.cpu() for bytes_P in whole]
@@ -233,16 +265,20 @@ class ReplayedRun:
         return bytes_P.to(self.device)
 
     def _check(self, after: Sequence[int]) -> None:
-        """Compare the base with the run's, and the CRC of each unit's bytes with that of an exported ledger."""
+        """Compare the base with the run's, and the CRC of each unit's bytes with that of an
+        exported ledger."""
         if checksum(self.units) != self.header["base"]:
             raise ValueError(
-                f"{self.base} is not what this ledger builds on: the weights differ from those that the run began with"
+                f"{self.base} is not what this ledger builds on: the weights differ from those"
+                " that the run began with"
             )
         self.result = hashlib.blake2b(json.dumps(after).encode(), digest_size=16).hexdigest()
         if self.header.get("result", self.result) != self.result:
             raise ValueError(
-                f"the weights that came out are not those that the ledger was exported with ({self.result}, and not"
-                f" {self.header['result']}); optimizers other than sgd may differ between builds of torch"
+                "the weights that came out are not those that the ledger was exported with"
+                f" ({self.result}, and not"
+                f" {self.header['result']}); optimizers other than sgd may differ between builds"
+                " of torch"
             )
 
     def write(self, folder: Path) -> None:
@@ -261,7 +297,8 @@ class ReplayedRun:
         assert next(values, None) is None
 
     def _dtype(self, param: ParamSpec) -> torch.dtype:
-        """Return the dtype that a parameter is written in: its master's dtype, or the model's where that is no plain one."""
+        """Return the dtype that a parameter is written in: its master's dtype, or the model's where
+        that is no plain one."""
         codec = Codec(self.header["codec"])
         name = codec.dtype_of(param.dtype) if param.trainable else None
         return self.source.dtype(param.name) if name is None else dtype_of(name)

@@ -1,8 +1,8 @@
 """``blockwalk gguf``: a model folder, or a LoRA adapter, as a GGUF file for llama.cpp and Ollama.
 
-Names, keys and encodings are those of the ``gguf`` package. One parameter at a time is in memory. A family that is not in
-:data:`FAMILIES` is converted from the merged folder by llama.cpp's own ``convert_hf_to_gguf.py``.
-"""
+Names, keys and encodings are those of the ``gguf`` package. One parameter at a time is in memory. A
+family that is not in :data:`FAMILIES` is converted from the merged folder by llama.cpp's own
+``convert_hf_to_gguf.py``."""
 
 from __future__ import annotations
 
@@ -41,9 +41,12 @@ DTYPES = ("bf16", "f16", "f32", "q8_0")
 _NOT_COMPUTED = frozenset(
     re.findall(
         r"\S+",
-        "architectures attention_dropout auto_map bos_token_id dtype eos_token_id initializer_range layer_types "
-        "max_window_layers model_type pad_token_id pretraining_tp torch_dtype transformers_version unsloth_fixed "
-        "unsloth_version use_cache _name_or_path sliding_window use_sliding_window rope_parameters rope_scaling rope_theta",
+        "architectures attention_dropout auto_map bos_token_id dtype eos_token_id"
+        " initializer_range layer_types "
+        "max_window_layers model_type pad_token_id pretraining_tp torch_dtype"
+        " transformers_version unsloth_fixed "
+        "unsloth_version use_cache _name_or_path sliding_window use_sliding_window"
+        " rope_parameters rope_scaling rope_theta",
     )
 )
 """Settings that change no logit; windows and rotary scaling are looked at by themselves."""
@@ -57,7 +60,8 @@ def convert(
     dtype: str = "bf16",
     progress: Progress | None = None,
 ) -> None:
-    """Write a model as GGUF, or, with ``adapter``, that adapter alone, to be put on the model's GGUF when it is run.
+    """Write a model as GGUF, or, with ``adapter``, that adapter alone, to be put on the model's
+    GGUF when it is run.
 
     Args:
         model: the model's folder; of an adapter, its base model's.
@@ -67,19 +71,22 @@ def convert(
         progress: called with (bytes written, bytes in all) after each tensor.
 
     Raises:
-        ValueError: ``gguf`` is not installed, a model of another family, a tokenizer, rotary scaling or other setting that the
-            file could not say, or an output that exists.
+        ValueError: ``gguf`` is not installed, a model of another family, a tokenizer, rotary
+            scaling or other setting that the file could not say, or an output that exists.
     """
     try:
         import gguf
     except ImportError:
         raise ValueError(f"GGUF files are written with the gguf package: {INSTALL}") from None
-    refuse_output(out, model=model_paths(model), adapter=[] if adapter is None else adapter_paths(adapter))
+    refuse_output(
+        out, model=model_paths(model), adapter=[] if adapter is None else adapter_paths(adapter)
+    )
     skeleton = build_skeleton(model)
     config: Any = skeleton.config
     if config.model_type not in FAMILIES:
         raise ValueError(
-            f"{config.model_type} is not among {', '.join(FAMILIES)}: merge the adapter (blockwalk merge), and convert the"
+            f"{config.model_type} is not among {', '.join(FAMILIES)}: merge the adapter"
+            " (blockwalk merge), and convert the"
             " folder with llama.cpp's convert_hf_to_gguf.py"
         )
     arch = getattr(gguf.MODEL_ARCH, FAMILIES[config.model_type])
@@ -91,14 +98,19 @@ def convert(
             raise ValueError(f"GGUF has no name for {parameter} of {config.model_type}")
         return str(found)
 
-    # Rows of these projections llama.cpp wants in another order, by heads: it turns neighbours, transformers halves.
+    # Rows of these projections llama.cpp wants in another order, by heads: it turns neighbours,
+    # transformers halves.
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     turned = heads if arch == gguf.MODEL_ARCH.LLAMA else {}
     part = atomic_files.beside(Path(out))
     writer = gguf.GGUFWriter(part, gguf.MODEL_ARCH_NAMES[arch])
     try:
         if adapter is not None:
-            _write(writer, _adapter_tensors(writer, read_adapter(adapter, skeleton), named, turned), progress)
+            _write(
+                writer,
+                _adapter_tensors(writer, read_adapter(adapter, skeleton), named, turned),
+                progress,
+            )
         else:
             folder = model_folder(model)
             _refuse_windows(config)
@@ -108,12 +120,19 @@ def convert(
             kind = getattr(gguf.GGMLQuantizationType, dtype.upper())
             tensors: list[_Tensor] = []
             for name in source.names():
-                shape, rows = source.shape(name), turned.get(name.rpartition(".")[0].rpartition(".")[2])
-                as_kind = kind if len(shape) > 1 and shape[-1] % 32 == 0 else gguf.GGMLQuantizationType.F32
+                shape = source.shape(name)
+                rows = turned.get(name.rpartition(".")[0].rpartition(".")[2])
+                as_kind = (
+                    kind
+                    if len(shape) > 1 and shape[-1] % 32 == 0
+                    else gguf.GGMLQuantizationType.F32
+                )
                 tensors.append((named(name), shape, as_kind, partial(_read, source, name, rows)))
             if factors is not None:
                 f32 = gguf.GGMLQuantizationType.F32
-                tensors.append(("rope_freqs.weight", tuple(factors.shape), f32, partial(torch.clone, factors)))
+                tensors.append(
+                    ("rope_freqs.weight", tuple(factors.shape), f32, partial(torch.clone, factors))
+                )
             _refuse_what_is_not_said(writer, config, {name: shape for name, shape, _, _ in tensors})
             _write(writer, tensors, progress)
             source.close()
@@ -135,7 +154,11 @@ def _write(writer: Any, tensors: list[_Tensor], progress: Progress | None) -> No
     sizes = []
     for name, shape, kind, _ in tensors:
         block, nbytes = gguf.GGML_QUANT_SIZES[kind]
-        stored = gguf.quant_shape_to_byte_shape(shape, kind) if kind != gguf.GGMLQuantizationType.F32 else shape
+        stored = (
+            gguf.quant_shape_to_byte_shape(shape, kind)
+            if kind != gguf.GGMLQuantizationType.F32
+            else shape
+        )
         sizes.append(nbytes * (int(np.prod(shape)) // block))
         dtype = np.dtype(np.float32 if kind == gguf.GGMLQuantizationType.F32 else np.uint8)
         writer.add_tensor_info(name, stored, dtype, sizes[-1], raw_dtype=kind)
@@ -145,7 +168,9 @@ def _write(writer: Any, tensors: list[_Tensor], progress: Progress | None) -> No
     done = 0
     for (_, _, kind, read), nbytes in zip(tensors, sizes, strict=True):
         values = read().float().contiguous().numpy()
-        writer.write_tensor_data(values if kind == gguf.GGMLQuantizationType.F32 else gguf.quantize(values, kind))
+        writer.write_tensor_data(
+            values if kind == gguf.GGMLQuantizationType.F32 else gguf.quantize(values, kind)
+        )
         done += nbytes
         if progress is not None:
             progress(done, sum(sizes))
@@ -164,9 +189,11 @@ def _turn(rows: Tensor, heads: int) -> Tensor:
     return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _adapter_tensors(writer: Any, changes: Any, named: Callable[[str], str], turned: dict[str, int]) -> list[_Tensor]:
-    """Return tensors of a LoRA file: A [R, D] and B [N, R] of each weight. llama.cpp scales B·A by alpha / R: alpha is 1,
-    and what it lacks is in B."""
+def _adapter_tensors(
+    writer: Any, changes: Any, named: Callable[[str], str], turned: dict[str, int]
+) -> list[_Tensor]:
+    """Return tensors of a LoRA file: A [R, D] and B [N, R] of each weight. llama.cpp scales B·A by
+    alpha / R: alpha is 1, and what it lacks is in B."""
     import gguf
 
     writer.add_type(gguf.GGUFType.ADAPTER)
@@ -177,27 +204,37 @@ def _adapter_tensors(writer: Any, changes: Any, named: Callable[[str], str], tur
         more = change.replacement is not None or change.magnitude_N is not None
         if change.left_NR is None or change.right_RD is None or more:
             raise ValueError(
-                f"GGUF adapters hold LoRA factors alone, and this one changes {name} otherwise: merge it (blockwalk merge)"
+                f"GGUF adapters hold LoRA factors alone, and this one changes {name} otherwise:"
+                " merge it (blockwalk merge)"
             )
-        a, b = change.right_RD, change.left_NR * (change.scaling * len(change.right_RD))
+        a = change.right_RD
+        b = change.left_NR * (change.scaling * len(change.right_RD))
         heads = turned.get(name.rpartition(".")[0].rpartition(".")[2])
         b = b if heads is None else _turn(b, heads)
         for suffix, factor in (("lora_a", a), ("lora_b", b)):
             kind = gguf.GGMLQuantizationType.F32
-            tensors.append((f"{named(name)}.{suffix}", tuple(factor.shape), kind, partial(torch.clone, factor)))
+            tensors.append(
+                (f"{named(name)}.{suffix}", tuple(factor.shape), kind, partial(torch.clone, factor))
+            )
     return tensors
 
 
 def _hyperparameters(writer: Any, config: Any) -> Tensor | None:
-    """Write the model's sizes; answers the factors of its rotary frequencies, where they are scaled."""
+    """Write the model's sizes; answers the factors of its rotary frequencies, where they are
+    scaled."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     rotary = {**(getattr(config, "rope_parameters", None) or {})}
     kind = rotary.get("rope_type", "default")
     if (part := rotary.get("partial_rotary_factor", 1.0)) != 1:
-        raise ValueError(f"partial_rotary_factor = {part} cannot be said in a GGUF file of {config.model_type}")
+        raise ValueError(
+            f"partial_rotary_factor = {part} cannot be said in a GGUF file of {config.model_type}"
+        )
     if kind not in ("default", "llama3"):
-        raise ValueError(f"rotary scaling of type {kind!r} is not written yet: take llama.cpp's convert_hf_to_gguf.py")
+        raise ValueError(
+            f"rotary scaling of type {kind!r} is not written yet: take llama.cpp's"
+            " convert_hf_to_gguf.py"
+        )
     writer.add_name(Path(str(config.name_or_path)).name or "model")
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
@@ -221,18 +258,26 @@ def _hyperparameters(writer: Any, config: Any) -> Tensor | None:
 
 
 def _refuse_windows(config: Any) -> None:
-    """Raise ValueError for a window that is shorter than the model's context: llama.cpp has none in these families."""
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    """Raise ValueError for a window that is shorter than the model's context: llama.cpp has none in
+    these families."""
+    window = (
+        getattr(config, "sliding_window", None)
+        if getattr(config, "use_sliding_window", True)
+        else None
+    )
     if window is not None and window < config.max_position_embeddings:
         raise ValueError(
-            f"sliding_window = {window} is left out by llama.cpp in models of type {config.model_type}, which would compute"
-            f" texts of {window} to {config.max_position_embeddings} tokens otherwise: set max_position_embeddings to {window}"
+            f"sliding_window = {window} is left out by llama.cpp in models of type"
+            f" {config.model_type}, which would compute"
+            f" texts of {window} to {config.max_position_embeddings} tokens otherwise: set"
+            f" max_position_embeddings to {window}"
             " in config.json, and the file is right for texts up to that"
         )
 
 
 def _refuse_what_is_not_said(writer: Any, config: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Read the metadata that were written, and raise ValueError where they make another configuration than the model's.
+    """Read the metadata that were written, and raise ValueError where they make another
+    configuration than the model's.
 
     Args:
         writer: what the file's header holds.
@@ -251,9 +296,12 @@ def _refuse_what_is_not_said(writer: Any, config: Any, shapes: dict[str, tuple[i
         if key in _NOT_COMPUTED or key in common or value is None or key not in defaults:
             continue
         number = isinstance(value, float)
-        if not (math.isclose(value, defaults[key], rel_tol=1e-6) if number else value == defaults[key]):
+        if not (
+            math.isclose(value, defaults[key], rel_tol=1e-6) if number else value == defaults[key]
+        ):
             raise ValueError(
-                f"{key} = {value!r} cannot be said in a GGUF file of {config.model_type}: llama.cpp would compute with"
+                f"{key} = {value!r} cannot be said in a GGUF file of {config.model_type}:"
+                " llama.cpp would compute with"
                 f" {defaults[key]!r}"
             )
 
@@ -267,9 +315,12 @@ def _tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     model = found.get("model", {})
     if model.get("type") != "BPE":
         raise ValueError(
-            f"{folder} has no tokenizer.json with byte pairs (BPE); take llama.cpp's convert_hf_to_gguf.py"
+            f"{folder} has no tokenizer.json with byte pairs (BPE); take llama.cpp's"
+            " convert_hf_to_gguf.py"
         )
-    if model.get("byte_fallback"):  # the tokenizers of Llama 2 and Mistral: pieces of text, in order of their merges
+    if model.get(
+        "byte_fallback"
+    ):  # the tokenizers of Llama 2 and Mistral: pieces of text, in order of their merges
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_add_space_prefix(_blank_before_text(found, folder))
@@ -277,23 +328,34 @@ def _tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_split(found, folder))
     added = {token["id"]: token for token in found.get("added_tokens", [])}
-    by_id = {**{number: text for text, number in model["vocab"].items()}, **{n: t["content"] for n, t in added.items()}}
+    by_id = {
+        **{number: text for text, number in model["vocab"].items()},
+        **{n: t["content"] for n, t in added.items()},
+    }
     beyond = sorted(number for number in by_id if number >= vocab_size)
     if beyond:
         raise ValueError(
-            f"{folder} has a tokenizer with {counted(len(beyond), 'token')} that the model has no row for"
-            f" ({by_id[beyond[0]]!r} is number {beyond[0]}, of {vocab_size} rows), and llama.cpp refuses such a file: take them"
-            " out of tokenizer.json, or resize the model's embedding (resize_token_embeddings) and train it"
+            f"{folder} has a tokenizer with {counted(len(beyond), 'token')} that the model has no"
+            " row for"
+            f" ({by_id[beyond[0]]!r} is number {beyond[0]}, of {vocab_size} rows), and llama.cpp"
+            " refuses such a file: take them"
+            " out of tokenizer.json, or resize the model's embedding (resize_token_embeddings)"
+            " and train it"
         )
-    tokens, types = [], []
+    tokens = []
+    types = []
     for number in range(vocab_size):
         tokens.append(by_id.get(number, f"[PAD{number}]"))
-        types.append(_kind(number, tokens[-1], by_id, added, bytes_too=bool(model.get("byte_fallback"))))
+        types.append(
+            _kind(number, tokens[-1], by_id, added, bytes_too=bool(model.get("byte_fallback")))
+        )
     writer.add_token_list(tokens)
     writer.add_token_scores([-float(number) for number in range(len(tokens))])
     writer.add_token_types(types)
     logging.getLogger("gguf").setLevel(logging.ERROR)  # notes on templates that are not used
-    special = gguf.SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=len(tokens))
+    special = gguf.SpecialVocab(
+        folder, load_merges=not model.get("byte_fallback"), n_vocab=len(tokens)
+    )
     special.add_to_gguf(writer, quiet=True)
 
 
@@ -303,7 +365,9 @@ def _kind(number: int, text: str, known: Any, added: Any, *, bytes_too: bool) ->
     if number not in known:
         return gguf.TokenType.UNUSED
     if number in added:
-        return gguf.TokenType.CONTROL if added[number].get("special") else gguf.TokenType.USER_DEFINED
+        return (
+            gguf.TokenType.CONTROL if added[number].get("special") else gguf.TokenType.USER_DEFINED
+        )
     is_byte = bytes_too and len(text) == 6 and text.startswith("<0x")
     return gguf.TokenType.BYTE if is_byte else gguf.TokenType.NORMAL
 
@@ -329,21 +393,27 @@ def _split(found: dict[str, Any], folder: Path) -> str:
         return name
     kinds = [f"{kind} {pattern}".strip() for kind, pattern in steps]
     raise ValueError(
-        f"{folder} splits text in a way that llama.cpp has no name for here ({'; '.join([*changes, *kinds])}): take"
+        f"{folder} splits text in a way that llama.cpp has no name for here"
+        f" ({'; '.join([*changes, *kinds])}): take"
         " llama.cpp's convert_hf_to_gguf.py"
     )
 
 
 def _refuse_other_words(model: dict[str, Any], added: set[str], name: str, folder: Path) -> None:
-    """Raise ValueError where words that no merges lead to are tokens here and none in llama.cpp, or the other way round."""
+    """Raise ValueError where words that no merges lead to are tokens here and none in llama.cpp, or
+    the other way round."""
     ignores_merges = bool(model.get("ignore_merges"))
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ())]
+    merges = [
+        merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ())
+    ]
     made = {"".join(merge) for merge in merges}
     words = [token for token in model["vocab"] if len(token) > 1 and token not in made | added]
     if words and ignores_merges != (name in WHOLE_WORDS):
         raise ValueError(
-            f"{folder} has ignore_merges = {str(ignores_merges).lower()} with {counted(len(words), 'token')} that no merges"
-            f" make ({words[0]!r}): llama.cpp takes it for {str(not ignores_merges).lower()} under the name {name}: take"
+            f"{folder} has ignore_merges = {str(ignores_merges).lower()} with"
+            f" {counted(len(words), 'token')} that no merges"
+            f" make ({words[0]!r}): llama.cpp takes it for {str(not ignores_merges).lower()}"
+            f" under the name {name}: take"
             " llama.cpp's convert_hf_to_gguf.py"
         )
 
@@ -355,7 +425,9 @@ def _step(step: dict[str, Any]) -> tuple[str, str]:
         plain = step.get("behavior") == "Isolated" and not step.get("invert")
         return kind, str(step["pattern"].get("Regex", step["pattern"])) if plain else str(step)
     if kind == "ByteLevel":
-        return kind, "prefix blank" if step.get("add_prefix_space") else "regex" if step.get("use_regex", True) else ""
+        return kind, "prefix blank" if step.get("add_prefix_space") else "regex" if step.get(
+            "use_regex", True
+        ) else ""
     if kind == "Digits":
         return kind, "single" if step.get("individual_digits") else "in rows"
     return kind, ""
@@ -365,7 +437,8 @@ def _blank_before_text(found: dict[str, Any], folder: Path) -> bool:
     """Return whether a tokenizer of pieces puts a blank before a text.
 
     Raises:
-        ValueError: it changes text in another way than by writing a blank as ▁, which llama.cpp does.
+        ValueError: it changes text in another way than by writing a blank as ▁, which llama.cpp
+            does.
     """
     prepends = False
     for step in _steps(found.get("normalizer")) + _steps(found.get("pre_tokenizer")):
@@ -373,16 +446,21 @@ def _blank_before_text(found: dict[str, Any], folder: Path) -> bool:
             prepends = True
         elif step["type"] == "Metaspace" and step.get("replacement", "▁") == "▁":
             prepends = prepends or step.get("prepend_scheme", "always") != "never"
-        elif step["type"] != "Replace" or (step["pattern"].get("String"), step["content"]) != (" ", "▁"):
+        elif step["type"] != "Replace" or (step["pattern"].get("String"), step["content"]) != (
+            " ",
+            "▁",
+        ):
             raise ValueError(
-                f"{folder} changes text by {step['type']} before it is split, which a GGUF file cannot say: take llama.cpp's"
+                f"{folder} changes text by {step['type']} before it is split, which a GGUF file"
+                " cannot say: take llama.cpp's"
                 " convert_hf_to_gguf.py"
             )
     return prepends
 
 
 def modelfile(out: StrPath, base: StrPath | None = None) -> str:
-    """Return an Ollama Modelfile for a GGUF model, or for an adapter on the GGUF file of its base."""
+    """Return an Ollama Modelfile for a GGUF model, or for an adapter on the GGUF file of its
+    base."""
     if base is None:
         return f"FROM ./{Path(out).name}\n"
     return f"FROM {os.fspath(base)}\nADAPTER ./{Path(out).name}\n"

@@ -1,4 +1,5 @@
-"""The names that an adapter's settings may mean in a model, and the refusal of those that mean nothing in it."""
+"""The names that an adapter's settings may mean in a model, and the refusal of those that mean
+nothing in it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ class Places:
     def of(model: Any) -> Places:
         from transformers.pytorch_utils import Conv1D
 
-        linears = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+        linears = {
+            n.rpartition(".")[2]
+            for n, m in model.named_modules()
+            if isinstance(m, nn.Linear | Conv1D)
+        }
         return Places(
             tuple(name for name, _ in model.named_modules()),
             tuple(name for name, _ in model.named_parameters(remove_duplicate=False)),
@@ -37,8 +42,8 @@ class Places:
 
 
 def require_matches(config: Any, places: Places) -> None:
-    """Raise ValueError where a name, a pattern or a layer's number in a ``LoraConfig`` means nothing in the model: PEFT would
-    pass over it as long as another one means something."""
+    """Raise ValueError where a name, a pattern or a layer's number in a ``LoraConfig`` means
+    nothing in the model: PEFT would pass over it as long as another one means something."""
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
     fields = (
@@ -52,8 +57,10 @@ def require_matches(config: Any, places: Places) -> None:
             all_or_none = wanted.lower() == "all-linear" or wanted == DUMMY_TARGET_MODULES
             if not all_or_none and not any(re.fullmatch(wanted, name) for name in names):
                 raise ValueError(
-                    f"{section}.{field} is {wanted!r}, a pattern for whole names, and no name matches it; a list names"
-                    f" modules by their ends. The model's linear layers are {', '.join(places.linears)}"
+                    f"{section}.{field} is {wanted!r}, a pattern for whole names, and no name"
+                    " matches it; a list names"
+                    " modules by their ends. The model's linear layers are"
+                    f" {', '.join(places.linears)}"
                 )
             continue
         for end in sorted(wanted):
@@ -66,9 +73,12 @@ def require_matches(config: Any, places: Places) -> None:
                 )
     numbers = getattr(config, "layers_to_transform", None)
     numbers = [numbers] if isinstance(numbers, int) else numbers or ()
-    if beyond := [number for number in numbers if places.layers and not 0 <= number < places.layers]:
+    if beyond := [
+        number for number in numbers if places.layers and not 0 <= number < places.layers
+    ]:
         raise ValueError(
-            f"lora.options.layers_to_transform has {beyond[0]}, and the model's layers are 0 to {places.layers - 1}"
+            f"lora.options.layers_to_transform has {beyond[0]}, and the model's layers are 0 to"
+            f" {places.layers - 1}"
         )
 
 
@@ -79,6 +89,7 @@ def require_patterns(lora: LoraSettings, adapted: Sequence[str]) -> None:
             if not any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in adapted):
                 leaves = sorted({name.rpartition(".")[2] for name in adapted})
                 raise ValueError(
-                    f"lora.options.{field} has {pattern!r}, and no module with an adapter is named so; they end in"
+                    f"lora.options.{field} has {pattern!r}, and no module with an adapter is"
+                    " named so; they end in"
                     f" {', '.join(leaves)}"
                 )

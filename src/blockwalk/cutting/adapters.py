@@ -1,9 +1,9 @@
-"""LoRA adapters and prefixes, as a caller gives them: settings, a PEFT configuration, the folder of saved ones, or a model in
-memory that carries some.
+"""LoRA adapters and prefixes, as a caller gives them: settings, a PEFT configuration, the folder of
+saved ones, or a model in memory that carries some.
 
-How PEFT makes them is :mod:`blockwalk.cutting.peft_models`, their files are :mod:`blockwalk.cutting.saved_adapters`. A prefix
-(``PrefixTuningConfig``) is made of settings, or kept where a model is given with one.
-"""
+How PEFT makes them is :mod:`blockwalk.cutting.peft_models`, their files are
+:mod:`blockwalk.cutting.saved_adapters`. A prefix (``PrefixTuningConfig``) is made of settings, or
+kept where a model is given with one."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ from blockwalk.plan.parsing import adapter_settings
 
 
 def as_adapters(lora: Any) -> Adapters | str | os.PathLike[str] | None:
-    """Return a caller's adapters in one form: settings, a mapping of their fields or a PEFT configuration as settings; a folder
-    as it is; True for those of the defaults; None for none, and for False.
+    """Return a caller's adapters in one form: settings, a mapping of their fields or a PEFT
+    configuration as settings; a folder as it is; True for those of the defaults; None for none, and
+    for False.
 
     Raises:
         ValueError: something else, or a field that Blockwalk cannot honour.
@@ -54,21 +55,32 @@ def as_adapters(lora: Any) -> Adapters | str | os.PathLike[str] | None:
 
     if not isinstance(lora, LoraConfig):
         raise ValueError(
-            f"lora is {lora!r}; it takes true, false, a blockwalk.LoraSettings or PrefixSettings, a mapping such as"
-            " {'rank': 8} or {'num_virtual_tokens': 5}, a peft.LoraConfig, or the folder of a saved adapter"
+            f"lora is {lora!r}; it takes true, false, a blockwalk.LoraSettings or PrefixSettings,"
+            " a mapping such as"
+            " {'rank': 8} or {'num_virtual_tokens': 5}, a peft.LoraConfig, or the folder of a"
+            " saved adapter"
         )
     refuse_config(lora)
     if lora.task_type not in (None, "CAUSAL_LM"):
         raise ValueError(
-            f"the LoraConfig's task_type is {lora.task_type}; Blockwalk trains causal language models: CAUSAL_LM"
+            f"the LoraConfig's task_type is {lora.task_type}; Blockwalk trains causal language"
+            " models: CAUSAL_LM"
         )
     if lora.target_modules is None:
-        raise ValueError("the LoraConfig's target_modules is None; name the modules, or set it to 'all-linear'")
+        raise ValueError(
+            "the LoraConfig's target_modules is None; name the modules, or set it to 'all-linear'"
+        )
     given = {f.name: getattr(lora, f.name) for f in dataclasses.fields(lora)}
-    given = {name: sorted(value) if isinstance(value, set) else value for name, value in given.items()}
+    given = {
+        name: sorted(value) if isinstance(value, set) else value for name, value in given.items()
+    }
     own = {ours: given.pop(theirs) for theirs, ours in OF_PEFT.items()}
     plain = lora_config()
-    options = {name: value for name, value in given.items() if value is not None and value != getattr(plain, name)}
+    options = {
+        name: value
+        for name, value in given.items()
+        if value is not None and value != getattr(plain, name)
+    }
     return adapter_settings({**own, "options": options})
 
 
@@ -81,9 +93,9 @@ def adapt(
     read: Callable[[str], Value] | None = None,
     given: Callable[[str], Value] | None = None,
 ) -> Any:
-    """Put adapters on a model, of a hub's ``revision``: new ones from settings, or those of a folder. For those that begin from
-    base weights, ``read`` gives a skeleton's by canonical name as a walk reads them, ``given`` any model's as
-    it came, where that is not the same."""
+    """Put adapters on a model, of a hub's ``revision``: new ones from settings, or those of a
+    folder. For those that begin from base weights, ``read`` gives a skeleton's by canonical name as
+    a walk reads them, ``given`` any model's as it came, where that is not the same."""
     if isinstance(lora, str | os.PathLike):
         return load_adapter(model, os.fspath(lora), read=given or read)
     if isinstance(lora, PrefixSettings):
@@ -94,7 +106,9 @@ def adapt(
     try:
         wrapped = add_adapter(model, config, seed=seed)
     except ValueError:
-        require_matches(config, places)  # PEFT says which names it looked for, and not which there are
+        require_matches(
+            config, places
+        )  # PEFT says which names it looked for, and not which there are
         raise
     require_matches(wrapped.peft_config["default"], places)
     require_patterns(lora, wrapped.base_model.targeted_module_names)
@@ -105,29 +119,41 @@ def adapt(
 
 
 def _add_prefix(
-    model: nn.Module, prefix: PrefixSettings, seed: int, revision: str | None, given: Callable[[str], Value] | None
+    model: nn.Module,
+    prefix: PrefixSettings,
+    seed: int,
+    revision: str | None,
+    given: Callable[[str], Value] | None,
 ) -> Any:
-    """Put a prefix on a model, with the values that its settings name; those of tokens where ``given`` reads the weights."""
+    """Put a prefix on a model, with the values that its settings name; those of tokens where
+    ``given`` reads the weights."""
     from peft import PrefixTuningConfig
 
     from blockwalk.cutting.prefixes import keys_and_values
 
-    begun, tokens = "zero" if prefix.init_weights == "zero" else None, prefix.num_virtual_tokens
-    own: dict[str, Any] = {"num_virtual_tokens": tokens, "init_weights": begun, "revision": revision}
+    begun = "zero" if prefix.init_weights == "zero" else None
+    tokens = prefix.num_virtual_tokens
+    own: dict[str, Any] = {
+        "num_virtual_tokens": tokens,
+        "init_weights": begun,
+        "revision": revision,
+    }
     wrapped = add_adapter(model, PrefixTuningConfig(task_type="CAUSAL_LM", **own), seed=seed)
     if given is not None and prefix.init_weights == "tokens":
         (param,) = prompt_encoder(wrapped).values()
         values = keys_and_values(model, tokens, seed, given)
         if values.shape != param.shape:
             raise ValueError(
-                f"{type(model).__name__} does not keep {tokens} keys and values of one width in every layer"
+                f"{type(model).__name__} does not keep {tokens} keys and values of one width in"
+                " every layer"
             )
         param.data = values
     return wrapped
 
 
 def _read_norms(wrapped: Any, read: Callable[[str], Value]) -> None:
-    """Give new adapters what PEFT computes of the base weights: DoRA's magnitudes, which are the norms of W's rows."""
+    """Give new adapters what PEFT computes of the base weights: DoRA's magnitudes, which are the
+    norms of W's rows."""
     for name, module in wrapped.named_modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
             weight = read(f"{canonical_name(name)}.weight")
@@ -136,10 +162,11 @@ def _read_norms(wrapped: Any, read: Callable[[str], Value]) -> None:
 
 
 def refuse_tied_lora(model: Any) -> None:
-    """Raise ValueError for LoRA on both ends of a model with ``ensure_weight_tying``, where it is to be trained.
+    """Raise ValueError for LoRA on both ends of a model with ``ensure_weight_tying``, where it is
+    to be trained.
 
-    PEFT keeps one pair of factors, of which the head reads the transposes, and ties a file's two pairs when it loads them;
-    the walk trains each factor by itself."""
+    PEFT keeps one pair of factors, of which the head reads the transposes, and ties a file's two
+    pairs when it loads them; the walk trains each factor by itself."""
     for config in getattr(model, "peft_config", {}).values():
         base = model.get_base_model()
         ends = (base.get_input_embeddings(), base.get_output_embeddings())
@@ -147,9 +174,12 @@ def refuse_tied_lora(model: Any) -> None:
             getattr(end, "lora_A", None) is not None for end in ends
         ):
             raise ValueError(
-                "ensure_weight_tying ties the LoRA of the embedding to the LoRA of the head, which the walk cannot train as"
-                " one; leave ensure_weight_tying out (two adapters, which PEFT keeps apart as well), or train the weight"
-                " itself: take both out of lora.target_modules and set lora.options.modules_to_save: [embed_tokens] with"
+                "ensure_weight_tying ties the LoRA of the embedding to the LoRA of the head,"
+                " which the walk cannot train as"
+                " one; leave ensure_weight_tying out (two adapters, which PEFT keeps apart as"
+                " well), or train the weight"
+                " itself: take both out of lora.target_modules and set"
+                " lora.options.modules_to_save: [embed_tokens] with"
                 " ensure_weight_tying: true"
             )
 
@@ -160,22 +190,29 @@ def refuse_copies(model: Any) -> None:
         for field in ("modules_to_save", "trainable_token_indices"):
             if getattr(config, field, None):
                 raise ValueError(
-                    f"the PeftModel trains a copy of what its {field} names; give the plain model, and the LoraConfig as lora:"
+                    f"the PeftModel trains a copy of what its {field} names; give the plain"
+                    " model, and the LoraConfig as lora:"
                     " what it names is then trained where it stands"
                 )
 
 
 def base_tensors(model: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return the plain model in a model in memory (itself, or the base of a ``PeftModel``), and the base's own parameters and
-    persistent buffers, by canonical name."""
+    """Return the plain model in a model in memory (itself, or the base of a ``PeftModel``), and the
+    base's own parameters and persistent buffers, by canonical name."""
     adapters = tuple(getattr(model, "peft_config", ()))
     base = model.get_base_model() if adapters else model
-    tensors = {**dict(base.named_parameters()), **{name: base.get_buffer(name) for name in persistent_buffers(base)}}
-    return base, {canonical_name(n, adapters, ""): t for n, t in tensors.items() if ".lora_" not in n}
+    tensors = {
+        **dict(base.named_parameters()),
+        **{name: base.get_buffer(name) for name in persistent_buffers(base)},
+    }
+    return base, {
+        canonical_name(n, adapters, ""): t for n, t in tensors.items() if ".lora_" not in n
+    }
 
 
 def adapt_alike(model: nn.Module, adapted: Any) -> Any:
-    """Put what a ``PeftModel`` carries, a LoRA adapter or a prefix, on another instance of its base (a skeleton, say)."""
+    """Put what a ``PeftModel`` carries, a LoRA adapter or a prefix, on another instance of its base
+    (a skeleton, say)."""
     (config,) = adapted.peft_config.values()
     config = copy.deepcopy(config)
     begun = getattr(config, "init_lora_weights", True)

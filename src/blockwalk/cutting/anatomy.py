@@ -1,8 +1,8 @@
-"""A model's anatomy, read off one real run: where its prologue ends, which layers follow, and what comes after them.
+"""A model's anatomy, read off one real run: where its prologue ends, which layers follow, and what
+comes after them.
 
-The run is that of a small instance (:func:`blockwalk.cutting.shrink.shrink`); the anatomy holds for every size of the same
-configuration and is a plain value that can be kept in a file.
-"""
+The run is that of a small instance (:func:`blockwalk.cutting.shrink.shrink`); the anatomy holds for
+every size of the same configuration and is a plain value that can be kept in a file."""
 
 from __future__ import annotations
 
@@ -22,51 +22,62 @@ class Anatomy:
     layer_parents: tuple[str, ...]
     """Containers whose children are the decoder layers."""
     returns: Mapping[str, int]
-    """Layer class → length of the tuple that it returns, 0 where it returns the hidden state itself."""
+    """Layer class → length of the tuple that it returns, 0 where it returns the hidden state
+    itself."""
     epilogue: tuple[str, ...]
     """Modules outside the layers that are called after the last layer only."""
     head: str | None
     """The output embedding, or None."""
     idle: tuple[str, ...]
-    """Modules of several parts outside the layers of which nothing is called, such as a vision tower; outermost only."""
+    """Modules of several parts outside the layers of which nothing is called, such as a vision
+    tower; outermost only."""
     head_custom: bool = True
-    """False where logits = cap·tanh(scale·(W·h + b)/cap) and the loss is the shifted cross-entropy of these."""
+    """False where logits = cap·tanh(scale·(W·h + b)/cap) and the loss is the shifted cross-entropy
+    of these."""
     soft_cap: float | None = None
     scale: float = 1.0
     unread: tuple[str, ...] = ()
-    """Linear layers, by their paths inside a block, whose outputs no gradient reads (:mod:`blockwalk.cutting.verify`)."""
+    """Linear layers, by their paths inside a block, whose outputs no gradient reads
+    (:mod:`blockwalk.cutting.verify`)."""
     borders: str = ""
-    """The way in which documents of one row are kept apart: by their positions alone (positions), by these and a mask made of
-    them (mask), or in none."""
+    """The way in which documents of one row are kept apart: by their positions alone (positions),
+    by these and a mask made of them (mask), or in none."""
     together: bool = False
-    """Whether a block answers several batches at once, of which each has weights of its own, as one after the other."""
+    """Whether a block answers several batches at once, of which each has weights of its own, as one
+    after the other."""
     hands_on: bool = False
-    """Whether blocks hand tensors to later ones in a dictionary among their arguments, as shared keys and values."""
+    """Whether blocks hand tensors to later ones in a dictionary among their arguments, as shared
+    keys and values."""
     notes: Mapping[str, float] = field(default_factory=dict)
     """Relative differences found when the walk was compared with the model's own run."""
 
 
-def canonical_name(name: str, adapters: tuple[str, ...] = (), prefix: str = "base_model.model.") -> str:
-    """Return a parameter's or module's name in the plain model: without the parts that PEFT puts around and between.
+def canonical_name(
+    name: str, adapters: tuple[str, ...] = (), prefix: str = "base_model.model."
+) -> str:
+    """Return a parameter's or module's name in the plain model: without the parts that PEFT puts
+    around and between.
 
-    ``adapters`` are the names of the model's adapters ("default"), ``prefix`` is where the plain model sits in it. An
-    adapter's own parameters keep ``base_layer``, which tells apart the adapters of several fused expert weights of one
-    module; so their names are those of PEFT's files.
-    """
+    ``adapters`` are the names of the model's adapters ("default"), ``prefix`` is where the plain
+    model sits in it. An adapter's own parameters keep ``base_layer``, which tells apart the
+    adapters of several fused expert weights of one module; so their names are those of PEFT's
+    files."""
     parts = name.removeprefix(prefix).split(".")
     dropped = set(adapters) if ".lora_" in name else {*adapters, "base_layer"}
     return ".".join(part for part in parts if part not in dropped)
 
 
 def layer_candidates(model: nn.Module) -> dict[str, nn.Module]:
-    """Return members of module lists whose class ``_no_split_modules`` names, outermost only, in the order of
-    ``named_modules``.
+    """Return members of module lists whose class ``_no_split_modules`` names, outermost only, in
+    the order of ``named_modules``.
 
     Where it names none of them, the members of the outermost lists take their place.
     """
     classes = set(getattr(model, "_no_split_modules", None) or ())
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    members = {name: module for name, module in model.named_modules() if name.rpartition(".")[0] in lists}
+    members = {
+        name: module for name, module in model.named_modules() if name.rpartition(".")[0] in lists
+    }
     chosen = {name: m for name, m in members.items() if type(m).__name__ in classes} or members
     found: dict[str, nn.Module] = {}
     for name, module in chosen.items():
@@ -76,8 +87,11 @@ def layer_candidates(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def pieces(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules that neither hold a layer nor are one: embeddings, rotary tables, final norm, head."""
-    containers = {name.rsplit(".", depth)[0] for name in layers for depth in range(1, name.count(".") + 1)} | {""}
+    """Yield the outermost modules that neither hold a layer nor are one: embeddings, rotary tables,
+    final norm, head."""
+    containers = {
+        name.rsplit(".", depth)[0] for name in layers for depth in range(1, name.count(".") + 1)
+    } | {""}
     waiting = [("", model)]
     while waiting:
         prefix, module = waiting.pop(0)
@@ -113,31 +127,46 @@ def watch(
             trace.calls.append(name)
 
     def layer_answered(module: nn.Module, _args: Any, output: Any) -> None:
-        trace.returns[type(module).__name__] = len(output) if isinstance(output, tuple | list) else 0
+        trace.returns[type(module).__name__] = (
+            len(output) if isinstance(output, tuple | list) else 0
+        )
 
-    handles = [module.register_forward_pre_hook(partial(called, name)) for name, module in model.named_modules()]
+    handles = [
+        module.register_forward_pre_hook(partial(called, name))
+        for name, module in model.named_modules()
+    ]
     return handles + [module.register_forward_hook(layer_answered) for module in layers.values()]
 
 
 def dissect(model: nn.Module, layers: Mapping[str, nn.Module], trace: CallTrace) -> Anatomy:
-    """Return the anatomy that a trace shows. Raises ValueError for a model that is no sequence of layers, with the reason."""
+    """Return the anatomy that a trace shows. Raises ValueError for a model that is no sequence of
+    layers, with the reason."""
     if not trace.calls:
         raise ValueError("no layer of it is called: it has no list of decoder layers")
     if len(set(trace.calls)) < len(trace.calls):
         times = max(trace.calls.count(name) for name in trace.calls)
         raise ValueError(
-            f"a layer is called {times} times in one forward pass: a looped model is no sequence of layers"
+            f"a layer is called {times} times in one forward pass: a looped model is no sequence"
+            " of layers"
         )
     parents = tuple(dict.fromkeys(name.rsplit(".", 1)[0] for name in trace.calls))
-    idle = [name for name in layers if name.rsplit(".", 1)[0] in parents and name not in trace.calls]
+    idle = [
+        name for name in layers if name.rsplit(".", 1)[0] in parents and name not in trace.calls
+    ]
     if idle:
         raise ValueError(f"layers {idle} were not called in a forward pass")
     whole: Any = model
     head_module = whole.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
-    alive = {name.rsplit(".", depth)[0] for name in trace.late for depth in range(name.count(".") + 1)}
+    alive = {
+        name.rsplit(".", depth)[0] for name in trace.late for depth in range(name.count(".") + 1)
+    }
     inside = tuple(f"{name}." for name in trace.calls)
-    dead = (n for m, n in names.items() if n not in alive and n.rpartition(".")[0] in alive and any(m.children()))
+    dead = (
+        n
+        for m, n in names.items()
+        if n not in alive and n.rpartition(".")[0] in alive and any(m.children())
+    )
     return Anatomy(
         layer_parents=parents,
         returns=trace.returns,
@@ -149,7 +178,8 @@ def dissect(model: nn.Module, layers: Mapping[str, nn.Module], trace: CallTrace)
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """The output embedding: logits = soft_cap·tanh(scale·(W·h + b)/soft_cap), or without a cap scale·(W·h + b)."""
+    """The output embedding: logits = soft_cap·tanh(scale·(W·h + b)/soft_cap), or without a cap
+    scale·(W·h + b)."""
 
     weight: str
     """Canonical name of W [V, D]; the embedding's where the two are tied."""
@@ -158,36 +188,54 @@ class HeadSpec:
     scale: float
     tied: bool
     custom: bool
-    """True where logits or loss are not of this form (verified with numbers): use ``own_loss`` and ``logits``."""
+    """True where logits or loss are not of this form (verified with numbers): use ``own_loss`` and
+    ``logits``."""
     lora: tuple[str, str, float] | None = None
-    """Canonical names of A [R, D] and B [V, R] and the factor of B·A where the head carries a plain LoRA."""
+    """Canonical names of A [R, D] and B [V, R] and the factor of B·A where the head carries a plain
+    LoRA."""
 
 
-def head_spec(model: Any, base: Any, anatomy: Anatomy, names: Mapping[int, str], tied_names: set[str]) -> HeadSpec:
+def head_spec(
+    model: Any, base: Any, anatomy: Anatomy, names: Mapping[int, str], tied_names: set[str]
+) -> HeadSpec:
     """Describe the head of ``base``, the plain model in ``model``.
 
-    ``names`` are the canonical names by the ``id`` of the parameters that stand in the modules, ``tied_names`` those of
-    parameters with two turns.
-    """
+    ``names`` are the canonical names by the ``id`` of the parameters that stand in the modules,
+    ``tied_names`` those of parameters with two turns."""
     module = base.get_output_embeddings()
     if module is None:
         return HeadSpec("", None, None, 1.0, False, True)
-    custom, lora = anatomy.head_custom, None
+    custom = anatomy.head_custom
+    lora = None
     if hasattr(module, "base_layer"):
         lora = _plain_lora(module, next(iter(model.peft_config)), names)
         custom = custom or lora is None
         module = module.base_layer
     for config in getattr(model, "peft_config", {}).values():
         if config.is_prompt_learning and config.peft_type.value != "PREFIX_TUNING":
-            custom = True  # virtual tokens lengthen the sequence: only the wrapper knows how to pad the labels
-    here = {leaf: names[id(param)] for leaf, param in module._parameters.items() if param is not None}
+            # virtual tokens lengthen the sequence: only the wrapper knows how to pad the labels
+            custom = True
+    here = {
+        leaf: names[id(param)] for leaf, param in module._parameters.items() if param is not None
+    }
     weight = here.get("weight", "")
     custom = custom or not weight
-    return HeadSpec(weight, here.get("bias"), anatomy.soft_cap, anatomy.scale, weight in tied_names, custom, lora)
+    return HeadSpec(
+        weight,
+        here.get("bias"),
+        anatomy.soft_cap,
+        anatomy.scale,
+        weight in tied_names,
+        custom,
+        lora,
+    )
 
 
-def _plain_lora(module: Any, adapter: str, names: Mapping[int, str]) -> tuple[str, str, float] | None:
-    """Return names and factor of a plain LoRA on a linear head (no dropout, no bias, no variant), or None."""
+def _plain_lora(
+    module: Any, adapter: str, names: Mapping[int, str]
+) -> tuple[str, str, float] | None:
+    """Return names and factor of a plain LoRA on a linear head (no dropout, no bias, no variant),
+    or None."""
     plain = (
         adapter in getattr(module, "lora_A", {})
         and isinstance(module.lora_dropout[adapter], nn.Identity)
@@ -196,5 +244,6 @@ def _plain_lora(module: Any, adapter: str, names: Mapping[int, str]) -> tuple[st
     )
     if not plain:
         return None
-    a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+    a = module.lora_A[adapter].weight
+    b = module.lora_B[adapter].weight
     return names[id(a)], names[id(b)], float(module.scaling[adapter])

@@ -1,7 +1,8 @@
-"""Facts of a batch that models ask of its mask and positions while they build the masks of attention.
+"""Facts of a batch that models ask of its mask and positions while they build the masks of
+attention.
 
-On an accelerator each question would wait for the device. The batch comes from the processor, where the answers are known.
-"""
+On an accelerator each question would wait for the device. The batch comes from the processor, where
+the answers are known."""
 
 from __future__ import annotations
 
@@ -28,15 +29,19 @@ class BatchFacts:
     hides_nothing: bool
     """True where there is no attention mask, or one without a zero."""
     hides_unseen: bool
-    """True where the mask hides the right end of its rows alone, from which nothing is learnt. In a causal model no token to
-    the left of it attends to it, so that attention needs no mask for it."""
+    """True where the mask hides the right end of its rows alone, from which nothing is learnt. In a
+    causal model no token to the left of it attends to it, so that attention needs no mask for
+    it."""
     documents: bool
     """True where positions begin anew inside a row."""
 
     @classmethod
     def of(cls, batch: Mapping[str, Tensor]) -> BatchFacts | None:
-        """Find the facts of a batch on the processor; None where a tensor that they rest on is elsewhere."""
-        mask, positions, labels = (batch.get(name) for name in ("attention_mask", "position_ids", "labels"))
+        """Find the facts of a batch on the processor; None where a tensor that they rest on is
+        elsewhere."""
+        mask, positions, labels = (
+            batch.get(name) for name in ("attention_mask", "position_ids", "labels")
+        )
         if any(each is not None and not is_cpu(each.device) for each in (mask, positions, labels)):
             return None
         documents = positions is not None and bool((torch.diff(positions, dim=-1) != 1).any())
@@ -56,8 +61,8 @@ def note(ids_BS: Tensor, facts: BatchFacts | None) -> None:
 
 @contextmanager
 def answered(batch: Mapping[str, Any]) -> Iterator[None]:
-    """Give transformers the facts that were noted of a batch in place of the device's answers, so that it waits for none and
-    builds no causal mask that hides the unseen alone."""
+    """Give transformers the facts that were noted of a batch in place of the device's answers, so
+    that it waits for none and builds no causal mask that hides the unseen alone."""
     facts: BatchFacts | None = getattr(batch.get("input_ids"), _NOTED, None)
     masks: Any = import_module("transformers.masking_utils")
     if facts is None or not all(hasattr(masks, name) for name in _QUESTIONS):

@@ -1,4 +1,5 @@
-"""One call of a module on the stacked rows of several forwards, each with its own perturbed parameters.
+"""One call of a module on the stacked rows of several forwards, each with its own perturbed
+parameters.
 
 A linear layer reads the common weight once; any other module answers part by part.
 """
@@ -16,7 +17,8 @@ from blockwalk.numerics.lazy_linear import lazy_linear_by_part
 
 
 class NotByPart(Exception):
-    """A module was called with something else than all rows, or answers something else than a tensor."""
+    """A module was called with something else than all rows, or answers something else than a
+    tensor."""
 
 
 class ByPart:
@@ -35,17 +37,26 @@ class ByPart:
         hidden_PSD: Tensor,
         placed: Callable[[Value], Tensor],
     ) -> None:
-        self.module, self.leaves, self.placed = module, leaves, placed
+        self.module = module
+        self.leaves = leaves
+        self.placed = placed
         self.called = False
         self._forward = module.forward
         self._rows = (hidden_PSD.shape[0], hidden_PSD.shape[0] * hidden_PSD.shape[1])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         x = args[0] if args else None
-        if len(args) != 1 or kwargs or not isinstance(x, Tensor) or x.shape[0] not in self._rows or self.called:
+        if (
+            len(args) != 1
+            or kwargs
+            or not isinstance(x, Tensor)
+            or x.shape[0] not in self._rows
+            or self.called
+        ):
             raise NotByPart
         self.called = True
-        count, weights = len(next(iter(self.leaves.values()))), self.leaves.get("weight", ())
+        count = len(next(iter(self.leaves.values())))
+        weights = self.leaves.get("weight", ())
         transposed = type(self.module).__name__ == "Conv1D"
         linear = transposed or type(self.module).forward is nn.Linear.forward
         alike = all(isinstance(weight, LowRankSum | Tensor) for weight in weights)

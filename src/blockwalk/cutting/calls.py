@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class HandedEntry:
-    """One entry of a dictionary through which a block hands tensors to later ones, such as shared keys and values."""
+    """One entry of a dictionary through which a block hands tensors to later ones, such as shared
+    keys and values."""
 
     writer: int
     """The unit that adds the entry."""
@@ -35,9 +36,8 @@ class HandedEntry:
 class Handed:
     """The entries that the blocks of one batch hand on, in the order in which they are added.
 
-    A block adds its entries when it runs for the first time. When it is recomputed, its tensors are those with a graph,
-    and the leaves stay.
-    """
+    A block adds its entries when it runs for the first time. When it is recomputed, its tensors are
+    those with a graph, and the leaves stay."""
 
     entries: list[HandedEntry] = field(default_factory=list)
 
@@ -50,11 +50,18 @@ class Handed:
         return tuple(leaf for entry in self.before(unit) for leaf in entry.leaves)
 
     def leaves_of(self, unit: int) -> tuple[Tensor, ...]:
-        """Return the leaves of the entries that a unit adds, in the order of :attr:`BlockResult.handed`."""
-        return tuple(leaf for entry in self.entries if entry.writer == unit for leaf in entry.leaves)
+        """Return the leaves of the entries that a unit adds, in the order of
+        :attr:`BlockResult.handed`."""
+        return tuple(
+            leaf for entry in self.entries if entry.writer == unit for leaf in entry.leaves
+        )
 
     def take(
-        self, unit: int, argument: int | str, dictionary: MutableMapping[Any, Any], before: Mapping[Any, Any]
+        self,
+        unit: int,
+        argument: int | str,
+        dictionary: MutableMapping[Any, Any],
+        before: Mapping[Any, Any],
     ) -> list[Tensor]:
         """Remove from a dictionary what a unit added to it, and keep it as entries.
 
@@ -70,10 +77,14 @@ class Handed:
         Raises:
             ValueError: the block replaced or removed an entry.
         """
-        if any(key not in dictionary or dictionary[key] is not value for key, value in before.items()):
+        if any(
+            key not in dictionary or dictionary[key] is not value for key, value in before.items()
+        ):
             raise ValueError(f"block {unit} replaces an entry of its argument {argument}")
         tensors: list[Tensor] = []
-        recomputed = any(entry.writer == unit and entry.argument == argument for entry in self.entries)
+        recomputed = any(
+            entry.writer == unit and entry.argument == argument for entry in self.entries
+        )
         for key in [key for key in dictionary if key not in before]:
             value = dictionary.pop(key)
             tensors += tensors_of(value)
@@ -91,7 +102,11 @@ def _entry(unit: int, argument: int | str, key: Hashable, value: Any) -> HandedE
         return leaves[-1]
 
     return HandedEntry(
-        unit, argument, key, rebuild(value, leaf, f"entry {key!r} of argument {argument}"), tuple(leaves)
+        unit,
+        argument,
+        key,
+        rebuild(value, leaf, f"entry {key!r} of argument {argument}"),
+        tuple(leaves),
     )
 
 
@@ -111,7 +126,8 @@ class BlockResult:
 
 @dataclass(frozen=True, eq=False)
 class BlockCall:
-    """The arguments of one block for one batch: an explicit value, to be run any number of times in any order."""
+    """The arguments of one block for one batch: an explicit value, to be run any number of times in
+    any order."""
 
     unit: int
     module: nn.Module
@@ -120,11 +136,13 @@ class BlockCall:
     arguments: Mapping[int | str, Any]
     """The other arguments by position or keyword; None in the hidden state's place."""
     differentiable: tuple[Tensor, ...]
-    """Leaves among the arguments that receive a gradient; blocks that share an argument share its leaf."""
+    """Leaves among the arguments that receive a gradient; blocks that share an argument share its
+    leaf."""
     apart: AbstractContextManager[object]
     """The mode in which its attention keeps the documents of a packed row apart."""
     live_cache: bool = False
-    """Whether the block writes into the batch's own key-value cache (generation), not into a view of it."""
+    """Whether the block writes into the batch's own key-value cache (generation), not into a view
+    of it."""
     handed: Handed = field(default_factory=Handed)
     """The entries that blocks hand to one another; all calls of a batch share it."""
     hands_on: bool = False
@@ -132,19 +150,24 @@ class BlockCall:
 
     @property
     def dictionaries(self) -> list[int | str]:
-        """Positions and keywords of the arguments that are dictionaries, in which a block may hand tensors on."""
+        """Positions and keywords of the arguments that are dictionaries, in which a block may hand
+        tensors on."""
         return [key for key, value in self.arguments.items() if isinstance(value, Mapping)]
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """The leaves that the block's gradient reaches beside its hidden state and its parameters."""
+        """The leaves that the block's gradient reaches beside its hidden state and its
+        parameters."""
         handed = self.handed.leaves_before(self.unit)
         return (*self.differentiable, *(leaf for leaf in handed if leaf.requires_grad))
 
     def view(self, hidden_BSD: Tensor) -> tuple[list[Any], dict[str, Any]]:
         """Return arguments for one run, in containers of their own."""
         live = self.live_cache
-        given = {key: rebuild(value, _same, str(key), share_caches=live) for key, value in self.arguments.items()}
+        given = {
+            key: rebuild(value, _same, str(key), share_caches=live)
+            for key, value in self.arguments.items()
+        }
         given[self.hidden_at] = hidden_BSD
         for entry in self.handed.before(self.unit):
             given[entry.argument][entry.key] = entry.value
@@ -152,10 +175,12 @@ class BlockCall:
         return args, {key: value for key, value in given.items() if isinstance(key, str)}
 
 
-def joined_call(calls: Sequence[BlockCall], rows: int, known: dict[tuple[int, ...], Tensor]) -> BlockCall | None:
-    """Return a block's calls for several batches of ``rows`` sequences as the call for all of them, one batch after the
-    other; None where an argument differs between the calls and is not of their rows. ``known`` are the arguments joined
-    before, by the identities of their parts."""
+def joined_call(
+    calls: Sequence[BlockCall], rows: int, known: dict[tuple[int, ...], Tensor]
+) -> BlockCall | None:
+    """Return a block's calls for several batches of ``rows`` sequences as the call for all of them,
+    one batch after the other; None where an argument differs between the calls and is not of their
+    rows. ``known`` are the arguments joined before, by the identities of their parts."""
     if not isinstance(calls[0].apart, nullcontext):
         return None  # documents side by side are computed by themselves
     if calls[0].hands_on:
@@ -165,14 +190,18 @@ def joined_call(calls: Sequence[BlockCall], rows: int, known: dict[tuple[int, ..
         key = tuple(map(id, parts))
         if key not in known:
             of_rows = parts[0].ndim > 1 and len(parts[0]) == rows
-            if (rows == 1 or not of_rows) and all(torch.equal(parts[0], other) for other in parts[1:]):
+            if (rows == 1 or not of_rows) and all(
+                torch.equal(parts[0], other) for other in parts[1:]
+            ):
                 known[key] = parts[0]
             elif of_rows:
                 known[key] = torch.cat(parts)
             else:
                 return None
         whole.append(known[key])
-    return replace(calls[0], arguments=rebuild(calls[0].arguments, lambda _: whole.pop(0), "argument"))
+    return replace(
+        calls[0], arguments=rebuild(calls[0].arguments, lambda _: whole.pop(0), "argument")
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,18 +215,22 @@ class Prologue:
     leaves: tuple[Tensor, ...]
     """The stand-ins of ``sources`` in the blocks' calls, in the same order."""
     stand_ins: Mapping[str, tuple[Any, ...]]
-    """The answers of the prologue's modules, on the meta device: the epilogue's pass runs on zeros of these shapes."""
+    """The answers of the prologue's modules, on the meta device: the epilogue's pass runs on zeros
+    of these shapes."""
 
     def roots(
         self, grad_hidden_BSD: Tensor | None, grad_leaves: Iterable[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors from which the prologue's graph is differentiated, and their gradients. None where an
-        adapter's part was not run by this batch: it leaves the prologue without a graph.
+        """Return the tensors from which the prologue's graph is differentiated, and their
+        gradients. None where an adapter's part was not run by this batch: it leaves the prologue
+        without a graph.
 
         ``grad_leaves`` are the gradients of ``leaves``, summed over the blocks.
         """
         given = zip((self.hidden_BSD, *self.sources), (grad_hidden_BSD, *grad_leaves), strict=True)
-        pairs = [(source, grad) for source, grad in given if grad is not None and source.requires_grad]
+        pairs = [
+            (source, grad) for source, grad in given if grad is not None and source.requires_grad
+        ]
         return [source for source, _ in pairs], [grad for _, grad in pairs]
 
 
@@ -216,13 +249,16 @@ def is_cache(value: Any) -> bool:
     return any(cls.__module__ == "transformers.cache_utils" for cls in type(value).__mro__)
 
 
-def rebuild(value: Any, on_tensor: Callable[[Tensor], Tensor], where: str, *, share_caches: bool = False) -> Any:
-    """Copy ``value`` with each tensor replaced by ``on_tensor`` of it; containers and caches are built anew.
+def rebuild(
+    value: Any, on_tensor: Callable[[Tensor], Tensor], where: str, *, share_caches: bool = False
+) -> Any:
+    """Copy ``value`` with each tensor replaced by ``on_tensor`` of it; containers and caches are
+    built anew.
 
-    The copy shares no mutable container with the original, so whatever a call writes into it is thrown away with it
-    (a key-value cache stays the same object where ``share_caches``: generation writes into it on purpose).
-    ``where`` names the argument in the ValueError that refuses an object of an unknown class.
-    """
+    The copy shares no mutable container with the original, so whatever a call writes into it is
+    thrown away with it (a key-value cache stays the same object where ``share_caches``: generation
+    writes into it on purpose). ``where`` names the argument in the ValueError that refuses an
+    object of an unknown class."""
 
     def again(item: Any) -> Any:
         return rebuild(item, on_tensor, where, share_caches=share_caches)
@@ -248,20 +284,24 @@ def rebuild(value: Any, on_tensor: Callable[[Tensor], Tensor], where: str, *, sh
             return value
         twin = copy.copy(value)
         for key, item in vars(value).items():
-            # Lists of layers and dicts of states are rebuilt; streams, classes and the like are shared as they are.
+            # Lists of layers and dicts of states are rebuilt; streams, classes and the like are
+            # shared as they are.
             if isinstance(item, Tensor | list | dict | tuple) or is_cache(item):
                 setattr(twin, key, again(item))
         return twin
     if isinstance(value, type) or callable(value):
         return value
     raise ValueError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which could carry state from one block to "
-        "the next; Blockwalk trains models whose layers take tensors, numbers and containers of these"
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which could carry"
+        " state from one block to "
+        "the next; Blockwalk trains models whose layers take tensors, numbers and containers of"
+        " these"
     )
 
 
 def tensors_of(value: Any, *, caches: bool = True) -> list[Tensor]:
-    """Return all tensors in a value (those of key-value caches only where ``caches``), in a fixed order."""
+    """Return all tensors in a value (those of key-value caches only where ``caches``), in a fixed
+    order."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -273,9 +313,12 @@ def tensors_of(value: Any, *, caches: bool = True) -> list[Tensor]:
 
 
 def containers_of(value: Any) -> list[tuple[str, int]]:
-    """(path, length) of every dict and list that is not part of a cache: a call must leave them as they were."""
+    """(path, length) of every dict and list that is not part of a cache: a call must leave them as
+    they were."""
     items: Any = value.items() if isinstance(value, Mapping) else ()
     if isinstance(value, list | tuple):
         items = enumerate(value)
-    inner = [(f"[{key!r}]{path}", size) for key, item in items for path, size in containers_of(item)]
+    inner = [
+        (f"[{key!r}]{path}", size) for key, item in items for path, size in containers_of(item)
+    ]
     return [("", len(value)), *inner] if isinstance(value, Mapping | list) else inner

@@ -1,11 +1,12 @@
 """A model cut into prologue, blocks and epilogue, without code of any model's own.
 
-One skeleton pass suffices: every decoder layer's forward gives way to a stub that records its arguments, and the model's
-own forward runs. It yields what each layer would have been called with for this batch. The prologue is that pass up to the
-last layer's stub, the epilogue the same pass with the last stub answering the true hidden state.
+One skeleton pass suffices: every decoder layer's forward gives way to a stub that records its
+arguments, and the model's own forward runs. It yields what each layer would have been called with
+for this batch. The prologue is that pass up to the last layer's stub, the epilogue the same pass
+with the last stub answering the true hidden state.
 
-B batch, S sequence, D hidden, V vocabulary. Units: 0 the prologue, 1..L the blocks, L+1 the epilogue.
-"""
+B batch, S sequence, D hidden, V vocabulary. Units: 0 the prologue, 1..L the blocks, L+1 the
+epilogue."""
 
 from __future__ import annotations
 
@@ -21,7 +22,15 @@ from torch import Tensor, nn
 from blockwalk.cutting.anatomy import Anatomy, canonical_name, head_spec
 from blockwalk.cutting.batch_facts import answered
 from blockwalk.cutting.by_part import ByPart, NotByPart
-from blockwalk.cutting.calls import BlockCall, BlockResult, Handed, Prologue, containers_of, rebuild, tensors_of
+from blockwalk.cutting.calls import (
+    BlockCall,
+    BlockResult,
+    Handed,
+    Prologue,
+    containers_of,
+    rebuild,
+    tensors_of,
+)
 from blockwalk.cutting.decay import spared_by_decay
 from blockwalk.cutting.ownership import find_parameters, find_parts
 from blockwalk.numerics.codecs.weights import Value
@@ -40,12 +49,18 @@ class _Stop(Exception):
 
 
 def _has_dropout(model: nn.Module) -> bool:
-    """Whether a training-mode forward may draw random numbers (dropout, router jitter, stochastic depth)."""
+    """Whether a training-mode forward may draw random numbers (dropout, router jitter, stochastic
+    depth)."""
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
         return True
     settings: dict[str, Any] = model.config.to_dict() if hasattr(model, "config") else {}  # type: ignore[operator, union-attr]
     flat = [settings, *(value for value in settings.values() if isinstance(value, dict))]
-    rates = [key for level in flat for key, value in level.items() if isinstance(value, float) and value > 0]
+    rates = [
+        key
+        for level in flat
+        for key, value in level.items()
+        if isinstance(value, float) and value > 0
+    ]
     return any("drop" in key or "jitter" in key for key in rates)
 
 
@@ -63,50 +78,65 @@ def _same_elements(tensor: Tensor, other: Tensor) -> bool:
 
 
 def refuse_settings(base: Any) -> None:
-    """Raise ValueError for a model whose settings no walk can honour: its steps would differ, or read every layer at once."""
+    """Raise ValueError for a model whose settings no walk can honour: its steps would differ, or
+    read every layer at once."""
     config = base.config
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(base).__name__} is an encoder–decoder: Blockwalk walks decoders only")
+        raise ValueError(
+            f"{type(base).__name__} is an encoder–decoder: Blockwalk walks decoders only"
+        )
     for key in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
         if getattr(config, key, 0.0):
             raise ValueError(
-                f"{key} = {getattr(config, key)} skips layers at random, so steps differ in their walk; set it to 0"
+                f"{key} = {getattr(config, key)} skips layers at random, so steps differ in their"
+                " walk; set it to 0"
             )
     if getattr(config, "output_router_logits", False):
         raise ValueError(
-            "output_router_logits = True adds a loss that reads every layer's router; set it to False "
+            "output_router_logits = True adds a loss that reads every layer's router; set it to"
+            " False "
             "(the auxiliary loss is then 0)"
         )
 
 
 class CutModel:
-    """A ``transformers`` causal language model (or a ``PeftModel`` around one) as a sequence of units.
+    """A ``transformers`` causal language model (or a ``PeftModel`` around one) as a sequence of
+    units.
 
-    The modules stay, their parameters come and go: :meth:`bind` puts tensors or lazily decoded weights in their places,
-    :meth:`unbind` takes them out again. The ``anatomy`` says what is called in which order;
-    :func:`blockwalk.cutting.verify.certified` finds and checks it. Raises ValueError for a model whose settings no walk can
-    honour, with the reason."""
+    The modules stay, their parameters come and go: :meth:`bind` puts tensors or lazily decoded
+    weights in their places, :meth:`unbind` takes them out again. The ``anatomy`` says what is
+    called in which order; :func:`blockwalk.cutting.verify.certified` finds and checks it. Raises
+    ValueError for a model whose settings no walk can honour, with the reason."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
         self.model = model
         self.base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
         self.adapters: tuple[str, ...] = tuple(getattr(model, "peft_config", ()))
         if len(self.adapters) > 1:
-            raise ValueError(f"the model carries {len(self.adapters)} adapters {self.adapters}; Blockwalk trains one")
+            raise ValueError(
+                f"the model carries {len(self.adapters)} adapters {self.adapters}; Blockwalk"
+                " trains one"
+            )
         refuse_settings(self.base)
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
-                module.__dict__["gradient_checkpointing"] = False  # the walk recomputes blocks itself
+                module.__dict__["gradient_checkpointing"] = (
+                    False  # the walk recomputes blocks itself
+                )
         self.anatomy = anatomy
         self._call_block: Callable[..., Any] = _call
         self.device = torch.device("cpu")
         self.draws_random_numbers = _has_dropout(model)
         """Whether a forward in training mode may draw random numbers."""
         signature = inspect.signature(self.base.forward).parameters
-        self._takes_use_cache = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in signature.values())
+        self._takes_use_cache = any(
+            p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in signature.values()
+        )
         # transformers 5.24 gave the models' argument another name
         self._cache_keyword = "cache" if "cache" in signature else "past_key_values"
-        prefix = "".join(f"{name}." for name, module in model.named_modules() if name and module is self.base)
+        prefix = "".join(
+            f"{name}." for name, module in model.named_modules() if name and module is self.base
+        )
 
         def canonical(name: str) -> str:
             return canonical_name(name, self.adapters, prefix)
@@ -115,13 +145,18 @@ class CutModel:
         self._spec = find_parameters(model, self.base, self._units, canonical)
         self.spared_by_decay = spared_by_decay(model, canonical)
         """The norms and biases, which weight decay spares, by canonical name."""
-        owning = [part for part in self._units.pieces if next(part.module.parameters(), None) is not None]
+        owning = [
+            part for part in self._units.pieces if next(part.module.parameters(), None) is not None
+        ]
         self._prologue_pieces = [(part.name, part.module) for part in owning if part.unit == 0]
         self._bound: set[int] = set()
         names = {id(param): name for name, param in self._units.placeholders.items()}
-        self.head = head_spec(model, self.base, anatomy, names, {name for _, name in self._spec.tied})
+        self.head = head_spec(
+            model, self.base, anatomy, names, {name for _, name in self._spec.tied}
+        )
 
-    # --- what the model is made of ------------------------------------------------------------------------------------
+    # --- what the model is made of
+    # ------------------------------------------------------------------------------------
 
     def spec(self) -> ModelSpec:
         """Return units in execution order with their parameters."""
@@ -134,7 +169,9 @@ class CutModel:
 
     def modules(self, unit: int) -> list[nn.Module]:
         """Return the unit's outermost modules."""
-        return [part.module for part in (*self._units.layers, *self._units.pieces) if part.unit == unit]
+        return [
+            part.module for part in (*self._units.layers, *self._units.pieces) if part.unit == unit
+        ]
 
     def to(self, device: torch.device | str) -> CutModel:
         """Move the buffers; parameters are wherever they are bound from."""
@@ -146,53 +183,73 @@ class CutModel:
         return self
 
     def walks_documents(self, plan: Plan) -> bool:
-        """Whether a batch may be walked as one row of its documents, at the cost of each by itself: they are kept apart,
-        attention is computed by them, and no random numbers are drawn for the shape of a batch. Under zeroth order losses are
-        those of the batch as it came."""
+        """Whether a batch may be walked as one row of its documents, at the cost of each by itself:
+        they are kept apart, attention is computed by them, and no random numbers are drawn for the
+        shape of a batch. Under zeroth order losses are those of the batch as it came."""
         attention = self.base.config.get_text_config()._attn_implementation
-        split = is_cpu(self.device) and attention == "sdpa" and plan.loss == "chunked" and not self.head.custom
+        split = (
+            is_cpu(self.device)
+            and attention == "sdpa"
+            and plan.loss == "chunked"
+            and not self.head.custom
+        )
         split = split and not (plan.zeroth_order or plan.compile or plan.neftune_noise_alpha)
-        prompted = any(config.is_prompt_learning for config in getattr(self.model, "peft_config", {}).values())
+        prompted = any(
+            config.is_prompt_learning for config in getattr(self.model, "peft_config", {}).values()
+        )
         return split and bool(self.anatomy.borders) and not (prompted or self.draws_random_numbers)
 
     def compile_blocks(self) -> None:
-        """Run blocks through ``torch.compile`` from now on. Parameters are inputs of the compiled graph, so that one graph
-        serves all blocks of a kind, whatever is bound; none of a block's parameters may then be lazily decoded."""
+        """Run blocks through ``torch.compile`` from now on. Parameters are inputs of the compiled
+        graph, so that one graph serves all blocks of a kind, whatever is bound; none of a block's
+        parameters may then be lazily decoded."""
         self._call_block = torch.compile(_call)
 
-    # --- parameters come and go ---------------------------------------------------------------------------------------
+    # --- parameters come and go
+    # ---------------------------------------------------------------------------------------
 
     def take_parameters(self) -> dict[str, Tensor]:
-        """Hand over the real parameters that the modules hold, by canonical name; placeholders take their places."""
+        """Hand over the real parameters that the modules hold, by canonical name; placeholders take
+        their places."""
         assert not self._bound, f"units {self._bound} are bound"
-        held, taken = self._units.placeholders, {}
+        held = self._units.placeholders
+        taken = {}
         for name, param in held.items():
             if not param.is_meta:
                 taken[name] = param.detach()
-                held[name] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+                held[name] = nn.Parameter(
+                    torch.empty_like(param, device="meta"), requires_grad=param.requires_grad
+                )
         for unit in range(self.epilogue_index + 1):
             self._put_back(unit, self._units.places[unit])
         return taken
 
     def bind(self, unit: int, values: Mapping[str, Value]) -> dict[str, Tensor]:
-        """Put parameters in their places: tensors, or weights that are decoded when used (2-D; frozen, or without a graph).
+        """Put parameters in their places: tensors, or weights that are decoded when used (2-D;
+        frozen, or without a graph).
 
-        Answers the bound trainable tensors by name: the leaves whose gradients are the parameters'. A tensor that does not
-        require a gradient is given a leaf that does, over the same memory. The epilogue accepts a tied head's weight.
-        """
-        places, trainable = self._units.places[unit], self._units.trainable
+        Answers the bound trainable tensors by name: the leaves whose gradients are the parameters'.
+        A tensor that does not require a gradient is given a leaf that does, over the same memory.
+        The epilogue accepts a tied head's weight."""
+        places = self._units.places[unit]
+        trainable = self._units.trainable
         leaves: dict[str, Tensor] = {}
         self._bound.add(unit)
         for name, value in values.items():
             placed: Tensor
             if not isinstance(value, Tensor):
-                assert name not in trainable or not torch.is_grad_enabled(), f"{name} is trained: bind a tensor"
+                assert name not in trainable or not torch.is_grad_enabled(), (
+                    f"{name} is trained: bind a tensor"
+                )
                 placed = self._placed(value)
             elif name in trainable:
-                placed = leaves[name] = value if value.requires_grad else value.detach().requires_grad_(True)
+                placed = leaves[name] = (
+                    value if value.requires_grad else value.detach().requires_grad_(True)
+                )
             else:
-                # A Parameter, as PEFT's parametrizations of expert weights ask for. They count as writes to it, which must not
-                # count for its neighbours in the file: .data has a version of its own.
+                # A Parameter, as PEFT's parametrizations of expert weights ask for. They count as
+                # writes to it, which must not count for its neighbours in the file: .data has a
+                # version of its own.
                 placed = nn.Parameter(value.data, requires_grad=False)
             for place in places[name]:
                 place.module._parameters[place.leaf] = placed  # type: ignore[assignment]
@@ -202,7 +259,8 @@ class CutModel:
         return value if isinstance(value, Tensor) else LazyParameter(value, self.device)
 
     def unbind(self, unit: int, names: Sequence[str] | None = None) -> None:
-        """Put placeholders back, so that nothing here refers to what was bound: of all parameters, or of those named."""
+        """Put placeholders back, so that nothing here refers to what was bound: of all parameters,
+        or of those named."""
         if unit not in self._bound:
             return
         if names is None:
@@ -216,14 +274,19 @@ class CutModel:
 
     def linears(self, unit: int) -> dict[str, nn.Linear]:
         """Return a unit's linear layers, by the canonical name of their weight."""
-        found = ((name, place) for name, places in self._units.places[unit].items() for place in places)
-        return {n: p.module for n, p in found if p.leaf == "weight" and isinstance(p.module, nn.Linear)}
+        found = (
+            (name, place) for name, places in self._units.places[unit].items() for place in places
+        )
+        return {
+            n: p.module for n, p in found if p.leaf == "weight" and isinstance(p.module, nn.Linear)
+        }
 
     def layer_name(self, unit: int) -> str:
         """Return the canonical name of a block's module."""
         return self._units.layers[unit - 1].canonical
 
-    # --- passes -------------------------------------------------------------------------------------------------------
+    # --- passes
+    # -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _seeded(self, seed: int | None) -> Iterator[None]:
@@ -259,10 +322,11 @@ class CutModel:
 
     @contextmanager
     def _zeros_in_prologue(self) -> Iterator[None]:
-        """Let prologue parameters that are not bound read as zeros (of one element of memory) for the time of a pass.
+        """Let prologue parameters that are not bound read as zeros (of one element of memory) for
+        the time of a pass.
 
-        The epilogue's pass repeats what the model does before its layers, on stand-ins, and forgets the outcome.
-        """
+        The epilogue's pass repeats what the model does before its layers, on stand-ins, and forgets
+        the outcome."""
         empty = [
             (place, param)
             for places in self._units.places[0].values()
@@ -283,8 +347,9 @@ class CutModel:
         return (hidden_BSD, *[None] * (length - 1)) if length else hidden_BSD
 
     def inputs(self, batch: Batch, *, labels: bool) -> dict[str, Any]:
-        """Return the model's keyword arguments: the batch with or without its labels, no cache unless it brings one, and
-        for a model that builds its mask without looking at positions the mask that keeps the documents of a row apart."""
+        """Return the model's keyword arguments: the batch with or without its labels, no cache
+        unless it brings one, and for a model that builds its mask without looking at positions the
+        mask that keeps the documents of a row apart."""
         given = {name: value for name, value in batch.items() if labels or name != "labels"}
         if self._takes_use_cache and "use_cache" not in given:
             given["use_cache"] = False
@@ -306,7 +371,8 @@ class CutModel:
         return given
 
     def add_noise(self, alpha: float) -> None:
-        """Let the embeddings answer with NEFTune's noise in training mode, by transformers' own hook."""
+        """Let the embeddings answer with NEFTune's noise in training mode, by transformers' own
+        hook."""
         from transformers.integrations.neftune import neftune_post_forward_hook
 
         embeddings = self.base.get_input_embeddings()
@@ -317,16 +383,16 @@ class CutModel:
     def prologue(self, batch: Batch, seed: int | None = None) -> Prologue:
         """Run the model up to its first layer and record what every layer is called with.
 
-        ``batch`` holds the model's keyword arguments (``input_ids`` [B, S], ...; labels are ignored). In grad mode the
-        graph is kept, see :meth:`Prologue.roots`. For generation the batch carries ``past_key_values`` and
-        ``use_cache=True``; blocks then write into that cache. Raises ValueError where the layers are not called
-        once each, one after the other.
-        """
+        ``batch`` holds the model's keyword arguments (``input_ids`` [B, S], ...; labels are
+        ignored). In grad mode the graph is kept, see :meth:`Prologue.roots`. For generation the
+        batch carries ``past_key_values`` and ``use_cache=True``; blocks then write into that cache.
+        Raises ValueError where the layers are not called once each, one after the other."""
         records: list[BlockCall] = []
         leaf_of: dict[int, tuple[Tensor, Tensor]] = {}
         first: list[Tensor] = []
         outputs: dict[str, list[Any]] = {}
-        live, masked = bool(batch.get("use_cache")), batch.keys() & {"attention_mask", "past_key_values"}
+        live = bool(batch.get("use_cache"))
+        masked = batch.keys() & {"attention_mask", "past_key_values"}
         apart = by_document(None if masked else batch.get("position_ids"), self.base.dtype)
         handed = Handed()
 
@@ -344,7 +410,8 @@ class CutModel:
             def stub(*args: Any, **kwargs: Any) -> Any:
                 if index != len(records):
                     raise ValueError(
-                        f"layer {name} was called as number {len(records) + 1} where number {index + 1} was due: "
+                        f"layer {name} was called as number {len(records) + 1} where number"
+                        f" {index + 1} was due: "
                         "the model does not run its layers once each, in order"
                     )
                 given: Any = {**dict(enumerate(args)), **kwargs}
@@ -352,11 +419,15 @@ class CutModel:
                 if not first:
                     first.append(given[where])
                 others = {**given, where: None}
-                seen = {key: record(value, f"argument {key} of {name}") for key, value in others.items()}
+                seen = {
+                    key: record(value, f"argument {key} of {name}") for key, value in others.items()
+                }
                 mine = {id(t): t for t in tensors_of(seen) if t.requires_grad}
                 leaves = tuple(mine.values())
                 hands_on = self.anatomy.hands_on
-                records.append(BlockCall(index + 1, module, where, seen, leaves, apart, live, handed, hands_on))
+                records.append(
+                    BlockCall(index + 1, module, where, seen, leaves, apart, live, handed, hands_on)
+                )
                 if len(records) == len(self._units.layers):
                     raise _Stop
                 return self._answer(module, given[where])
@@ -365,7 +436,9 @@ class CutModel:
 
         def note(name: str) -> Callable[..., None]:
             def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-                outputs.setdefault(name, []).append(rebuild(output, partial(torch.empty_like, device="meta"), name))
+                outputs.setdefault(name, []).append(
+                    rebuild(output, partial(torch.empty_like, device="meta"), name)
+                )
 
             return hook
 
@@ -393,8 +466,9 @@ class CutModel:
 
     @staticmethod
     def _hidden_at(given: Mapping[int | str, Any], first: list[Tensor], name: str) -> int | str:
-        """Return the position or keyword of the hidden state among a layer's arguments; from the second layer on it must be the
-        very tensor that the first was given, or all of it under another name (a slice that leaves nothing out)."""
+        """Return the position or keyword of the hidden state among a layer's arguments; from the
+        second layer on it must be the very tensor that the first was given, or all of it under
+        another name (a slice that leaves nothing out)."""
         if first:
             for place, value in given.items():
                 if value is first[0]:
@@ -402,22 +476,26 @@ class CutModel:
             for place, value in given.items():
                 if isinstance(value, Tensor) and _same_elements(value, first[0]):
                     return place
-            raise ValueError(f"the model works on the hidden state before {name}, outside its layers")
+            raise ValueError(
+                f"the model works on the hidden state before {name}, outside its layers"
+            )
         for place in (0, "hidden_states"):
             if isinstance(given.get(place), Tensor):
                 return place
         raise ValueError(f"{name} is called with no hidden state among {list(given)}")
 
     def forward(self, call: BlockCall, hidden_BSD: Tensor, seed: int | None = None) -> Tensor:
-        """Run one block in the current grad mode: its hidden state out, of the shape that went in. See :meth:`run`."""
+        """Run one block in the current grad mode: its hidden state out, of the shape that went in.
+        See :meth:`run`."""
         return self.run(call, hidden_BSD, seed).hidden_BSD
 
     def run(self, call: BlockCall, hidden_BSD: Tensor, seed: int | None = None) -> BlockResult:
-        """Run one block in the current grad mode: its hidden state, of the shape that went in, and what it hands on.
+        """Run one block in the current grad mode: its hidden state, of the shape that went in, and
+        what it hands on.
 
-        Its parameters must be bound. With the same ``seed`` a block drops the same activations again. Raises ValueError
-        where the block writes into an argument that other blocks read, but for entries that it adds to a dictionary.
-        """
+        Its parameters must be bound. With the same ``seed`` a block drops the same activations
+        again. Raises ValueError where the block writes into an argument that other blocks read, but
+        for entries that it adds to a dictionary."""
         args, kwargs = call.view(hidden_BSD)
         arguments: dict[int | str, Any] = dict(enumerate(args))
         arguments.update(kwargs)
@@ -438,7 +516,8 @@ class CutModel:
                 handed += call.handed.take(call.unit, key, arguments[key], items)
         if [t._version for t in watched] != versions or containers_of([args, kwargs]) != containers:
             raise ValueError(
-                f"block {call.unit} ({self._units.layers[call.unit - 1].canonical}) writes into one of its arguments "
+                f"block {call.unit} ({self._units.layers[call.unit - 1].canonical}) writes into"
+                " one of its arguments "
                 f"{sorted(kwargs)}: it hands state to other layers"
             )
         hidden = out[0] if isinstance(out, tuple | list) else out
@@ -448,13 +527,19 @@ class CutModel:
     def forward_together(
         self, call: BlockCall, hidden_PSD: Tensor, values: Sequence[Mapping[str, Value]]
     ) -> Tensor | None:
-        """Run one block, without a graph, on the rows of several forwards at once, for which its trainables have these values:
-        a forward after the other. None where the block does not call the modules that own them with all rows, once each."""
+        """Run one block, without a graph, on the rows of several forwards at once, for which its
+        trainables have these values: a forward after the other. None where the block does not call
+        the modules that own them with all rows, once each."""
         of_modules: dict[nn.Module, dict[str, list[Value]]] = {}
         for name in values[0]:
             for place in self._units.places[call.unit][name]:
-                of_modules.setdefault(place.module, {})[place.leaf] = [each[name] for each in values]
-        parts = [ByPart(module, leaves, hidden_PSD, self._placed) for module, leaves in of_modules.items()]
+                of_modules.setdefault(place.module, {})[place.leaf] = [
+                    each[name] for each in values
+                ]
+        parts = [
+            ByPart(module, leaves, hidden_PSD, self._placed)
+            for module, leaves in of_modules.items()
+        ]
         self.bind(call.unit, values[-1])
         try:
             with self._forwards([(part.module, part) for part in parts]):
@@ -466,7 +551,8 @@ class CutModel:
     def _epilogue_pass(
         self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None, *, head: bool
     ) -> Any:
-        """Return the model's forward with its prologue's modules and layers stubbed: its output, or the head's input."""
+        """Return the model's forward with its prologue's modules and layers stubbed: its output, or
+        the head's input."""
         queues = {name: list(values) for name, values in prologue.stand_ins.items()}
         caught: list[Tensor] = []
         last = self._units.layers[-1].module
@@ -490,11 +576,20 @@ class CutModel:
             caught.append(hidden)
             raise _Stop
 
-        replaced = [(call.module, layer_stub(call.module, call.hidden_at)) for call in prologue.calls]
-        replaced += [(module, piece_stub(name)) for name, module in self._prologue_pieces if name in queues]
+        replaced = [
+            (call.module, layer_stub(call.module, call.hidden_at)) for call in prologue.calls
+        ]
+        replaced += [
+            (module, piece_stub(name)) for name, module in self._prologue_pieces if name in queues
+        ]
         if not head:
             replaced.append((self.base.get_output_embeddings(), head_stub))
-        passing = (self._seeded(seed), self._forwards(replaced), self._zeros_in_prologue(), answered(batch))
+        passing = (
+            self._seeded(seed),
+            self._forwards(replaced),
+            self._zeros_in_prologue(),
+            answered(batch),
+        )
         with ExitStack() as stack, narrow_products(hidden_BSD):
             for each in passing:
                 stack.enter_context(each)
@@ -505,22 +600,32 @@ class CutModel:
         assert head, "the model's output embedding was not called"
         return output
 
-    def head_input(self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None = None) -> Tensor:
-        """Return the output embedding's input: the last block's hidden state [B, S, D] after the final norm.
+    def head_input(
+        self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None = None
+    ) -> Tensor:
+        """Return the output embedding's input: the last block's hidden state [B, S, D] after the
+        final norm.
 
-        The epilogue's own parameters must be bound; neither the embedding's nor the head's weight is needed.
-        """
+        The epilogue's own parameters must be bound; neither the embedding's nor the head's weight
+        is needed."""
         normed: Tensor = self._epilogue_pass(prologue, hidden_BSD, batch, seed, head=False)
         return normed
 
-    def logits(self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None = None) -> Tensor:
-        """Return the model's own logits [B, S, V] from the last block's hidden state; the head must be bound."""
+    def logits(
+        self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None = None
+    ) -> Tensor:
+        """Return the model's own logits [B, S, V] from the last block's hidden state; the head must
+        be bound."""
         unlabelled = {name: value for name, value in batch.items() if name != "labels"}
-        logits: Tensor = self._epilogue_pass(prologue, hidden_BSD, unlabelled, seed, head=True).logits
+        logits: Tensor = self._epilogue_pass(
+            prologue, hidden_BSD, unlabelled, seed, head=True
+        ).logits
         return logits
 
-    def own_loss(self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None = None) -> Tensor:
-        """Return the model's own loss (a scalar) of ``batch["labels"]`` from the last block's hidden state; the head must
-        be bound."""
+    def own_loss(
+        self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None = None
+    ) -> Tensor:
+        """Return the model's own loss (a scalar) of ``batch["labels"]`` from the last block's
+        hidden state; the head must be bound."""
         loss: Tensor = self._epilogue_pass(prologue, hidden_BSD, batch, seed, head=True).loss
         return loss

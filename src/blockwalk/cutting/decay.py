@@ -1,4 +1,5 @@
-"""The parameters that weight decay spares: norms and biases, by the rule of transformers' Trainer."""
+"""The parameters that weight decay spares: norms and biases, by the rule of transformers'
+Trainer."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from collections.abc import Callable
 from torch import nn
 
 _SPARED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:\.|$)|_norm(?:\.|$)")
-"""Lower-case names that ``Trainer.get_decay_parameter_names`` leaves out. Layers of ``nn.LayerNorm`` go by their type."""
+"""Lower-case names that ``Trainer.get_decay_parameter_names`` leaves out. Layers of
+``nn.LayerNorm`` go by their type."""
 
 
 def spared_by_decay(model: nn.Module, canonical: Callable[[str], str]) -> frozenset[str]:

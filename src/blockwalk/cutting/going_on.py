@@ -1,4 +1,5 @@
-"""Training that goes on from a trained adapter: its settings are read from its folder, and a run may not contradict them."""
+"""Training that goes on from a trained adapter: its settings are read from its folder, and a run
+may not contradict them."""
 
 from __future__ import annotations
 
@@ -23,24 +24,31 @@ _OF_THE_FILE: dict[str, Any] = {
 
 
 def settings_from(lora: LoraSettings, named: Collection[str]) -> LoraSettings:
-    """Return the settings of the adapter in ``lora.from``, for a run that names some of them itself.
+    """Return the settings of the adapter in ``lora.from``, for a run that names some of them
+    itself.
 
     Args:
-        lora: the run's settings; ``from`` is the folder of an adapter, or of the run that trained it.
+        lora: the run's settings; ``from`` is the folder of an adapter, or of the run that trained
+            it.
         named: the names of those that the user gave.
 
     Raises:
-        ValueError: there is no LoRA adapter, or a setting contradicts it; the message has both values.
+        ValueError: there is no LoRA adapter, or a setting contradicts it; the message has both
+            values.
     """
     folder = adapter_of(lora.from_)
-    if not (folder / ADAPTER_CONFIG).is_file() and {"rank", "alpha", "target_modules"} <= set(named):
+    if not (folder / ADAPTER_CONFIG).is_file() and {"rank", "alpha", "target_modules"} <= set(
+        named
+    ):
         return lora  # the settings of a run that has gone on from it are whole
     saved = _saved_settings(folder)
     for name in ("rank", "alpha", "dropout", "target_modules"):
-        given, theirs = getattr(lora, name), getattr(saved, name)
+        given = getattr(lora, name)
+        theirs = getattr(saved, name)
         if name in named and _plain(given) != _plain(theirs):
             raise ValueError(
-                f"lora.{name} is {_shown(given)}, and the adapter in {folder} (lora.from) has {_shown(theirs)}: leave"
+                f"lora.{name} is {_shown(given)}, and the adapter in {folder} (lora.from) has"
+                f" {_shown(theirs)}: leave"
                 f" lora.{name} out, or begin a new adapter without lora.from"
             )
     plain = lora_config()
@@ -48,7 +56,8 @@ def settings_from(lora: LoraSettings, named: Collection[str]) -> LoraSettings:
         theirs = saved.options.get(name, getattr(plain, name, None))
         if _plain(given) != _plain(theirs):
             raise ValueError(
-                f"lora.options.{name} is {_shown(given)}, and the adapter in {folder} (lora.from) has {_shown(theirs)}:"
+                f"lora.options.{name} is {_shown(given)}, and the adapter in {folder} (lora.from)"
+                f" has {_shown(theirs)}:"
                 " leave it out"
             )
     return dataclasses.replace(saved, from_=os.fspath(folder))
@@ -59,11 +68,16 @@ def _saved_settings(folder: Path) -> LoraSettings:
     from peft import LoraConfig, PeftConfig
 
     if not (folder / ADAPTER_CONFIG).is_file() or not (folder / WEIGHTS_FILE).is_file():
-        raise ValueError(f"lora.from: {folder} holds no PEFT adapter: it has no {ADAPTER_CONFIG} with {WEIGHTS_FILE}")
+        raise ValueError(
+            f"lora.from: {folder} holds no PEFT adapter: it has no {ADAPTER_CONFIG} with"
+            f" {WEIGHTS_FILE}"
+        )
     with reading(folder / ADAPTER_CONFIG):
         config = PeftConfig.from_pretrained(os.fspath(folder))
     if not isinstance(config, LoraConfig):
-        raise ValueError(f"lora.from: {folder} is a {config.peft_type} adapter; training goes on from LoRA")
+        raise ValueError(
+            f"lora.from: {folder} is a {config.peft_type} adapter; training goes on from LoRA"
+        )
     refuse_saved(folder, config)
     settings = as_adapters(dataclasses.replace(config, **_OF_THE_FILE, init_lora_weights=True))
     assert isinstance(settings, LoraSettings)
@@ -76,4 +90,8 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return f"[{', '.join(map(str, sorted(value)))}]" if isinstance(value, list | tuple | set) else str(value)
+    return (
+        f"[{', '.join(map(str, sorted(value)))}]"
+        if isinstance(value, list | tuple | set)
+        else str(value)
+    )

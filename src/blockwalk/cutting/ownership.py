@@ -33,7 +33,8 @@ class ParameterPlace:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A module of a unit: its name in the model at hand, its canonical name, and its unit's index."""
+    """A module of a unit: its name in the model at hand, its canonical name, and its unit's
+    index."""
 
     name: str
     canonical: str
@@ -43,17 +44,18 @@ class Part:
 
 @dataclass
 class Units:
-    """The parts of a model and the places of its parameters. Unit 0 is the prologue, 1..L the blocks, L+1 the epilogue."""
+    """The parts of a model and the places of its parameters. Unit 0 is the prologue, 1..L the
+    blocks, L+1 the epilogue."""
 
     layers: list[Part]
     pieces: list[Part]
     """Outermost modules outside the layers."""
     idle: tuple[str, ...]
-    """Modules outside the layers that a pass over text never calls, such as a vision tower, by name. Their parameters belong
-    to no unit: they are neither read nor held."""
+    """Modules outside the layers that a pass over text never calls, such as a vision tower, by
+    name. Their parameters belong to no unit: they are neither read nor held."""
     places: list[dict[str, list[ParameterPlace]]]
-    """Each unit's parameters: canonical name → places. A tied parameter is the prologue's and has a place in the epilogue
-    too."""
+    """Each unit's parameters: canonical name → places. A tied parameter is the prologue's and has a
+    place in the epilogue too."""
     placeholders: dict[str, nn.Parameter] = field(default_factory=dict)
     """Parameters by canonical name that stand in the modules where nothing is bound."""
     trainable: set[str] = field(default_factory=set)
@@ -63,14 +65,16 @@ class Units:
         return len(self.layers) + 1
 
     def owner(self, name: str) -> int:
-        """Return the unit of a parameter of the model at hand; those of the model itself, in no part, are the prologue's."""
+        """Return the unit of a parameter of the model at hand; those of the model itself, in no
+        part, are the prologue's."""
         for part in (*self.layers, *self.pieces):
             if name.startswith(f"{part.name}."):
                 return part.unit
         return 0
 
     def reaches(self, name: str) -> bool:
-        """Whether a pass over text may read a parameter. Adapters count: they are saved with the others."""
+        """Whether a pass over text may read a parameter. Adapters count: they are saved with the
+        others."""
         return ".lora_" in name or not name.startswith(tuple(f"{piece}." for piece in self.idle))
 
 
@@ -78,7 +82,9 @@ def find_parts(model: nn.Module, anatomy: Anatomy, canonical: Callable[[str], st
     """Return the layers and pieces of a model that has this anatomy."""
     named = ((name, canonical(name), module) for name, module in model.named_modules())
     found = [item for item in named if item[1].rpartition(".")[0] in anatomy.layer_parents]
-    layers = [Part(name, plain, index, module) for index, (name, plain, module) in enumerate(found, 1)]
+    layers = [
+        Part(name, plain, index, module) for index, (name, plain, module) in enumerate(found, 1)
+    ]
     others = []
     for name, module in pieces(model, {part.name: part.module for part in layers}):
         unit = len(layers) + 1 if canonical(name) in anatomy.epilogue else 0
@@ -89,8 +95,11 @@ def find_parts(model: nn.Module, anatomy: Anatomy, canonical: Callable[[str], st
     return Units(layers, others, tuple(idle), [{} for _ in range(len(layers) + 2)])
 
 
-def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callable[[str], str]) -> ModelSpec:
-    """Fill in the places of every parameter of ``model`` (``base`` is the plain model in it) and describe the units.
+def find_parameters(
+    model: nn.Module, base: Any, units: Units, canonical: Callable[[str], str]
+) -> ModelSpec:
+    """Fill in the places of every parameter of ``model`` (``base`` is the plain model in it) and
+    describe the units.
 
     Raises ValueError where two blocks share a parameter.
     """
@@ -104,19 +113,30 @@ def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callab
         prefix, _, leaf = name.rpartition(".")
         alias = canonical(name)
         plain = known.setdefault(id(param), alias)
-        assert units.placeholders.setdefault(plain, param) is param, f"two parameters are named {plain}"
-        places.setdefault(plain, []).append((name, units.owner(name), ParameterPlace(modules[prefix], leaf)))
+        assert units.placeholders.setdefault(plain, param) is param, (
+            f"two parameters are named {plain}"
+        )
+        places.setdefault(plain, []).append(
+            (name, units.owner(name), ParameterPlace(modules[prefix], leaf))
+        )
         if alias != plain:
             tied.append((alias, plain))
     own = {name: param.dtype for name, param in units.placeholders.items() if "lora_" not in name}
     most = Counter(own.values()).most_common(1)[0][0]
-    exact = {n for n, d in own.items() if d == torch.float32 != most or stays_float32(base, torch.bfloat16, n)}
+    exact = {
+        n
+        for n, d in own.items()
+        if d == torch.float32 != most or stays_float32(base, torch.bfloat16, n)
+    }
     specs: list[list[tuple[str, ParamSpec]]] = [[] for _ in units.places]
     for plain, found in places.items():
         param = units.placeholders[plain]
-        home, last = min(unit for _, unit, _ in found), max(unit for _, unit, _ in found)
+        home = min(unit for _, unit, _ in found)
+        last = max(unit for _, unit, _ in found)
         if home != last and (home, last) != (0, units.epilogue):
-            raise ValueError(f"{plain} is one parameter in two blocks: the model is no sequence of layers")
+            raise ValueError(
+                f"{plain} is one parameter in two blocks: the model is no sequence of layers"
+            )
         for _, unit, place in found:
             units.places[unit].setdefault(plain, []).append(place)
         name, place = next((name, place) for name, unit, place in found if unit == home)
@@ -139,18 +159,24 @@ def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callab
 def _param_spec(name: str, param: torch.Tensor, place: ParameterPlace, exact: bool) -> ParamSpec:
     quantizable = _quantizable(place, param, name)
     fused = quantizable and param.ndim == 3
-    shape, dtype = tuple(param.shape), name_of(param.dtype)
-    return ParamSpec(name, shape, dtype, param.requires_grad, quantizable, assembled=fused, exact=exact)
+    shape = tuple(param.shape)
+    dtype = name_of(param.dtype)
+    return ParamSpec(
+        name, shape, dtype, param.requires_grad, quantizable, assembled=fused, exact=exact
+    )
 
 
 def _quantizable(place: ParameterPlace, param: torch.Tensor, name: str) -> bool:
-    """Whether a codec may encode the parameter: weights of linear and embedding layers of the base model, and fused experts
-    [E, N, D]."""
+    """Whether a codec may encode the parameter: weights of linear and embedding layers of the base
+    model, and fused experts [E, N, D]."""
     if ".lora_" in name or not param.is_floating_point():
         return False
     if param.ndim == 3:
         return "expert" in name and "bias" not in place.leaf
-    matrix = isinstance(place.module, nn.Linear | nn.Embedding) or type(place.module).__name__ == "Conv1D"
+    matrix = (
+        isinstance(place.module, nn.Linear | nn.Embedding)
+        or type(place.module).__name__ == "Conv1D"
+    )
     return matrix and place.leaf == "weight" and param.ndim == 2
 
 
@@ -160,8 +186,8 @@ def _block_spec(part: Part, specs: Sequence[tuple[str, ParamSpec]]) -> UnitSpec:
 
 
 def _kind(module: nn.Module, params: Sequence[tuple[str, ParamSpec]]) -> str:
-    """Return a name that is equal for blocks that run the same code on the same shapes: class, parameters and every
-    whole-number setting."""
+    """Return a name that is equal for blocks that run the same code on the same shapes: class,
+    parameters and every whole-number setting."""
     facts = [(local, spec.shape, spec.dtype, spec.trainable) for local, spec in params]
     settings = [
         (type(child).__name__, key, str(value))

@@ -1,8 +1,8 @@
 """PEFT's adapters on models whose base weights are not there.
 
-A ``LoraConfig`` is carried where base weights are read a range at a time (DoRA's norms) or trained where they stand
-(``modules_to_save``); one that would change frozen ones is refused, with the reason.
-"""
+A ``LoraConfig`` is carried where base weights are read a range at a time (DoRA's norms) or trained
+where they stand (``modules_to_save``); one that would change frozen ones is refused, with the
+reason."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ def refuse_config(config: Any) -> None:
     """Raise ValueError for a ``LoraConfig`` that does not leave the base weights alone."""
     if config.init_lora_weights not in STARTS:
         raise ValueError(
-            f"init_lora_weights = {config.init_lora_weights!r} computes the adapter from the base weights or changes them;"
-            " give the Walker the model that PEFT makes (get_peft_model), or set it to True (its default), 'gaussian' or False"
+            f"init_lora_weights = {config.init_lora_weights!r} computes the adapter from the base"
+            " weights or changes them;"
+            " give the Walker the model that PEFT makes (get_peft_model), or set it to True (its"
+            " default), 'gaussian' or False"
         )
     if config.bias != "none":
         raise ValueError(f"bias = {config.bias!r} trains base parameters; set it to 'none'")
@@ -61,21 +63,26 @@ def refuse_config(config: Any) -> None:
 
 @contextmanager
 def _weightless(model: nn.Module) -> Iterator[None]:
-    """Let PEFT see float32 weights on the CPU where there are none, so that it makes real adapters in float32.
+    """Let PEFT see float32 weights on the CPU where there are none, so that it makes real adapters
+    in float32.
 
-    Each stand-in takes one element of memory. PEFT's decision what is trained is carried over to the placeholders.
-    """
+    Each stand-in takes one element of memory. PEFT's decision what is trained is carried over to
+    the placeholders."""
     stand_ins: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
     twins: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for leaf, param in module._parameters.items():
             if param is not None and param.is_meta:
-                twin = twins.setdefault(id(param), nn.Parameter(torch.zeros(()).expand(param.shape)))
+                twin = twins.setdefault(
+                    id(param), nn.Parameter(torch.zeros(()).expand(param.shape))
+                )
                 stand_ins.append((module, leaf, param, twin))
                 module._parameters[leaf] = twin
     try:
         with warnings.catch_warnings():  # PEFT asks transformers for it by this name
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            warnings.filterwarnings(
+                "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
+            )
             yield
     finally:
         for module, leaf, param, twin in stand_ins:
@@ -90,7 +97,8 @@ def lora_config(
     dropout: float = 0.0,
     **settings: Any,
 ) -> Any:
-    """Return a PEFT ``LoraConfig`` for a causal language model; ``settings`` are further fields of it."""
+    """Return a PEFT ``LoraConfig`` for a causal language model; ``settings`` are further fields of
+    it."""
     from peft import LoraConfig
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
@@ -98,9 +106,12 @@ def lora_config(
     for name in settings:
         if name not in known:
             raise ValueError(
-                f"PEFT's LoraConfig has no field {name!r} (lora.options){did_you_mean(name, known, LOOSE)}"
+                f"PEFT's LoraConfig has no field {name!r}"
+                f" (lora.options){did_you_mean(name, known, LOOSE)}"
             )
-    targets = (target_modules if isinstance(target_modules, str) else list(target_modules)) or DUMMY_TARGET_MODULES
+    targets = (
+        target_modules if isinstance(target_modules, str) else list(target_modules)
+    ) or DUMMY_TARGET_MODULES
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
@@ -112,22 +123,30 @@ def lora_config(
 
 
 def add_adapter(model: nn.Module, config: Any, *, seed: int = 0, saved: str = "") -> Any:
-    """Put a LoRA adapter, or a prefix, on a model (a skeleton or one with weights): a ``PeftModel`` with a frozen base.
+    """Put a LoRA adapter, or a prefix, on a model (a skeleton or one with weights): a ``PeftModel``
+    with a frozen base.
 
-    The adapter's parameters are real, float32, with PEFT's own initialisation drawn under ``seed``: the values that
-    ``get_peft_model`` gives a float32 model after ``torch.manual_seed(seed)``. ``all-linear`` leaves out what a pass over text
-    never calls, and experts with their routers. ``saved`` names the folder of an adapter that was trained before. Raises
-    ValueError for what is no ``LoraConfig`` or ``PrefixTuningConfig``, or does not leave the base weights alone.
-    """
+    The adapter's parameters are real, float32, with PEFT's own initialisation drawn under ``seed``:
+    the values that ``get_peft_model`` gives a float32 model after ``torch.manual_seed(seed)``.
+    ``all-linear`` leaves out what a pass over text never calls, and experts with their routers.
+    ``saved`` names the folder of an adapter that was trained before. Raises ValueError for what is
+    no ``LoraConfig`` or ``PrefixTuningConfig``, or does not leave the base weights alone."""
     from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 
     lora = isinstance(config, LoraConfig)
     if not lora and not isinstance(config, PrefixTuningConfig):
-        raise ValueError(f"an adapter is a peft.LoraConfig or a PrefixTuningConfig, not a {type(config).__name__}")
+        raise ValueError(
+            "an adapter is a peft.LoraConfig or a PrefixTuningConfig, not a"
+            f" {type(config).__name__}"
+        )
     if lora:
         refuse_config(config)
     config = copy.deepcopy(config)  # PEFT adds to it
-    if lora and isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+    if (
+        lora
+        and isinstance(config.target_modules, str)
+        and config.target_modules.lower() == "all-linear"
+    ):
         config = _all_linear(config, model)
     with torch.random.fork_rng(devices=[]), _weightless(model):
         torch.default_generator.manual_seed(seed)
@@ -143,7 +162,8 @@ def add_adapter(model: nn.Module, config: Any, *, seed: int = 0, saved: str = ""
 
 
 def _train_in_place(wrapped: Any, saved: str) -> None:
-    """Train ``modules_to_save`` where they stand: PEFT's copies give way to the modules that they were made of.
+    """Train ``modules_to_save`` where they stand: PEFT's copies give way to the modules that they
+    were made of.
 
     Raises ValueError where one of two tied weights would be trained by itself.
     """
@@ -151,14 +171,17 @@ def _train_in_place(wrapped: Any, saved: str) -> None:
 
     modules = dict(wrapped.named_modules(remove_duplicate=False))
     leaves = sorted({name.rpartition(".")[2] for name in modules})
-    copied = {name: module for name, module in modules.items() if isinstance(module, ModulesToSaveWrapper)}
+    copied = {
+        name: module for name, module in modules.items() if isinstance(module, ModulesToSaveWrapper)
+    }
     for name, module in copied.items():
         parent, _, leaf = name.rpartition(".")
         setattr(modules[parent], leaf, module.original_module.requires_grad_(True))
     asked = wrapped.active_peft_config.modules_to_save or ()
     if none := [leaf for leaf in asked if not any(name.endswith(leaf) for name in copied)]:
         raise ValueError(
-            f"modules_to_save has {none[0]}, and no module's name ends so{did_you_mean(none[0], leaves, LOOSE)}"
+            f"modules_to_save has {none[0]}, and no module's name ends"
+            f" so{did_you_mean(none[0], leaves, LOOSE)}"
         )
     for name, param in wrapped.named_parameters(remove_duplicate=False):
         theirs = ".lora_" in name or name.startswith(tuple(f"{module}." for module in copied))
@@ -169,28 +192,32 @@ def _train_in_place(wrapped: Any, saved: str) -> None:
                 else "set ensure_weight_tying: true (lora.options), which trains both as the one that they are"
             )
             raise ValueError(
-                f"modules_to_save has one of two tied weights, and {canonical_name(name)} is the other; {cure}"
+                f"modules_to_save has one of two tied weights, and {canonical_name(name)} is the"
+                f" other; {cure}"
             )
 
 
 def _all_linear(config: Any, model: Any) -> Any:
-    """Return the configuration with the names of the layers that ``all-linear`` means, where it is not all of them: left
-    out is what a pass over text never calls, such as a vision tower, and of a mixture the experts, their router, and what
-    stands at that place in any layer (PEFT takes ``gate_proj`` of a shared expert, or of a dense layer, for the routed
-    ones')."""
+    """Return the configuration with the names of the layers that ``all-linear`` means, where it is
+    not all of them: left out is what a pass over text never calls, such as a vision tower, and of a
+    mixture the experts, their router, and what stands at that place in any layer (PEFT takes
+    ``gate_proj`` of a shared expert, or of a dense layer, for the routed ones')."""
     from transformers.pytorch_utils import Conv1D
 
     from blockwalk.cutting.ownership import find_parts
     from blockwalk.cutting.verify import certified_anatomy
 
     units = find_parts(model, certified_anatomy(model), str)
-    layers, out = {part.name for part in units.layers}, [re.escape(name) for name in units.idle]
+    layers = {part.name for part in units.layers}
+    out = [re.escape(name) for name in units.idle]
     for name, _ in model.named_modules():
         parent, _, leaf = name.rpartition(".")
         if leaf in ("experts", "router"):
             out.append(re.sub(r"\d+", r"\\d+", re.escape(name if parent in layers else parent)))
     left_out = re.compile(rf"({'|'.join(dict.fromkeys(out))})(\..*)?" if out else "(?!)")
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    linear = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+    ]
     reached = {name for name in linear if not left_out.fullmatch(name)}
     if len(reached) == len(linear) and not out:
         return config
@@ -200,18 +227,27 @@ def _all_linear(config: Any, model: Any) -> Any:
 
 
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """Return the adapter's own parameters of a ``PeftModel`` and the base's that are trained, by canonical name; tied ones
-    by each."""
-    adapters, named = tuple(model.peft_config), model.named_parameters(remove_duplicate=False)
-    own = {n: p for n, p in named if ".lora_" in n or (p.requires_grad and not n.startswith("prompt_encoder."))}
+    """Return the adapter's own parameters of a ``PeftModel`` and the base's that are trained, by
+    canonical name; tied ones by each."""
+    adapters = tuple(model.peft_config)
+    named = model.named_parameters(remove_duplicate=False)
+    own = {
+        n: p
+        for n, p in named
+        if ".lora_" in n or (p.requires_grad and not n.startswith("prompt_encoder."))
+    }
     return {canonical_name(name, adapters): param for name, param in own.items()}
 
 
 def prompt_encoder(model: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters that a prefix is made of, by canonical name; none where the model has no prefix."""
+    """Return the parameters that a prefix is made of, by canonical name; none where the model has
+    no prefix."""
     adapters = tuple(model.peft_config)
     encoder = getattr(model, "prompt_encoder", nn.ModuleDict())
-    return {canonical_name(f"prompt_encoder.{name}", adapters): p for name, p in encoder.named_parameters()}
+    return {
+        canonical_name(f"prompt_encoder.{name}", adapters): p
+        for name, p in encoder.named_parameters()
+    }
 
 
 def ties_its_ends(base: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Adapters in PEFT's files: written, and read onto a model, with what would make another model refused."""
+"""Adapters in PEFT's files: written, and read onto a model, with what would make another model
+refused."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from blockwalk.cutting.anatomy import canonical_name
-from blockwalk.cutting.peft_models import STARTS, adapter_parameters, add_adapter, prompt_encoder, ties_its_ends
+from blockwalk.cutting.peft_models import (
+    STARTS,
+    adapter_parameters,
+    add_adapter,
+    prompt_encoder,
+    ties_its_ends,
+)
 from blockwalk.models.safetensors_file import Entry, write
 from blockwalk.numerics.codecs.weights import DenseWeight, Value
 from blockwalk.plan.sizes import DECODE_BYTES, spans
@@ -26,18 +33,19 @@ _LEAVES_BASE = ("orthogonal", "eva")
 """Further ones that leave the base weights as they are, so that a saved adapter is plain LoRA."""
 
 RESIZED = (
-    ": the vocabulary was resized before the adapter was trained; resize the model in the same way (resize_token_embeddings),"
+    ": the vocabulary was resized before the adapter was trained; resize the model in the same"
+    " way (resize_token_embeddings),"
     " save it, and name that one"
 )
-"""The end of a message about an embedding or a head that has another number of rows in an adapter's file."""
+"""The end of a message about an embedding or a head that has another number of rows in an adapter's
+file."""
 
 
 def save_adapter(model: Any, state: Mapping[str, Tensor], folder: str | Path) -> None:
     """Write an adapter in PEFT's format (``adapter_model.safetensors``, ``adapter_config.json``).
 
-    ``state`` holds the adapter's parameters by canonical name; names of other parameters are ignored. Raises
-    ValueError where one of the adapter's parameters is missing.
-    """
+    ``state`` holds the adapter's parameters by canonical name; names of other parameters are
+    ignored. Raises ValueError where one of the adapter's parameters is missing."""
     names = adapter_parameters(model)
     if not names:
         names = {n: p for n, p in prompt_encoder(model).items() if p.requires_grad}
@@ -45,7 +53,10 @@ def save_adapter(model: Any, state: Mapping[str, Tensor], folder: str | Path) ->
     kept = {name: name if name in state else alias.get(name, name) for name in names}
     missing = sorted(set(kept.values()) - state.keys())
     if missing:
-        raise ValueError(f"{len(missing)} of {len(names)} adapter parameters are missing, the first is {missing[0]}")
+        raise ValueError(
+            f"{len(missing)} of {len(names)} adapter parameters are missing, the first is"
+            f" {missing[0]}"
+        )
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     if not next(iter(names)).startswith("prompt_encoder."):
@@ -53,10 +64,13 @@ def save_adapter(model: Any, state: Mapping[str, Tensor], folder: str | Path) ->
         tensors = {_in_file(name): tensor.contiguous() for name, tensor in tied.items()}
     else:
         tensors = {"prompt_embeddings": _prompt(model, state)}
-    entries = {name: Entry(tuple(tensor.shape), tensor.dtype) for name, tensor in sorted(tensors.items())}
+    entries = {
+        name: Entry(tuple(tensor.shape), tensor.dtype) for name, tensor in sorted(tensors.items())
+    }
     write(target / WEIGHTS_FILE, entries, (tensors[name] for name in entries))
     (config,) = model.peft_config.values()
-    was, config.inference_mode = config.inference_mode, True
+    was = config.inference_mode
+    config.inference_mode = True
     try:
         config.save_pretrained(str(target))
     finally:
@@ -64,31 +78,42 @@ def save_adapter(model: Any, state: Mapping[str, Tensor], folder: str | Path) ->
 
 
 def _in_file(name: str) -> str:
-    """PEFT's name of an adapter's parameter, or of the embeddings that are a prefix, in its files."""
+    """PEFT's name of an adapter's parameter, or of the embeddings that are a prefix, in its
+    files."""
     if name == "prompt_encoder.embedding.weight":
         return "prompt_embeddings"
     whole = f"base_model.model.{name}"
-    return whole.removesuffix(".weight") if whole.endswith(".lora_magnitude_vector.weight") else whole
+    return (
+        whole.removesuffix(".weight") if whole.endswith(".lora_magnitude_vector.weight") else whole
+    )
 
 
 def _prompt(model: Any, state: Mapping[str, Tensor]) -> Tensor:
-    """Return the tensor that PEFT keeps of a prefix: the encoder's answer [virtual tokens, 2·layers·D], not the encoder."""
+    """Return the tensor that PEFT keeps of a prefix: the encoder's answer [virtual tokens,
+    2·layers·D], not the encoder."""
     (name,) = model.peft_config
-    encoder, config = model.prompt_encoder[name], model.peft_config[name]
-    values = {n: state[canonical_name(f"prompt_encoder.{name}.{n}", (name,))] for n, _ in encoder.named_parameters()}
+    encoder = model.prompt_encoder[name]
+    config = model.peft_config[name]
+    values = {
+        n: state[canonical_name(f"prompt_encoder.{name}.{n}", (name,))]
+        for n, _ in encoder.named_parameters()
+    }
     tokens = torch.arange(config.num_virtual_tokens).unsqueeze(0)
     with torch.no_grad():
         prompt: Tensor = torch.func.functional_call(encoder, values, (tokens,))[0]
     return prompt.cpu().contiguous()
 
 
-def load_adapter(model: nn.Module, folder: str | Path, *, read: Callable[[str], Value] | None = None) -> Any:
-    """Put a saved adapter on a model: what :func:`add_adapter` answers, with the saved values (the adapter's in float32). A
-    prefix that was computed is one now: its values are what PEFT keeps.
+def load_adapter(
+    model: nn.Module, folder: str | Path, *, read: Callable[[str], Value] | None = None
+) -> Any:
+    """Put a saved adapter on a model: what :func:`add_adapter` answers, with the saved values (the
+    adapter's in float32). A prefix that was computed is one now: its values are what PEFT keeps.
 
-    A file may hold copies of base weights beside the adapter (PEFT writes the embedding and the head where they carry one, as
-    ``base_layer``): they must be the model's own, which ``given`` reads by canonical name. Without it those of a skeleton are
-    not compared. Names of older versions of transformers are read as PEFT reads them.
+    A file may hold copies of base weights beside the adapter (PEFT writes the embedding and the
+    head where they carry one, as ``base_layer``): they must be the model's own, which ``given``
+    reads by canonical name. Without it those of a skeleton are not compared. Names of older
+    versions of transformers are read as PEFT reads them.
 
     Raises ValueError where the folder's tensors are not those that its configuration asks for.
     """
@@ -98,7 +123,10 @@ def load_adapter(model: nn.Module, folder: str | Path, *, read: Callable[[str], 
 
     path = Path(folder) / WEIGHTS_FILE
     if not path.is_file():
-        raise ValueError(f"{folder} holds no PEFT adapter: there is no {WEIGHTS_FILE}{_where_it_is(Path(folder))}")
+        raise ValueError(
+            f"{folder} holds no PEFT adapter: there is no"
+            f" {WEIGHTS_FILE}{_where_it_is(Path(folder))}"
+        )
     with reading(Path(folder) / "adapter_config.json"):
         config = PeftConfig.from_pretrained(str(folder))
     try:
@@ -120,19 +148,24 @@ def load_adapter(model: nn.Module, folder: str | Path, *, read: Callable[[str], 
     saved = {name: tensors.pop(_in_file(name)) for name in params if _in_file(name) in tensors}
     tensors = _without_copies(wrapped, tensors, read, path)
     if odd := sorted(tensors.keys() | params.keys() - saved.keys()):
-        raise ValueError(f"{path} does not fit this model: {len(odd)} names differ, the first is {odd[0]}")
+        raise ValueError(
+            f"{path} does not fit this model: {len(odd)} names differ, the first is {odd[0]}"
+        )
     first_name: dict[int, str] = {}
     for name, param in params.items():
         if param.shape != saved[name].shape:
             rows = RESIZED if ".lora_" not in name and param.ndim == 2 else ""
             raise ValueError(
-                f"{name} is {list(saved[name].shape)} in {path} and {list(param.shape)} in this model{rows}"
+                f"{name} is {list(saved[name].shape)} in {path} and {list(param.shape)} in this"
+                f" model{rows}"
             )
         first = first_name.setdefault(id(param), name)
         if not torch.equal(saved[first], saved[name]):
             raise ValueError(
-                f"{path} has two different copies of one weight, {first} and {name}, which this model ties: PEFT trained them"
-                f" apart. Write a model that has both (blockwalk merge MODEL {os.fspath(folder)} OUT), and name OUT"
+                f"{path} has two different copies of one weight, {first} and {name}, which this"
+                " model ties: PEFT trained them"
+                f" apart. Write a model that has both (blockwalk merge MODEL {os.fspath(folder)}"
+                " OUT), and name OUT"
             )
     refuse_parted(wrapped.get_base_model(), saved, config.to_dict(), path)
     for name, param in params.items():
@@ -145,39 +178,50 @@ def load_adapter(model: nn.Module, folder: str | Path, *, read: Callable[[str], 
 
 
 def _where_it_is(folder: Path) -> str:
-    """Return a hint for the folder of a run, or of one of its checkpoints, in place of its adapter's."""
+    """Return a hint for the folder of a run, or of one of its checkpoints, in place of its
+    adapter's."""
     if (folder / "adapter" / WEIGHTS_FILE).is_file():
         return f"; did you mean {folder / 'adapter'}?"
     if (folder / "state.json").is_file():
-        return "; a checkpoint goes on with --resume_from_checkpoint, and a run's adapter is written at its end"
+        return (
+            "; a checkpoint goes on with --resume_from_checkpoint, and a run's adapter is written"
+            " at its end"
+        )
     return ""
 
 
 def refuse_saved(folder: str | Path, config: Any) -> None:
-    """Raise ValueError for a saved adapter that changes the model itself, with the way to use it all the same."""
+    """Raise ValueError for a saved adapter that changes the model itself, with the way to use it
+    all the same."""
     if getattr(config, "bias", "none") != "none":
         raise ValueError(
-            f"{folder} was trained with bias = {config.bias!r}: it holds biases of the model itself. Write a model that has"
+            f"{folder} was trained with bias = {config.bias!r}: it holds biases of the model"
+            " itself. Write a model that has"
             f" them (blockwalk merge MODEL {folder} OUT), and name OUT"
         )
     start = getattr(config, "init_lora_weights", True)
     if start not in (*STARTS, None, *_LEAVES_BASE):
         raise ValueError(
-            f"{folder} began with init_lora_weights = {start!r}, which changed the model's own weights; save it as plain LoRA"
+            f"{folder} began with init_lora_weights = {start!r}, which changed the model's own"
+            " weights; save it as plain LoRA"
             " with PEFT: save_pretrained(FOLDER, path_initial_model_for_weight_conversion=...)"
         )
     if getattr(config, "trainable_token_indices", None):
         raise ValueError(
-            f"{folder} has trainable_token_indices: it trained rows of the embedding beside it. Merge it with PEFT"
+            f"{folder} has trainable_token_indices: it trained rows of the embedding beside it."
+            " Merge it with PEFT"
             " (merge_and_unload), and name the merged model"
         )
 
 
 def present_names(model: Any, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return an adapter's tensors under the names of PEFT's files for this version of transformers, as PEFT itself renames
-    them when it loads: models with pictures had other names before transformers 4.52."""
+    """Return an adapter's tensors under the names of PEFT's files for this version of transformers,
+    as PEFT itself renames them when it loads: models with pictures had other names before
+    transformers 4.52."""
     try:
-        from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+        from peft.utils.transformers_weight_conversion import (
+            convert_peft_adapter_state_dict_for_transformers,
+        )
     except ImportError:  # an older PEFT renames nothing
         return dict(tensors)
     renamed: dict[str, Tensor] = convert_peft_adapter_state_dict_for_transformers(
@@ -191,8 +235,8 @@ def _without_copies(
 ) -> dict[str, Tensor]:
     """Return the tensors of a file without those that are copies of the model's own weights.
 
-    Raises ValueError for one of another shape or with other values: PEFT would load it into the model.
-    """
+    Raises ValueError for one of another shape or with other values: PEFT would load it into the
+    model."""
     adapters = tuple(wrapped.peft_config)
     first_name: dict[int, str] = {}
     base: dict[str, nn.Parameter] = {}
@@ -202,19 +246,27 @@ def _without_copies(
             first_name.setdefault(id(param), canonical_name(name, adapters))
     others = {}
     for key, tensor in tensors.items():
-        name = re.sub(r"\.(base_layer|original_module|modules_to_save)\.", ".", key.removeprefix("base_model.model."))
+        name = re.sub(
+            r"\.(base_layer|original_module|modules_to_save)\.",
+            ".",
+            key.removeprefix("base_model.model."),
+        )
         if name not in base:
             others[key] = tensor
             continue
         param = base[name]
         if tensor.shape != param.shape:
-            raise ValueError(f"{name} is {list(tensor.shape)} in {path} and {list(param.shape)} in this model{RESIZED}")
+            raise ValueError(
+                f"{name} is {list(tensor.shape)} in {path} and {list(param.shape)} in this"
+                f" model{RESIZED}"
+            )
         base_value: Value | None = None if param.is_meta else param.detach()
         if base_value is None and read is not None:
             base_value = read(first_name[id(param)])
         if base_value is not None and not _is_copy(tensor, base_value):
             raise ValueError(
-                f"{path} holds {name} with other values than this model's. Write a model that has them"
+                f"{path} holds {name} with other values than this model's. Write a model that has"
+                " them"
                 f" (blockwalk merge MODEL {path.parent} OUT), and name OUT"
             )
     return others
@@ -230,18 +282,24 @@ def _is_copy(tensor: Tensor, value: Value) -> bool:
         theirs_ND = tensor[start:stop]
         ours_ND = weight.rows(start, stop).to("cpu")
         if not (
-            torch.equal(theirs_ND.to(ours_ND.dtype), ours_ND) or torch.equal(ours_ND.to(theirs_ND.dtype), theirs_ND)
+            torch.equal(theirs_ND.to(ours_ND.dtype), ours_ND)
+            or torch.equal(ours_ND.to(theirs_ND.dtype), theirs_ND)
         ):
             return False
     return True
 
 
-def refuse_parted(model: Any, saved: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
-    """Raise ValueError where a file's two pairs of factors, of the embedding and of the head, differ that PEFT ties: of these
-    it takes one. ``saved`` has them by their names in ``model``, the plain one."""
+def refuse_parted(
+    model: Any, saved: Mapping[str, Tensor], config: Mapping[str, Any], path: Path
+) -> None:
+    """Raise ValueError where a file's two pairs of factors, of the embedding and of the head,
+    differ that PEFT ties: of these it takes one. ``saved`` has them by their names in ``model``,
+    the plain one."""
     if not config.get("ensure_weight_tying") or not ties_its_ends(model):
         return
-    ends = {module: canonical_name(name, ("default",), "") for name, module in model.named_modules()}
+    ends = {
+        module: canonical_name(name, ("default",), "") for name, module in model.named_modules()
+    }
     embedding = ends.get(model.get_input_embeddings())
     head = ends.get(model.get_output_embeddings())
     for factor, other in (("A", "B"), ("B", "A")):
@@ -249,6 +307,8 @@ def refuse_parted(model: Any, saved: Mapping[str, Tensor], config: Mapping[str, 
         right = saved.get(f"{head}.lora_{other}.weight")
         if left is not None and right is not None and not torch.equal(left.t(), right):
             raise ValueError(
-                f"{path} has ensure_weight_tying, and its LoRA of {embedding} is not that of {head}: PEFT would take one of"
-                " them for both. Set ensure_weight_tying to false in its adapter_config.json, if they were trained apart"
+                f"{path} has ensure_weight_tying, and its LoRA of {embedding} is not that of"
+                f" {head}: PEFT would take one of"
+                " them for both. Set ensure_weight_tying to false in its adapter_config.json, if"
+                " they were trained apart"
             )

@@ -32,23 +32,48 @@ _SIZES = {
     160: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     1024: "ngram_vocab_size_base split_ngram_parts",
 }
-"""The most that a dimension may have, by its name in ``transformers`` configurations; heads and layers have rules."""
+"""The most that a dimension may have, by its name in ``transformers`` configurations; heads and
+layers have rules."""
 _LARGEST = {name: size for size, names in _SIZES.items() for name in names.split()}
 
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
+_HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+)
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "num_query_groups")
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_blocks")
-_HEADS_OF_STATES = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
-_OF_LAYERS = ("full_attn_idxs", "mlp_only_layers", "moe_layers", "hybrid_layer_ids", "cross_attention_layers")
+_LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "num_blocks",
+)
+_HEADS_OF_STATES = (
+    ("mamba_n_heads", "mamba_d_head"),
+    ("mamba_num_heads", "mamba_head_dim"),
+    ("num_heads", "head_dim"),
+)
+_OF_LAYERS = (
+    "full_attn_idxs",
+    "mlp_only_layers",
+    "moe_layers",
+    "hybrid_layer_ids",
+    "cross_attention_layers",
+)
 """Lists of layer numbers."""
 
 
 def shrink(config: Any) -> Any:
-    """Return a copy of the configuration with small dimensions (hidden size 64, 4 heads), with a layer of every kind.
+    """Return a copy of the configuration with small dimensions (hidden size 64, 4 heads), with a
+    layer of every kind.
 
-    Numbers that shape no tensor (caps, scales, dropout, rotary bases, ...) stay as they are. Lists with an entry for each
-    layer lose the entries of layers that are like one kept.
-    """
+    Numbers that shape no tensor (caps, scales, dropout, rotary bases, ...) stay as they are. Lists
+    with an entry for each layer lose the entries of layers that are like one kept."""
     values = config.to_dict()
     values.pop("dtype", None)
     small = type(config).from_dict(_shrink_values(values))
@@ -104,27 +129,42 @@ def _shrink_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keep_layers(values: dict[str, Any]) -> dict[str, Any]:
-    """Keep the first layer of each kind that the per-layer lists tell apart, and at least three (or all)."""
+    """Keep the first layer of each kind that the per-layer lists tell apart, and at least three (or
+    all)."""
     count_name = next((name for name in _LAYERS if isinstance(values.get(name), int)), None)
     if count_name is None:
         return values
     count = values[count_name]
     lists = {name: value for name, value in values.items() if isinstance(value, list | tuple)}
-    per_layer = {n: value for n, value in lists.items() if len(value) == count > 1 and n not in _OF_LAYERS}
-    own = {int(index): settings for index, settings in (values.get("per_layer_config") or {}).items()}
-    kinds = [(*kind, repr(own.get(i))) for i, kind in enumerate(zip(range(count), *per_layer.values(), strict=True))]
+    per_layer = {
+        n: value for n, value in lists.items() if len(value) == count > 1 and n not in _OF_LAYERS
+    }
+    own = {
+        int(index): settings for index, settings in (values.get("per_layer_config") or {}).items()
+    }
+    kinds = [
+        (*kind, repr(own.get(i)))
+        for i, kind in enumerate(zip(range(count), *per_layer.values(), strict=True))
+    ]
     kept = sorted({kind[1:]: i for i, kind in reversed(list(enumerate(kinds)))}.values())
     shared = values.get("num_kv_shared_layers") or 0
     if shared:
-        # Layers that reuse keys and values stand at the end: a twin of every kind for them to reuse.
+        # Layers that reuse keys and values stand at the end: a twin of every kind for them to
+        # reuse.
         kept = kept + kept
         values = {**values, "num_kv_shared_layers": len(kept) // 2}
     else:
         kept = sorted([*kept, *[i for i in range(count) if i not in kept][: max(0, 3 - len(kept))]])
     if own:
         settings_of = {new: own[old] for new, old in enumerate(kept) if old in own}
-        values = {**values, "per_layer_config": {i: _shrink_values(dict(item)) for i, item in settings_of.items()}}
-    small = {name: [value[i] for i in kept] if name in per_layer else value for name, value in values.items()}
+        values = {
+            **values,
+            "per_layer_config": {i: _shrink_values(dict(item)) for i, item in settings_of.items()},
+        }
+    small = {
+        name: [value[i] for i in kept] if name in per_layer else value
+        for name, value in values.items()
+    }
     for name in _LAYERS:
         if isinstance(values.get(name), int):
             small[name] = len(kept)

@@ -26,11 +26,11 @@ _LARGE = 1 << 16
 
 
 def load_config(path_or_config: Any) -> Any:
-    """Return the ``transformers`` configuration of a named model or of a ``config.json`` (or the configuration itself, copied).
+    """Return the ``transformers`` configuration of a named model or of a ``config.json`` (or the
+    configuration itself, copied).
 
-    Raises ValueError for what is no model with a ``config.json``, for one whose numbers do not go together and for one whose
-    model needs code of its own.
-    """
+    Raises ValueError for what is no model with a ``config.json``, for one whose numbers do not go
+    together and for one whose model needs code of its own."""
     if not isinstance(path_or_config, str | Path):
         return copy.deepcopy(path_or_config)
     from huggingface_hub.errors import StrictDataclassError
@@ -44,7 +44,8 @@ def load_config(path_or_config: Any) -> Any:
         refuse_pointer(path if path.is_file() else path / "config.json")
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"model: {path} needs code of its own (auto_map in config.json), which is never run here; read are the types"
+                f"model: {path} needs code of its own (auto_map in config.json), which is never"
+                " run here; read are the types"
                 " of models that transformers knows"
             ) from None
         if not isinstance(error, StrictDataclassError):
@@ -58,15 +59,16 @@ def load_config(path_or_config: Any) -> Any:
 
 
 def vocabulary_rows(path_or_config: Any) -> int:
-    """Return the rows of a model's token embeddings; where its configuration has no ``vocab_size``, more than any token's
-    id."""
+    """Return the rows of a model's token embeddings; where its configuration has no ``vocab_size``,
+    more than any token's id."""
     rows = getattr(load_config(path_or_config).get_text_config(), "vocab_size", None)
     return sys.maxsize if rows is None else int(rows)
 
 
 def model_class(config: Any) -> type[nn.Module]:
-    """Return the class of a configuration's model: of those that answer text, with pictures or without, the one that its
-    checkpoint names, else the causal language model; no other modelling module is imported.
+    """Return the class of a configuration's model: of those that answer text, with pictures or
+    without, the one that its checkpoint names, else the causal language model; no other modelling
+    module is imported.
 
     Raises ValueError where ``transformers`` has none.
     """
@@ -76,21 +78,32 @@ def model_class(config: Any) -> type[nn.Module]:
     found: list[Any] = [mapping[type(config)] for mapping in both if type(config) in mapping]
     if not found:
         raise ValueError(
-            f"transformers has no causal language model for model_type {config.model_type!r}; Blockwalk trains decoders that"
+            f"transformers has no causal language model for model_type {config.model_type!r};"
+            " Blockwalk trains decoders that"
             " AutoModelForCausalLM or AutoModelForImageTextToText knows"
         )
-    classes: list[type[nn.Module]] = [one[0] if isinstance(one, list | tuple) else one for one in found]
-    return next((cls for cls in classes if cls.__name__ in (config.architectures or ())), classes[0])
+    classes: list[type[nn.Module]] = [
+        one[0] if isinstance(one, list | tuple) else one for one in found
+    ]
+    return next(
+        (cls for cls in classes if cls.__name__ in (config.architectures or ())), classes[0]
+    )
 
 
 def model_config(config: Any, cls: type[nn.Module]) -> Any:
-    """Return the part of a configuration that a class is built from: its text configuration where the class wants only that."""
+    """Return the part of a configuration that a class is built from: its text configuration where
+    the class wants only that."""
     text = config.sub_configs.get("text_config")
-    return config.get_text_config() if text is not None and getattr(cls, "config_class", None) is text else config
+    return (
+        config.get_text_config()
+        if text is not None and getattr(cls, "config_class", None) is text
+        else config
+    )
 
 
 class _LargeEmptyOnMeta(TorchFunctionMode):
-    """``torch.empty`` of a weight's size answers on the meta device unless a device is asked for."""
+    """``torch.empty`` of a weight's size answers on the meta device unless a device is asked
+    for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -104,11 +117,11 @@ class _LargeEmptyOnMeta(TorchFunctionMode):
 def _parameters_on_meta() -> Iterator[None]:
     """Send each parameter to the meta device as soon as a module registers it.
 
-    Buffers stay where they are made, so those that a constructor computes (rotary frequencies) are right. Initialisers run
-    after registration, on meta. A large ``torch.empty`` is on meta from the start: even untouched, weights that come and
-    go would leave the allocator an address range of the model's size to scatter later temporaries over (measured on
-    Qwen2.5-0.5B: +50 MB of touched pages in a training step).
-    """
+    Buffers stay where they are made, so those that a constructor computes (rotary frequencies) are
+    right. Initialisers run after registration, on meta. A large ``torch.empty`` is on meta from the
+    start: even untouched, weights that come and go would leave the allocator an address range of
+    the model's size to scatter later temporaries over (measured on Qwen2.5-0.5B: +50 MB of touched
+    pages in a training step)."""
     original: Callable[..., None] = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -135,20 +148,22 @@ def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
 
 
 def stays_float32(model: Any, dtype: torch.dtype, name: str) -> bool:
-    """Return whether ``from_pretrained(dtype=dtype)`` loads a parameter or buffer in float32 (``_keep_in_fp32_modules``)."""
+    """Return whether ``from_pretrained(dtype=dtype)`` loads a parameter or buffer in float32
+    (``_keep_in_fp32_modules``)."""
     return any(re.search(glob.replace("*", ".*"), name) for glob in model._get_dtype_plan(dtype))
 
 
 def build_skeleton(
     path_or_config: Any, dtype: torch.dtype | None = None, cls: type[nn.Module] | None = None
 ) -> nn.Module:
-    """Build the causal language model of a checkpoint folder or configuration without its weights: parameters are on the meta
-    device, persistent buffers hold initial values until a source fills them.
+    """Build the causal language model of a checkpoint folder or configuration without its weights:
+    parameters are on the meta device, persistent buffers hold initial values until a source fills
+    them.
 
-    ``dtype`` is that of the parameters (None: the configuration's own), ``cls`` the model's class where it is not the one
-    that ``transformers`` has for the configuration. The model is in training mode, as a constructor
-    leaves it. Raises ValueError for a model that is no causal language model of ``transformers``.
-    """
+    ``dtype`` is that of the parameters (None: the configuration's own), ``cls`` the model's class
+    where it is not the one that ``transformers`` has for the configuration. The model is in
+    training mode, as a constructor leaves it. Raises ValueError for a model that is no causal
+    language model of ``transformers``."""
     config = load_config(path_or_config)
     if cls is None:
         cls = model_class(config)
@@ -162,6 +177,7 @@ def build_skeleton(
     strays = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if strays:
         raise ValueError(
-            f"{cls.__name__} leaves its buffers {strays[:3]} unset; Blockwalk cannot build it without weights"
+            f"{cls.__name__} leaves its buffers {strays[:3]} unset; Blockwalk cannot build it"
+            " without weights"
         )
     return model

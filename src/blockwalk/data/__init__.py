@@ -1,1 +1,2 @@
-"""Data: records from files (formats), tokens and loss masks (encode), batches in a resumable order (batching)."""
+"""Data: records from files (formats), tokens and loss masks (encode), batches in a resumable order
+(batching)."""

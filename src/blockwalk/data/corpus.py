@@ -1,4 +1,5 @@
-"""A data set as the settings describe it: sources read, encoded each in its own format, mixed, packed."""
+"""A data set as the settings describe it: sources read, encoded each in its own format, mixed,
+packed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from typing import Any
 import torch
 
 from blockwalk.data.batching import epoch_order, pack
-from blockwalk.data.encode import Answers, Choices, Encoded, Tokenizer, encode, encode_answers, encode_choices
+from blockwalk.data.encode import (
+    Answers,
+    Choices,
+    Encoded,
+    Tokenizer,
+    encode,
+    encode_answers,
+    encode_choices,
+)
 from blockwalk.data.formats import Format, Record, Template
 from blockwalk.data.sources import INSTALL, read_records
 from blockwalk.data.tasks import TASKS, Task, demonstrations, part_of
@@ -23,25 +32,32 @@ from blockwalk.plan.run_config import DataSettings
 def training_set(
     settings: DataSettings, tokenizer: Tokenizer, *, seed: int = 0, every_word: bool = False
 ) -> Encoded | Choices:
-    """Return ``data.train`` as tokens: sources joined, or mixed by ``data.weights`` with draws from ``seed``, and packed
-    where the settings say so. ``every_word`` asks for each record with every candidate.
+    """Return ``data.train`` as tokens: sources joined, or mixed by ``data.weights`` with draws from
+    ``seed``, and packed where the settings say so. ``every_word`` asks for each record with every
+    candidate.
 
     Raises:
-        ValueError: a record lacks what its format needs (file, record and field are named), or settings make no sense together.
+        ValueError: a record lacks what its format needs (file, record and field are named), or
+            settings make no sense together.
     """
     asks = asks_of(settings)
     if every_word and (asks is None or settings.packing):
         raise ValueError(
-            "zo.objective ranks label words: set data.template and data.label_words, or data.task, and data.packing: false"
+            "zo.objective ranks label words: set data.template and data.label_words, or"
+            " data.task, and data.packing: false"
         )
     parts: list[Any] = []
     held_out = eval_numbers(settings, seed)
     numbers = itertools.count()
     for source, read, records in _found(settings, "train"):
         named = f"{source} (data.train)"
-        kept = (record for record in records if next(numbers) not in held_out) if held_out else records
+        kept = (
+            (record for record in records if next(numbers) not in held_out) if held_out else records
+        )
         if every_word and asks is not None:
-            parts.append(encode_choices(kept, tokenizer, asks, max_length=settings.max_length, source=named))
+            parts.append(
+                encode_choices(kept, tokenizer, asks, max_length=settings.max_length, source=named)
+            )
         else:
             parts.append(_learnt(read, kept, tokenizer, named))
     whole = _joined(parts)
@@ -51,8 +67,8 @@ def training_set(
 
 
 def eval_numbers(settings: DataSettings, seed: int) -> frozenset[int]:
-    """Return the numbers of the records of ``data.train`` that ``data.eval_share`` holds out, over all sources: drawn by
-    ``seed``.
+    """Return the numbers of the records of ``data.train`` that ``data.eval_share`` holds out, over
+    all sources: drawn by ``seed``.
 
     Raises:
         ValueError: the share leaves no record to train on.
@@ -63,7 +79,8 @@ def eval_numbers(settings: DataSettings, seed: int) -> frozenset[int]:
     chosen = max(1, round(settings.eval_share * count))
     if chosen >= count:
         raise ValueError(
-            f"data.eval_share is {settings.eval_share}: {chosen} of {count} records are held out, and none is left to train on"
+            f"data.eval_share is {settings.eval_share}: {chosen} of {count} records are held out,"
+            " and none is left to train on"
         )
     return frozenset(random.Random(seed).sample(range(count), chosen))
 
@@ -71,15 +88,19 @@ def eval_numbers(settings: DataSettings, seed: int) -> frozenset[int]:
 def held_out_set(
     settings: DataSettings, tokenizer: Tokenizer, limit: int, seed: int = 0
 ) -> tuple[Encoded | Choices | Answers, int]:
-    """Return the held-out records as tokens, with every candidate where these are ranked, and the number of all: ``limit``
-    of them (0: all) are taken, drawn at random, the same in every run. ``seed`` draws those of ``data.eval_share``."""
+    """Return the held-out records as tokens, with every candidate where these are ranked, and the
+    number of all: ``limit`` of them (0: all) are taken, drawn at random, the same in every run.
+    ``seed`` draws those of ``data.eval_share``."""
     asks = asks_of(settings)
     name = "data.eval"
     if share := eval_numbers(settings, seed):
         name = f"data.eval_share of {joined(settings.train)}"
         order = itertools.count()
         parts_of_train = _found(settings, "train")
-        read = [(each, [record for record in records if next(order) in share]) for _, each, records in parts_of_train]
+        read = [
+            (each, [record for record in records if next(order) in share])
+            for _, each, records in parts_of_train
+        ]
     else:
         part = settings.task_part if settings.task else "test"
         read = [(each, list(records)) for _, each, records in _found(settings, part)]
@@ -87,28 +108,39 @@ def held_out_set(
     count = sum(map(len, found))
     chosen = set(range(count))
     if 0 < limit < count:
-        chosen = set(random.Random(0).sample(range(count), limit))  # every n-th would miss what alternates
+        chosen = set(
+            random.Random(0).sample(range(count), limit)
+        )  # every n-th would miss what alternates
     numbers = itertools.count()
     kept = [[record for record in records if next(numbers) in chosen] for records in found]
     if not any(kept):
-        raise ValueError(f"{joined(settings.eval)}: the data set is empty: no record was found (data.eval)")
+        raise ValueError(
+            f"{joined(settings.eval)}: the data set is empty: no record was found (data.eval)"
+        )
     if asks is None or settings.format not in ("", Format.CLASSIFICATION):
         named = name if share else f"{joined(settings.eval)} ({name})"
         parts = [
-            _learnt(each, records, tokenizer, named) for (each, _), records in zip(read, kept, strict=True) if records
+            _learnt(each, records, tokenizer, named)
+            for (each, _), records in zip(read, kept, strict=True)
+            if records
         ]
         return _packed(settings, _joined(parts)), count
     before = ""
     if settings.shots:
-        known = itertools.chain.from_iterable(records for _, _, records in _found(settings, "known"))
-        before = demonstrations([asks.question(record) for record in itertools.islice(known, settings.shots)])
+        known = itertools.chain.from_iterable(
+            records for _, _, records in _found(settings, "known")
+        )
+        before = demonstrations(
+            [asks.question(record) for record in itertools.islice(known, settings.shots)]
+        )
     records = [record for part in kept for record in part]
     encoder: Any = encode_answers if asks.question(records[0]).answers else encode_choices
     return encoder(records, tokenizer, asks, max_length=settings.max_length, before=before), count
 
 
 def sample(source: str, tokenizer: Tokenizer, count: int, max_length: int) -> list[torch.Tensor]:
-    """Return token ids, int64 [S] each, of up to ``count`` records of a source, drawn at random, the same each time."""
+    """Return token ids, int64 [S] each, of up to ``count`` records of a source, drawn at random,
+    the same each time."""
     rows = training_set(DataSettings(train=source, max_length=max_length), tokenizer)
     assert isinstance(rows, Encoded)
     drawn = epoch_order(len(rows), 0, 0)[:count].tolist()
@@ -116,18 +148,24 @@ def sample(source: str, tokenizer: Tokenizer, count: int, max_length: int) -> li
 
 
 def asks_of(settings: DataSettings) -> Template | Task | None:
-    """Return the template or the task that makes a question of each record, if the settings name one."""
+    """Return the template or the task that makes a question of each record, if the settings name
+    one."""
     if settings.task and settings.task not in TASKS:
         hint = did_you_mean(settings.task, list(TASKS), LOOSE)
         raise ValueError(f"data.task is {settings.task!r}{hint}; known: {', '.join(TASKS)}")
     if settings.task:
         return TASKS[settings.task]
-    return Template(settings.template, settings.label_words, settings.label_field) if settings.template else None
+    return (
+        Template(settings.template, settings.label_words, settings.label_field)
+        if settings.template
+        else None
+    )
 
 
 def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list[int]:
-    """Return an order of the examples of several sources, numbered end to end: each is drawn from a source by its weight,
-    until every source has been seen whole; one that runs out before begins again.
+    """Return an order of the examples of several sources, numbered end to end: each is drawn from a
+    source by its weight, until every source has been seen whole; one that runs out before begins
+    again.
 
     Raises:
         ValueError: ``datasets`` is missing.
@@ -135,39 +173,67 @@ def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list
     try:
         import datasets
     except ImportError:
-        raise ValueError(f"data.weights needs datasets, which interleaves the sources: {INSTALL}") from None
+        raise ValueError(
+            f"data.weights needs datasets, which interleaves the sources: {INSTALL}"
+        ) from None
     ends = itertools.accumulate(lengths, initial=0)
-    numbers = [datasets.Dataset.from_dict({"row": range(start, end)}) for start, end in itertools.pairwise(ends)]
+    numbers = [
+        datasets.Dataset.from_dict({"row": range(start, end)})
+        for start, end in itertools.pairwise(ends)
+    ]
     shares = [weight / sum(weights) for weight in weights]
-    mixed = datasets.interleave_datasets(numbers, shares, seed=seed, stopping_strategy="all_exhausted")
+    mixed = datasets.interleave_datasets(
+        numbers, shares, seed=seed, stopping_strategy="all_exhausted"
+    )
     return list(mixed["row"])
 
 
-def _found(settings: DataSettings, part: str) -> Iterator[tuple[str, DataSettings, Iterable[Record]]]:
-    """Yield each source, the settings that it is read with, and its records of a part: train, test, or dev and known (what
-    demonstrations are taken of) out of ``data.train``. A task draws them, from its data set on the hub unless a source is
-    given."""
+def _found(
+    settings: DataSettings, part: str
+) -> Iterator[tuple[str, DataSettings, Iterable[Record]]]:
+    """Yield each source, the settings that it is read with, and its records of a part: train, test,
+    or dev and known (what demonstrations are taken of) out of ``data.train``. A task draws them,
+    from its data set on the hub unless a source is given."""
     task = TASKS.get(settings.task)
-    given, split = (settings.eval, settings.eval_split) if part == "test" else (settings.train, settings.train_split)
+    given, split = (
+        (settings.eval, settings.eval_split)
+        if part == "test"
+        else (settings.train, settings.train_split)
+    )
     subset = settings.subset
     if task is not None and not given:
-        given, subset = task.hub, subset or task.subset
+        given = task.hub
+        subset = subset or task.subset
         if part == "test" and split == DataSettings().eval_split:
             split = task.held_out
     for source in listed(given):
         own = replace(settings, **{"subset": subset, **source.changes()})
-        records = read_records(source.path, split=source.split or split, subset=own.subset or None, columns=own.columns)
+        records = read_records(
+            source.path, split=source.split or split, subset=own.subset or None, columns=own.columns
+        )
         drawn = task is not None or part == "known"
-        yield source.path, own, part_of(list(records), settings, part, source.path) if drawn else records
+        yield (
+            source.path,
+            own,
+            part_of(list(records), settings, part, source.path) if drawn else records,
+        )
 
 
-def _learnt(settings: DataSettings, records: Iterable[Record], tokenizer: Tokenizer, source: str) -> Encoded:
+def _learnt(
+    settings: DataSettings, records: Iterable[Record], tokenizer: Tokenizer, source: str
+) -> Encoded:
     asks = asks_of(settings)
     if asks is not None and settings.format in ("", Format.CLASSIFICATION):
-        return encode_choices(records, tokenizer, asks, max_length=settings.max_length, source=source).answered()
-    length = None if settings.packing else settings.max_length  # a packed record goes on in another row
+        return encode_choices(
+            records, tokenizer, asks, max_length=settings.max_length, source=source
+        ).answered()
+    length = (
+        None if settings.packing else settings.max_length
+    )  # a packed record goes on in another row
     kind = settings.format or None
-    return encode(records, tokenizer, max_length=length, format=kind, source=source, prompts=settings.prompt)
+    return encode(
+        records, tokenizer, max_length=length, format=kind, source=source, prompts=settings.prompt
+    )
 
 
 def _joined(parts: Sequence[Any]) -> Any:
@@ -175,4 +241,6 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def _packed(settings: DataSettings, rows: Any) -> Any:
-    return pack(rows, settings.max_length) if settings.packing and isinstance(rows, Encoded) else rows
+    return (
+        pack(rows, settings.max_length) if settings.packing and isinstance(rows, Encoded) else rows
+    )

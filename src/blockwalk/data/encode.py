@@ -1,10 +1,9 @@
 """Tokens and loss masks: a record becomes a row of token ids and, for each, whether it is learnt.
 
-A record is first rendered to one text with the character spans that are learnt (:mod:`blockwalk.data.render`); the text is
-then tokenised once, as a whole, and a token is learnt if it touches such a span. So the tokens are those that the model
-meets at inference, and no format has tokenising rules of its own. The first token of a row is never learnt: nothing
-precedes it.
-"""
+A record is first rendered to one text with the character spans that are learnt
+(:mod:`blockwalk.data.render`); the text is then tokenised once, as a whole, and a token is learnt
+if it touches such a span. So the tokens are those that the model meets at inference, and no format
+has tokenising rules of its own. The first token of a row is never learnt: nothing precedes it."""
 
 from __future__ import annotations
 
@@ -49,26 +48,34 @@ Mask = npt.NDArray[np.bool_]
 Numbers = npt.NDArray[np.int64]
 """Counts, offsets and numbers of rows."""
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # each of its threads would keep some 7 MB for the whole run
+os.environ.setdefault(
+    "TOKENIZERS_PARALLELISM", "false"
+)  # each of its threads would keep some 7 MB for the whole run
 
-CHUNK, CHUNK_CHARACTERS = 256, 1 << 19
-"""The most texts that are tokenised in one call, and the most characters in them: what a call gives takes memory."""
+CHUNK = 256
+CHUNK_CHARACTERS = 1 << 19
+"""The most texts that are tokenised in one call, and the most characters in them: what a call gives
+takes memory."""
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.json")
 """The files that a tokenizer's vocabulary may lie in."""
 
 
-def tokenizer_of(model: str | Path, settings: DataSettings, adapter: StrPath | None = None) -> Tokenizer:
-    """Return the tokenizer of a model as a run uses it: with the chat template that was saved with the adapter, else the one
-    that the settings name, and with the settings' arguments.
+def tokenizer_of(
+    model: str | Path, settings: DataSettings, adapter: StrPath | None = None
+) -> Tokenizer:
+    """Return the tokenizer of a model as a run uses it: with the chat template that was saved with
+    the adapter, else the one that the settings name, and with the settings' arguments.
 
     Raises:
         ValueError: there is no tokenizer, or no such template.
     """
     tokenizer = load_tokenizer(model)
     saved = saved_with(adapter)
-    set_template(tokenizer, "" if saved else settings.chat_template, settings.chat_template_arguments)
+    set_template(
+        tokenizer, "" if saved else settings.chat_template, settings.chat_template_arguments
+    )
     if saved:
         tokenizer.chat_template = saved
     return tokenizer
@@ -84,26 +91,36 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     folder = require_config(path)
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, fix_mistral_regex=True)
+        return AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, fix_mistral_regex=True
+        )
     except MemoryError:
         raise
-    except Exception as error:  # tokenizers raises no class of its own, and a file that is cut may lack any key
+    except (
+        Exception
+    ) as error:  # tokenizers raises no class of its own, and a file that is cut may lack any key
         refuse_pointers(folder)
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"{path}: the tokenizer needs code of its own (auto_map in tokenizer_config.json), which is never run here:"
+                f"{path}: the tokenizer needs code of its own (auto_map in"
+                " tokenizer_config.json), which is never run here:"
                 " save it as a tokenizer.json"
             ) from None
-        read = "read are tokenizer.json and what else transformers saves of one, and a GGUF file's own"
+        read = (
+            "read are tokenizer.json and what else transformers saves of one, and a GGUF file's own"
+        )
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         said = kind + " ".join(str(error).split())
         files = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
         source = f" from {' or '.join(files)}, which may be cut off" if files else ""
-        raise ValueError(f"{path}: no tokenizer could be loaded{source} ({read}): {said}") from error
+        raise ValueError(
+            f"{path}: no tokenizer could be loaded{source} ({read}): {said}"
+        ) from error
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[Path, np.ndarray]:
-    """Return the bytes of the files that a tokenizer is saved in, by their paths below its folder."""
+    """Return the bytes of the files that a tokenizer is saved in, by their paths below its
+    folder."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = (path for path in Path(folder).rglob("*") if path.is_file())
@@ -111,13 +128,20 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[Path, np.ndarray]:
 
 
 def mapped(array: np.ndarray, folder: Path) -> np.ndarray:
-    """Return an array in the map of a nameless file in ``folder``: pages that the kernel may drop. It may not be written to."""
+    """Return an array in the map of a nameless file in ``folder``: pages that the kernel may drop.
+    It may not be written to."""
     if not array.nbytes:
         return array
-    with tempfile.TemporaryFile(prefix=".scratch-", suffix=PARTIAL, dir=folder) as file:  # named where a disk must
+    with tempfile.TemporaryFile(
+        prefix=".scratch-", suffix=PARTIAL, dir=folder
+    ) as file:  # named where a disk must
         file.write(np.ascontiguousarray(array).data)
         file.flush()
-        return map_file(file.fileno(), array.nbytes, str(folder)).view(array.dtype).reshape(array.shape)
+        return (
+            map_file(file.fileno(), array.nbytes, str(folder))
+            .view(array.dtype)
+            .reshape(array.shape)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +165,8 @@ def _digest(content: bytes) -> str:
 
 @dataclass(slots=True)
 class EncodeReport:
-    """Counts of the records, turns and tokens that were kept, cut or dropped when a data set became tokens."""
+    """Counts of the records, turns and tokens that were kept, cut or dropped when a data set became
+    tokens."""
 
     records: int = 0
     truncated: int = 0
@@ -160,7 +185,8 @@ class EncodeReport:
     turn_ends: Counter[int] = field(default_factory=Counter)
     """The last learnt token of each turn that a chat template wrote, and how often it is that."""
     stops: tuple[int, ...] = ()
-    """Tokens that turns are learnt to end with, at which the model's generation does not stop of itself."""
+    """Tokens that turns are learnt to end with, at which the model's generation does not stop of
+    itself."""
     end_note: str = ""
     """A sentence where turns are learnt to end with no token that generation stops at."""
     origin: Origin = field(default_factory=Origin)
@@ -188,21 +214,27 @@ class EncodeReport:
         lines = []
         if self.truncated:
             lines.append(
-                f"{self.truncated} of {self.records} records were longer than max_length = {self.max_length} tokens "
-                f"(the longest: {self.longest}) and were cut; raise data.max_length to keep them whole"
+                f"{self.truncated} of {self.records} records were longer than max_length ="
+                f" {self.max_length} tokens "
+                f"(the longest: {self.longest}) and were cut; raise data.max_length to keep them"
+                " whole"
             )
         if 2 * self.answers_cut > self.records:
             lines.append(
-                f"{self.answers_cut} of {self.records} records, more than half, lose the end of what is learnt: the model does"
-                f" not learn to stop there. Set data.max_length to {self.longest}, or leave long records out"
+                f"{self.answers_cut} of {self.records} records, more than half, lose the end of"
+                " what is learnt: the model does"
+                f" not learn to stop there. Set data.max_length to {self.longest}, or leave long"
+                " records out"
             )
         if self.dropped:
             lines.append(
-                f"{self.dropped} of {self.records} records had no token to learn, after cutting, and were dropped"
+                f"{self.dropped} of {self.records} records had no token to learn, after cutting,"
+                " and were dropped"
             )
         if self.turns_left_out:
             lines.append(
-                f"{counted(self.turns_left_out, 'assistant turn')} {is_or_are(self.turns_left_out)} not learnt: they open the"
+                f"{counted(self.turns_left_out, 'assistant turn')}"
+                f" {is_or_are(self.turns_left_out)} not learnt: they open the"
                 " conversation, or the chat template writes them differently once it goes on"
             )
         if self.end_note:
@@ -212,12 +244,14 @@ class EncodeReport:
             lines.append(f"{turns} not learnt: their records mark them so")
         if self.turns_of_others:
             lines.append(
-                f"{counted(self.turns_of_others, 'turn')} of other roles than the assistant's {is_or_are(self.turns_of_others)}"
+                f"{counted(self.turns_of_others, 'turn')} of other roles than the assistant's"
+                f" {is_or_are(self.turns_of_others)}"
                 " marked as to be learnt, and not learnt: the assistant's alone are"
             )
         if self.turns_unwritten:
             lines.append(
-                f"the chat template drops content, reasoning or a call of {counted(self.turns_unwritten, 'turn')}, the first in"
+                "the chat template drops content, reasoning or a call of"
+                f" {counted(self.turns_unwritten, 'turn')}, the first in"
                 f" {self.unwritten}"
             )
         return lines
@@ -236,7 +270,8 @@ class Encoded:
     pad_id: int
     report: EncodeReport = field(default_factory=EncodeReport, compare=False)
     positions: Ids | None = None
-    """Positions [T] of each token in its document, where an example is several documents; None: an example is one."""
+    """Positions [T] of each token in its document, where an example is several documents; None: an
+    example is one."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -257,21 +292,33 @@ class Encoded:
         return self.cut([[(int(self.starts[row]), int(self.starts[row + 1]))] for row in rows])
 
     def cut(self, rows: Sequence[Sequence[tuple[int, int]]], *, borders: bool = False) -> Encoded:
-        """Return rows of spans of tokens, (begin, end) each, of unpacked data; with ``borders`` every span is a document, at
-        positions from 0, and its first token is not learnt."""
+        """Return rows of spans of tokens, (begin, end) each, of unpacked data; with ``borders``
+        every span is a document, at positions from 0, and its first token is not learnt."""
         assert self.positions is None
         spans = [slice(*span) for row in rows for span in row]
         token_ids = np.concatenate([self.token_ids[span] for span in spans])
         in_loss = np.concatenate([self.in_loss[span] for span in spans])
-        starts = np.cumsum([0, *(sum(end - begin for begin, end in row) for row in rows)], dtype=np.int64)
+        starts = np.cumsum(
+            [0, *(sum(end - begin for begin, end in row) for row in rows)], dtype=np.int64
+        )
         if not borders:
             return Encoded(token_ids, in_loss, starts, self.pad_id, self.report)
-        positions = np.concatenate([np.arange(span.stop - span.start, dtype=np.int32) for span in spans])
-        return Encoded(token_ids, in_loss & (positions > 0), starts, self.pad_id, self.report, positions)
+        positions = np.concatenate(
+            [np.arange(span.stop - span.start, dtype=np.int32) for span in spans]
+        )
+        return Encoded(
+            token_ids, in_loss & (positions > 0), starts, self.pad_id, self.report, positions
+        )
 
     def mapped(self, folder: Path) -> Encoded:
-        """Return a copy whose arrays lie in maps of nameless files in ``folder``: pages that the kernel may drop."""
-        names = ("token_ids", "in_loss", "starts", *(() if self.positions is None else ("positions",)))
+        """Return a copy whose arrays lie in maps of nameless files in ``folder``: pages that the
+        kernel may drop."""
+        names = (
+            "token_ids",
+            "in_loss",
+            "starts",
+            *(() if self.positions is None else ("positions",)),
+        )
         moved: dict[str, Any] = {name: mapped(getattr(self, name), folder) for name in names}
         return replace(self, **moved)
 
@@ -298,7 +345,8 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Choices:
-    """Examples, each once with every candidate: rows ``firsts[i]:firsts[i + 1]`` are those of example i."""
+    """Examples, each once with every candidate: rows ``firsts[i]:firsts[i + 1]`` are those of
+    example i."""
 
     rows: Encoded
     firsts: Numbers
@@ -324,7 +372,8 @@ class Choices:
         sizes = np.unique(np.diff(self.firsts))
         if len(sizes) > 1:
             raise ValueError(
-                f"records have from {sizes[0]} to {sizes[-1]} candidates, which cannot be ranked in a training step: set"
+                f"records have from {sizes[0]} to {sizes[-1]} candidates, which cannot be ranked"
+                " in a training step: set"
                 " zo.objective: loss"
             )
         return int(sizes[0])
@@ -332,16 +381,24 @@ class Choices:
     def select(self, rows: Iterable[int]) -> Choices:
         """Return the examples named, in that order."""
         chosen = list(rows)
-        each = self.rows.select(c for row in chosen for c in range(self.firsts[row], self.firsts[row + 1]))
+        each = self.rows.select(
+            c for row in chosen for c in range(self.firsts[row], self.firsts[row + 1])
+        )
         sizes = np.diff(self.firsts)[chosen]
-        return Choices(each, np.append(0, np.cumsum(sizes)), tuple(self.right[row] for row in chosen))
+        return Choices(
+            each, np.append(0, np.cumsum(sizes)), tuple(self.right[row] for row in chosen)
+        )
 
     @staticmethod
     def joined(parts: Sequence[Choices]) -> Choices:
         """Return the examples of several data sets, one after the other."""
         rows = Encoded.joined([part.rows for part in parts])
         sizes = np.concatenate([np.diff(part.firsts) for part in parts])
-        return Choices(rows, np.append(0, np.cumsum(sizes)), tuple(each for part in parts for each in part.right))
+        return Choices(
+            rows,
+            np.append(0, np.cumsum(sizes)),
+            tuple(each for part in parts for each in part.right),
+        )
 
     def answered(self) -> Encoded:
         """Return each example with its right candidate: what training learns."""
@@ -372,12 +429,13 @@ def encode(
     source: str = "",
     prompts: Sequence[str] = (),
 ) -> Encoded:
-    """Encode records of one format but classification (``None``: that of the first record) for training.
+    """Encode records of one format but classification (``None``: that of the first record) for
+    training.
 
-    ``max_length`` is in tokens; None cuts nothing. ``source`` names the records in an error. ``prompts`` are those of
-    ``data.prompt``, see :func:`blockwalk.data.render.render`.
-    Raises ``ValueError``, naming file, line and field, where a record lacks
-    what its format needs, and where nothing is left to learn from; what was cut or dropped is counted in ``Encoded.report``.
+    ``max_length`` is in tokens; None cuts nothing. ``source`` names the records in an error.
+    ``prompts`` are those of ``data.prompt``, see :func:`blockwalk.data.render.render`. Raises
+    ``ValueError``, naming file, line and field, where a record lacks what its format needs, and
+    where nothing is left to learn from; what was cut or dropped is counted in ``Encoded.report``.
     """
     records = iter(records)
     first = next(records, None)
@@ -396,7 +454,8 @@ def encode(
             digest.update(json.dumps(record.fields, default=str).encode())
             yield render(record, kind, tokenizer, stops, prompts)
 
-    ids, masks = [], []
+    ids = []
+    masks = []
     for row, mask in _tokenize(rendered(), tokenizer, report):
         if mask.any():
             ids.append(row)
@@ -406,7 +465,10 @@ def encode(
     if not ids:
         why = "; ".join(replace(report, dropped=0).warnings())
         where = source and f"{source}: "
-        raise ValueError(f"{where}none of {counted(report.records, 'record')} has a token to learn{why and ': '}{why}")
+        raise ValueError(
+            f"{where}none of {counted(report.records, 'record')} has a token to"
+            f" learn{why and ': '}{why}"
+        )
     marks, report.end_note = end_note(report.turn_ends, tokenizer)
     report.stops = tuple(marks)
     template = str(getattr(tokenizer, "chat_template", None) or "")
@@ -432,8 +494,8 @@ def encode_choices(
     before: str = "",
     source: str = "",
 ) -> Choices:
-    """Encode records with every candidate, for :func:`blockwalk.data.batching.label_word_batch`; ``before`` are demonstrations,
-    which stand in every prompt.
+    """Encode records with every candidate, for :func:`blockwalk.data.batching.label_word_batch`;
+    ``before`` are demonstrations, which stand in every prompt.
 
     Raises ``ValueError`` where a prompt leaves no room for the candidate.
     """
@@ -453,16 +515,26 @@ def encode_choices(
     if not rows:
         raise ValueError(_empty(source))
     if not all(mask.any() for _, mask in rows):
-        raise ValueError(f"max_length = {max_length} tokens leaves no room for the label word; raise data.max_length")
+        raise ValueError(
+            f"max_length = {max_length} tokens leaves no room for the label word; raise"
+            " data.max_length"
+        )
     report.truncated = -(-report.truncated * len(right) // report.records)
     report.answers_cut = report.answers_cut * len(right) // report.records
     report.records = len(right)
-    encoded = _flatten([row for row, _ in rows], [mask for _, mask in rows], _pad_id(tokenizer), report)
+    encoded = _flatten(
+        [row for row, _ in rows], [mask for _, mask in rows], _pad_id(tokenizer), report
+    )
     return Choices(encoded, np.asarray(firsts, dtype=np.int64), tuple(right))
 
 
 def encode_answers(
-    records: Iterable[Record], tokenizer: Tokenizer, task: Template | Task, *, max_length: int | None, before: str = ""
+    records: Iterable[Record],
+    tokenizer: Tokenizer,
+    task: Template | Task,
+    *,
+    max_length: int | None,
+    before: str = "",
 ) -> Answers:
     """Encode records whose answers are generated."""
     records = list(records)
@@ -484,8 +556,8 @@ def _chunks(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:
 
 
 def _beside(call: Callable[[], Any]) -> Any:
-    """Return the answer of a call that is made in a thread of its own: a record of many megabytes holds the tokenizer for
-    minutes, and this thread answers signals meanwhile."""
+    """Return the answer of a call that is made in a thread of its own: a record of many megabytes
+    holds the tokenizer for minutes, and this thread answers signals meanwhile."""
     answer: Future[Any] = Future()
 
     def work() -> None:
@@ -498,13 +570,18 @@ def _beside(call: Callable[[], Any]) -> Any:
     return answer.result()
 
 
-def _tokenize(rendered: Iterable[Rendered], tokenizer: Tokenizer, report: EncodeReport) -> Iterator[tuple[Ids, Mask]]:
+def _tokenize(
+    rendered: Iterable[Rendered], tokenizer: Tokenizer, report: EncodeReport
+) -> Iterator[tuple[Ids, Mask]]:
     """Yield ids and mask of each text, within ``report.max_length`` tokens."""
     limit = report.max_length
     if limit is not None and limit < 2:
         raise ValueError(f"data.max_length must be at least 2 tokens, not {limit}")
     if not tokenizer.is_fast:
-        raise ValueError("the loss mask needs a fast tokenizer (tokenizer.json), which knows each token's characters")
+        raise ValueError(
+            "the loss mask needs a fast tokenizer (tokenizer.json), which knows each token's"
+            " characters"
+        )
     added = tokenizer("")["input_ids"]
     begin = added[:1] if added and added[0] == tokenizer.bos_token_id else []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -512,19 +589,25 @@ def _tokenize(rendered: Iterable[Rendered], tokenizer: Tokenizer, report: Encode
         for item in texts:  # of JSON text within a record, or of a template
             if half := half_character(item.text):
                 raise ValueError(
-                    f"{item.where}: its text holds half a character, \\u{ord(half):04x} (a lone surrogate): write the"
+                    f"{item.where}: its text holds half a character, \\u{ord(half):04x} (a lone"
+                    " surrogate): write the"
                     " character whole, or U+FFFD"
                 )
         only = [item.text for item in texts]
         options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
         tokens = _beside(functools.partial(tokenizer, only, **options))
-        for item, ids, offsets in zip(texts, tokens["input_ids"], tokens["offset_mapping"], strict=True):
+        for item, ids, offsets in zip(
+            texts, tokens["input_ids"], tokens["offset_mapping"], strict=True
+        ):
             mask = [any(a < stop and b > start for start, stop in item.spans) for a, b in offsets]
             prompt = sum(b <= item.prompt_end for _, b in offsets) if item.prompt_end else 0
             if item.begin and ids[:1] != begin:
-                ids, mask, prompt = begin + ids, [False] * len(begin) + mask, prompt + len(begin)
+                ids = begin + ids
+                mask = [False] * len(begin) + mask
+                prompt = prompt + len(begin)
             if item.end and ids[-1:] != end:
-                ids, mask = ids + end, mask + [bool(item.spans)] * len(end)
+                ids = ids + end
+                mask = mask + [bool(item.spans)] * len(end)
             if not item.end:
                 report.turn_ends.update(_turn_ends(item, ids, offsets))
             report.records += 1
@@ -538,17 +621,22 @@ def _tokenize(rendered: Iterable[Rendered], tokenizer: Tokenizer, report: Encode
             if limit is not None and len(ids) > limit:
                 report.truncated += 1
                 keep = len(begin) if item.begin and ids[:1] == begin else 0
-                spare = max(0, min(len(ids) - limit, prompt - max(keep, 1))) if item.prompt_end else 0
+                spare = (
+                    max(0, min(len(ids) - limit, prompt - max(keep, 1))) if item.prompt_end else 0
+                )
                 ids, mask = (row[:keep] + row[keep + spare :] for row in (ids, mask))
                 report.answers_cut += any(mask[limit:])
-                ids, mask = ids[:limit], mask[:limit]
+                ids = ids[:limit]
+                mask = mask[:limit]
             mask[:1] = [False] * len(mask[:1])
             if ids and max(ids) > report.largest[0]:
                 report.largest = (max(ids), item.where)
             yield np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_)
 
 
-def _turn_ends(item: Rendered, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Iterator[int]:
+def _turn_ends(
+    item: Rendered, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
+) -> Iterator[int]:
     """Yield the last learnt token of each turn of a text that a chat template wrote."""
     if item.begin:  # label words have no turns
         return
@@ -558,7 +646,8 @@ def _turn_ends(item: Rendered, ids: Sequence[int], offsets: Sequence[tuple[int, 
 
 
 def require_rows(largest: tuple[int, str], tokenizer: Tokenizer, rows: int, setting: str) -> None:
-    """Check that a model has a row for the largest token of a data set, which comes with the place of its record.
+    """Check that a model has a row for the largest token of a data set, which comes with the place
+    of its record.
 
     Raises:
         ValueError: it has not; the token, the record and the number of rows are named.
@@ -566,25 +655,39 @@ def require_rows(largest: tuple[int, str], tokenizer: Tokenizer, rows: int, sett
     token, where = largest
     if token >= rows:
         raise ValueError(
-            f"{where}: the token {tokenizer.convert_ids_to_tokens(token)!r} has the id {token}, and the model has {rows} rows"
-            f" of embeddings ({setting}): save the model with resize_token_embeddings({len(tokenizer)}), or take the"
+            f"{where}: the token {tokenizer.convert_ids_to_tokens(token)!r} has the id {token},"
+            f" and the model has {rows} rows"
+            f" of embeddings ({setting}): save the model with"
+            f" resize_token_embeddings({len(tokenizer)}), or take the"
             " token out of the tokenizer or the data"
         )
 
 
 def first_example(dataset: Encoded, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """Return the first example (of a packed row, its first document) as runs of text, each with whether it is learnt."""
+    """Return the first example (of a packed row, its first document) as runs of text, each with
+    whether it is learnt."""
     ids, in_loss = dataset[0]
     if dataset.positions is not None:
         end = int(np.flatnonzero(np.append(dataset.positions[1 : len(ids)], 0) == 0)[0]) + 1
-        ids, in_loss = ids[:end], in_loss[:end]
-    runs = itertools.groupby(zip(ids.tolist(), in_loss.tolist(), strict=True), key=lambda pair: bool(pair[1]))
+        ids = ids[:end]
+        in_loss = in_loss[:end]
+    runs = itertools.groupby(
+        zip(ids.tolist(), in_loss.tolist(), strict=True), key=lambda pair: bool(pair[1])
+    )
     return [(tokenizer.decode([token for token, _ in run]), learnt) for learnt, run in runs]
 
 
 def _pad_id(tokenizer: Tokenizer) -> int:
-    """Return the token id that fills rows up; it is masked, so any id will do where a tokenizer names none."""
-    return next((int(token) for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+    """Return the token id that fills rows up; it is masked, so any id will do where a tokenizer
+    names none."""
+    return next(
+        (
+            int(token)
+            for token in (tokenizer.pad_token_id, tokenizer.eos_token_id)
+            if token is not None
+        ),
+        0,
+    )
 
 
 def _flatten(ids: list[Ids], masks: list[Mask], pad_id: int, report: EncodeReport) -> Encoded:

@@ -14,22 +14,26 @@ from blockwalk.plan.parsing import did_you_mean
 
 
 def set_template(tokenizer: Any, template: str, arguments: Mapping[str, Any]) -> None:
-    """Give a tokenizer a chat template (a file, or a name of :data:`TEMPLATES`; empty: its own), and the arguments that
-    every conversation is written with.
+    """Give a tokenizer a chat template (a file, or a name of :data:`TEMPLATES`; empty: its own),
+    and the arguments that every conversation is written with.
 
     Raises:
         ValueError: no such template, or an argument that is not the user's to set.
     """
     if template:
-        tokenizer.chat_template = _named(template, tokenizer) if template in TEMPLATES else _of_file(template)
+        tokenizer.chat_template = (
+            _named(template, tokenizer) if template in TEMPLATES else _of_file(template)
+        )
     if wrong := next((name for name in arguments if name in {*reserved(tokenizer), "tools"}), None):
-        raise ValueError(f"data.chat_template_arguments may not set {wrong!r}: it is set for each conversation")
+        raise ValueError(
+            f"data.chat_template_arguments may not set {wrong!r}: it is set for each conversation"
+        )
     setattr(tokenizer, ARGUMENTS, dict(arguments))
 
 
 def _named(name: str, tokenizer: Any) -> str:
-    """Return the text of a named template; where the tokenizer does not have the mark that ends a turn as one token, its own
-    end of text takes that place, since generation stops at one token."""
+    """Return the text of a named template; where the tokenizer does not have the mark that ends a
+    turn as one token, its own end of text takes that place, since generation stops at one token."""
     template = TEMPLATES[name]
     end = tokenizer.eos_token
     lacks = template.end and template.end not in tokenizer.get_vocab()
@@ -37,7 +41,8 @@ def _named(name: str, tokenizer: Any) -> str:
 
 
 def missing_marks(name: str, tokenizer: Any) -> str:
-    """Return a sentence on the marks of a named template that the tokenizer does not have as tokens; empty where it has all."""
+    """Return a sentence on the marks of a named template that the tokenizer does not have as
+    tokens; empty where it has all."""
     if name not in TEMPLATES:
         return ""
     vocabulary = tokenizer.get_vocab()
@@ -46,10 +51,16 @@ def missing_marks(name: str, tokenizer: Any) -> str:
         return ""
     end = TEMPLATES[name].end
     stops = (
-        f"; {tokenizer.eos_token!r} ends a turn in place of {end!r}" if end in missing and tokenizer.eos_token else ""
+        f"; {tokenizer.eos_token!r} ends a turn in place of {end!r}"
+        if end in missing and tokenizer.eos_token
+        else ""
     )
     others = [mark for mark in missing if mark != end or not stops]
-    plain = f"the tokenizer writes {', '.join(map(repr, others))} as plain text of several tokens" if others else ""
+    plain = (
+        f"the tokenizer writes {', '.join(map(repr, others))} as plain text of several tokens"
+        if others
+        else ""
+    )
     return f"data.chat_template: {name}: {plain or 'the tokenizer lacks one mark'}{stops}"
 
 
@@ -58,5 +69,7 @@ def _of_file(name: str) -> str:
     path = Path(os.path.expanduser(name))
     if not path.is_file():
         near = did_you_mean(name, list(TEMPLATES))
-        raise ValueError(f"data.chat_template is {name!r}: no such file{near}; by name: {', '.join(TEMPLATES)}")
+        raise ValueError(
+            f"data.chat_template is {name!r}: no such file{near}; by name: {', '.join(TEMPLATES)}"
+        )
     return read_template(path)

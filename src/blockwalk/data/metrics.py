@@ -12,7 +12,8 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def macro_f1(chosen: Sequence[int], targets: Sequence[int], classes: int) -> float:
-    """Return the mean over classes of 2·TP / (2·TP + FP + FN); a class that is neither there nor chosen counts as 0."""
+    """Return the mean over classes of 2·TP / (2·TP + FP + FN); a class that is neither there nor
+    chosen counts as 0."""
     scores = []
     for c in range(classes):
         hit = sum(a == b == c for a, b in zip(chosen, targets, strict=True))
@@ -22,8 +23,8 @@ def macro_f1(chosen: Sequence[int], targets: Sequence[int], classes: int) -> flo
 
 
 def words_of(text: str) -> list[str]:
-    """Return a text's words in small letters, without punctuation and articles (Rajpurkar et al., "SQuAD: 100,000+
-    Questions for Machine Comprehension of Text", 2016, section 6.1)."""
+    """Return a text's words in small letters, without punctuation and articles (Rajpurkar et al.,
+    "SQuAD: 100,000+ Questions for Machine Comprehension of Text", 2016, section 6.1)."""
     return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
 
 
@@ -33,7 +34,8 @@ def exact_match(text: str, answers: Sequence[str]) -> float:
 
 
 def token_f1(text: str, answers: Sequence[str]) -> float:
-    """Return the harmonic mean of precision and recall over words, of the answer with which it is highest."""
+    """Return the harmonic mean of precision and recall over words, of the answer with which it is
+    highest."""
     return max(_overlap(words_of(text), words_of(answer)) for answer in answers)
 
 

@@ -1,7 +1,8 @@
-"""Chat templates by name, for models that come without one: the formats of well-known families, in Jinja.
+"""Chat templates by name, for models that come without one: the formats of well-known families, in
+Jinja.
 
-Each writes what the family's own tokenizer writes of text turns, character for character. Tools are left out.
-"""
+Each writes what the family's own tokenizer writes of text turns, character for character. Tools are
+left out."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class NamedTemplate:
 
     text: str
     end: str
-    """The mark that ends a turn of the assistant; empty where that is the tokenizer's own end of text."""
+    """The mark that ends a turn of the assistant; empty where that is the tokenizer's own end of
+    text."""
     marks: tuple[str, ...] = ()
     """Marks that are one token each in the family's tokenizers."""
 
@@ -88,7 +90,9 @@ _MISTRAL = (
 
 TEMPLATES = {
     "chatml": NamedTemplate(_CHATML, "<|im_end|>", ("<|im_start|>", "<|im_end|>")),
-    "llama3": NamedTemplate(_LLAMA3, "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
+    "llama3": NamedTemplate(
+        _LLAMA3, "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    ),
     "gemma": NamedTemplate(_GEMMA, "<end_of_turn>", ("<start_of_turn>", "<end_of_turn>")),
     "phi3": NamedTemplate(_PHI3, "<|end|>", ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")),
     "mistral": NamedTemplate(_MISTRAL, ""),

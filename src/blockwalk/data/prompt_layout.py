@@ -1,4 +1,5 @@
-"""The layout in which a run's records were learnt, and a user's text in it: what stands before the answer."""
+"""The layout in which a run's records were learnt, and a user's text in it: what stands before the
+answer."""
 
 from __future__ import annotations
 
@@ -13,27 +14,33 @@ from blockwalk.plan.run_config import DataSettings
 
 
 def prompts_of(settings: DataSettings) -> list[str]:
-    """Return the texts of ``data.prompt``, and those that sources of ``data.train`` have of their own, each once."""
+    """Return the texts of ``data.prompt``, and those that sources of ``data.train`` have of their
+    own, each once."""
     own = itertools.chain.from_iterable(source.prompt for source in listed(settings.train))
     return list(dict.fromkeys([*settings.prompt, *own]))
 
 
 def filled(settings: DataSettings, text: str) -> str | None:
-    """Return a text in the layout of ``data.prompt``: in place of the one column of the one layout that has one column. A text
-    that has that layout stays as it is. None: no layout, or several, may be filled so."""
-    single = [prompt for prompt in prompts_of(settings) if len(set(fields_of(prompt, "data.prompt"))) == 1]
+    """Return a text in the layout of ``data.prompt``: in place of the one column of the one layout
+    that has one column. A text that has that layout stays as it is. None: no layout, or several,
+    may be filled so."""
+    single = [
+        prompt for prompt in prompts_of(settings) if len(set(fields_of(prompt, "data.prompt"))) == 1
+    ]
     if len(single) != 1:
         return None
     literals = list(_literals(single[0]))
-    before, after = literals[0].strip(), literals[-1].strip()
+    before = literals[0].strip()
+    after = literals[-1].strip()
     if (before or after) and text.strip().startswith(before) and text.strip().endswith(after):
         return text
     return text.join(literals)
 
 
 def example(settings: DataSettings, word: str) -> str | None:
-    """Return a prompt to try on what a run has learnt: a word, where :func:`filled` puts it in the layout or there is none;
-    else the layout with the word in every column. None: it has several lines, or is a task's own."""
+    """Return a prompt to try on what a run has learnt: a word, where :func:`filled` puts it in the
+    layout or there is none; else the layout with the word in every column. None: it has several
+    lines, or is a task's own."""
     prompts = prompts_of(settings)
     if settings.task:
         return None

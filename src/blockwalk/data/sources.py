@@ -27,34 +27,47 @@ LONGEST_CELL = 1 << 30
 
 
 def read_records(
-    source: str | Path, *, split: str = "train", subset: str | None = None, columns: Sequence[str] = ()
+    source: str | Path,
+    *,
+    split: str = "train",
+    subset: str | None = None,
+    columns: Sequence[str] = (),
 ) -> Iterator[Record]:
-    """Yield records of a file, of a folder's files in the order of their names, or of a data set on the hub.
+    """Yield records of a file, of a folder's files in the order of their names, or of a data set on
+    the hub.
 
-    A source that exists on this machine is read from it; ``split`` and ``subset`` apply to the hub alone. A name that
-    is no local path and has the form ``owner/name`` or ``name`` is asked of the hub, through ``datasets``. ``columns``
-    are ``field=column`` pairs: the field that a format asks for, and the column that holds it here.
-    """
+    A source that exists on this machine is read from it; ``split`` and ``subset`` apply to the hub
+    alone. A name that is no local path and has the form ``owner/name`` or ``name`` is asked of the
+    hub, through ``datasets``. ``columns`` are ``field=column`` pairs: the field that a format asks
+    for, and the column that holds it here."""
     named = [tuple(part.strip() for part in each.partition("=")[::2]) for each in columns]
-    if wrong := next((each for each, pair in zip(columns, named, strict=True) if not all(pair)), None):
-        raise ValueError(f"data.columns holds {wrong!r}; field=column is expected, as in prompt=question")
+    if wrong := next(
+        (each for each, pair in zip(columns, named, strict=True) if not all(pair)), None
+    ):
+        raise ValueError(
+            f"data.columns holds {wrong!r}; field=column is expected, as in prompt=question"
+        )
     for record in _read(source, split, subset):
         _refuse_halves(record)
         fields = record.fields
         if missing := next((column for _, column in named if column not in fields), None):
-            raise ValueError(f"{record.where}: no column {missing!r} (data.columns); it has {record.names}")
+            raise ValueError(
+                f"{record.where}: no column {missing!r} (data.columns); it has {record.names}"
+            )
         yield Record({**fields, **{field: fields[column] for field, column in named}}, record.where)
 
 
 def _refuse_halves(record: Record) -> None:
-    """Raise ValueError where a text holds half a character (a lone surrogate), which no tokenizer reads."""
+    """Raise ValueError where a text holds half a character (a lone surrogate), which no tokenizer
+    reads."""
     pending: list[tuple[str, Any]] = list(record.fields.items())
     while pending:
         name, value = pending.pop()
         if isinstance(value, str):
             if half := half_character(value):
                 raise ValueError(
-                    f"{record.where}: field {name!r} holds half a character, \\u{ord(half):04x} (a lone surrogate):"
+                    f"{record.where}: field {name!r} holds half a character, \\u{ord(half):04x}"
+                    " (a lone surrogate):"
                     " write the character whole, or U+FFFD"
                 )
         elif isinstance(value, dict):
@@ -67,7 +80,9 @@ def _refuse_halves(record: Record) -> None:
 def _read(source: str | Path, split: str, subset: str | None) -> Iterator[Record]:
     path = Path(source).expanduser()
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.suffix != ".txt")
+        files = sorted(
+            file for file in path.iterdir() if file.suffix in SUFFIXES and file.suffix != ".txt"
+        )
         if not files:
             raise ValueError(f"{path}: no {', '.join(SUFFIXES[:-1])} file in this folder")
         for file in files:
@@ -83,7 +98,8 @@ def _read(source: str | Path, split: str, subset: str | None) -> Iterator[Record
 
 
 def _of_file(path: Path) -> Iterator[Record]:
-    """Yield records of one file. Raises ValueError where its reader cannot read it; the message names the file."""
+    """Yield records of one file. Raises ValueError where its reader cannot read it; the message
+    names the file."""
     refuse_pointer(path)
     try:
         yield from _READERS[path.suffix](path)
@@ -99,7 +115,8 @@ def _read_json(path: Path) -> Iterator[Record]:
     with path.open("rb") as file:
         if 0 in (begin := file.read(4)):
             raise ValueError(
-                f"{path} is UTF-16 or UTF-32, or no text: save it as UTF-8 (it begins with {begin.hex(' ')})"
+                f"{path} is UTF-16 or UTF-32, or no text: save it as UTF-8 (it begins with"
+                f" {begin.hex(' ')})"
             )
         file.seek(0)
         while (character := file.read(1)) and character in b"\xef\xbb\xbf \t\r\n":
@@ -109,7 +126,9 @@ def _read_json(path: Path) -> Iterator[Record]:
             try:
                 records = enumerate(json.load(file), start=1)
             except RecursionError:
-                raise ValueError(f"{path}: not JSON that can be read: it is nested too deeply") from None
+                raise ValueError(
+                    f"{path}: not JSON that can be read: it is nested too deeply"
+                ) from None
             yield from (_record(fields, f"{path} record {number}") for number, fields in records)
             return
         for number, line in enumerate(file, start=1):
@@ -119,11 +138,19 @@ def _read_json(path: Path) -> Iterator[Record]:
             try:
                 fields = json.loads(line)
             except RecursionError:
-                raise ValueError(f"{where}: not JSON that can be read: it is nested too deeply") from None
+                raise ValueError(
+                    f"{where}: not JSON that can be read: it is nested too deeply"
+                ) from None
             except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: not UTF-8 text ({_reason(error)}): save the file as UTF-8") from None
+                raise ValueError(
+                    f"{where}: not UTF-8 text ({_reason(error)}): save the file as UTF-8"
+                ) from None
             except ValueError as error:
-                hint = "; an object on each line is expected, or one array of objects" if number == 1 else ""
+                hint = (
+                    "; an object on each line is expected, or one array of objects"
+                    if number == 1
+                    else ""
+                )
                 raise ValueError(f"{where}: not JSON: {error}{hint}") from None
             yield _record(fields, where)
 
@@ -142,11 +169,14 @@ def _record(fields: Any, where: str) -> Record:
 def _read_csv(path: Path) -> Iterator[Record]:
     csv.field_size_limit(LONGEST_CELL)
     with path.open(newline="", encoding="utf-8-sig") as file:
-        for number, fields in enumerate(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ","), 1):
+        for number, fields in enumerate(
+            csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ","), 1
+        ):
             where = f"{path} record {number}"
             if None in fields:
                 raise ValueError(
-                    f"{where}: {len(fields[None])} cells more than the header has; quote texts with commas"
+                    f"{where}: {len(fields[None])} cells more than the header has; quote texts"
+                    " with commas"
                 )
             yield Record({name: cell for name, cell in fields.items() if cell is not None}, where)
 
@@ -172,21 +202,25 @@ def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:
     try:
         import datasets
     except ImportError:
-        raise ValueError(f"{name}: no such file, and reading from the hub needs datasets: {INSTALL}") from None
+        raise ValueError(
+            f"{name}: no such file, and reading from the hub needs datasets: {INSTALL}"
+        ) from None
     try:
         rows = datasets.load_dataset(name, subset, split=split)
     except Exception as error:
         raise ValueError(
-            f"{name}: neither a file nor a data set that the hub gave (split {split!r} by data.train_split or"
-            f" data.eval_split, subset {subset or ''!r} by data.subset): {' '.join(str(error).split())}"
+            f"{name}: neither a file nor a data set that the hub gave (split {split!r} by"
+            " data.train_split or"
+            f" data.eval_split, subset {subset or ''!r} by data.subset):"
+            f" {' '.join(str(error).split())}"
         ) from error
     for number, fields in enumerate(rows, start=1):
         yield Record(_without_nulls(dict(fields)), f"{name}[{split}] row {number}")
 
 
 def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of Arrow whose structs have lost their nulls: Arrow gives each struct the fields of all, as null.
-    Columns stay."""
+    """Return a row of Arrow whose structs have lost their nulls: Arrow gives each struct the fields
+    of all, as null. Columns stay."""
     return {name: _pruned(value) for name, value in fields.items()}
 
 

@@ -1,7 +1,9 @@
 """Tasks of MeZO's experiments by name: prompts, label words, candidates and splits (``data.task``).
 
-Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (2023), appendix E.2 and E.4 (tables 13 and
-14) and its code's sampling. TREC is posed to masked models alone there ("[MASK]: <S1>"); a causal model needs the word
+Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (2023), appendix E.2
+and E.4 (tables 13 and
+14) and its code's sampling. TREC is posed to masked models alone there ("[MASK]: <S1>"); a causal
+model needs the word
 last, so its wording here is our own.
 """
 
@@ -32,7 +34,8 @@ def _sentence(record: Record) -> Record:
 
 
 def _boolq(record: Record) -> Record:
-    """Return the question as a sentence; Google's own records have a Boolean ``answer`` where SuperGLUE's have ``label``."""
+    """Return the question as a sentence; Google's own records have a Boolean ``answer`` where
+    SuperGLUE's have ``label``."""
     question = record.text("question").rstrip("?")
     label = record.fields.get("label", record.fields.get("answer"))
     label = int(label) if isinstance(label, bool) else label
@@ -45,19 +48,25 @@ def _wsc(record: Record) -> Record:
 
 def _copa(record: Record) -> Question:
     kinds = {"effect": "so", "cause": "because"}
-    kind, label = record.text("question"), record.fields.get("label")
+    kind = record.text("question")
+    label = record.fields.get("label")
     if kind not in kinds or label not in (0, 1):
         raise ValueError(
-            f"{record.where}: 'question' must be cause or effect, and 'label' 0 or 1; they are {kind!r}, {label!r}"
+            f"{record.where}: 'question' must be cause or effect, and 'label' 0 or 1; they are"
+            f" {kind!r}, {label!r}"
         )
     choices = [record.text(name) for name in ("choice1", "choice2")]
-    words = tuple(" " + (each if each.split(" ")[0] == "I" else each[:1].lower() + each[1:]) for each in choices)
+    words = tuple(
+        " " + (each if each.split(" ")[0] == "I" else each[:1].lower() + each[1:])
+        for each in choices
+    )
     premise = record.text("premise").rstrip().removesuffix(".")
     return Question(f"{premise} {kinds[kind]}", words, (label,), where=record.where)
 
 
 def _record(record: Record) -> Question:
-    """Return the query with each entity of the passage in the placeholder's stead; several answers may be right."""
+    """Return the query with each entity of the passage in the placeholder's stead; several answers
+    may be right."""
     entities, answers = (_texts(record, name) for name in ("entities", "answers"))
     query = record.text("query")
     words = tuple(" " + query.replace("@placeholder", entity) for entity in entities)
@@ -65,7 +74,12 @@ def _record(record: Record) -> Question:
     if not right:
         raise ValueError(f"{record.where}: no answer of {answers} is among the entities")
     right = tuple(sorted(right, key=lambda i: answers.index(entities[i])))
-    return Question(record.text("passage").replace("@highlight\n", "- ") + "\n-", words, right, where=record.where)
+    return Question(
+        record.text("passage").replace("@highlight\n", "- ") + "\n-",
+        words,
+        right,
+        where=record.where,
+    )
 
 
 def _texts(record: Record, name: str, *inner: str) -> list[str]:
@@ -88,7 +102,9 @@ def _squad(record: Record) -> Question:
 
 def _drop(record: Record) -> Question:
     answers = _texts(record, "answers_spans", "spans")
-    prompt = f"Passage: {record.text('passage')}\nQuestion: {record.text('question').strip()}\nAnswer:"
+    prompt = (
+        f"Passage: {record.text('passage')}\nQuestion: {record.text('question').strip()}\nAnswer:"
+    )
     return Question.asked(prompt, answers, record.where)
 
 
@@ -99,16 +115,21 @@ class Task:
     hub: str
     subset: str
     form: Template | Callable[[Record], Question]
-    """The prompt with the words of the classes; or a function, where candidates differ from record to record or the answer
-    is generated."""
+    """The prompt with the words of the classes; or a function, where candidates differ from record
+    to record or the answer is generated."""
     prepare: Callable[[Record], Record] = lambda record: record
     """Changes to the fields of a record before its prompt is made."""
     held_out: str = "validation"
     """The split of the hub's data set that is evaluated on."""
 
     def question(self, record: Record) -> Question:
-        """Return the record as a question. Raises ValueError, with the record's place, where it has not the task's fields."""
-        return self.form.question(self.prepare(record)) if isinstance(self.form, Template) else self.form(record)
+        """Return the record as a question. Raises ValueError, with the record's place, where it has
+        not the task's fields."""
+        return (
+            self.form.question(self.prepare(record))
+            if isinstance(self.form, Template)
+            else self.form(record)
+        )
 
 
 def _super(subset: str, prompt: str, *words: str, **more: Any) -> Task:
@@ -118,10 +139,27 @@ def _super(subset: str, prompt: str, *words: str, **more: Any) -> Task:
 
 _TREC = ("Expression", "Entity", "Description", "Human", "Location", "Number")
 TASKS: dict[str, Task] = {
-    "sst2": Task("nyu-mll/glue", "sst2", Template("{sentence} It was {label}", ("terrible", "great")), _sentence),
-    "sst5": Task("SetFit/sst5", "", Template("{text} It was {label}", ("terrible", "bad", "okay", "good", "great"))),
-    "rte": _super("rte", '{premise}\nDoes this mean that "{hypothesis}" is true? Yes or No?', "Yes", "No"),
-    "cb": _super("cb", 'Suppose {premise} Can we infer that "{hypothesis}"? Yes, No, or Maybe?', "Yes", "No", "Maybe"),
+    "sst2": Task(
+        "nyu-mll/glue",
+        "sst2",
+        Template("{sentence} It was {label}", ("terrible", "great")),
+        _sentence,
+    ),
+    "sst5": Task(
+        "SetFit/sst5",
+        "",
+        Template("{text} It was {label}", ("terrible", "bad", "okay", "good", "great")),
+    ),
+    "rte": _super(
+        "rte", '{premise}\nDoes this mean that "{hypothesis}" is true? Yes or No?', "Yes", "No"
+    ),
+    "cb": _super(
+        "cb",
+        'Suppose {premise} Can we infer that "{hypothesis}"? Yes, No, or Maybe?',
+        "Yes",
+        "No",
+        "Maybe",
+    ),
     "boolq": _super("boolq", "{passage} {question}", "No", "Yes", prepare=_boolq),
     "wsc": _super(
         "wsc.fixed",
@@ -141,35 +179,44 @@ TASKS: dict[str, Task] = {
     ),
     "copa": Task("aps/super_glue", "copa", _copa),
     "record": Task("aps/super_glue", "record", _record),
-    "trec": Task("CogComp/trec", "", Template("{text} Type: {label}", _TREC, "coarse_label"), held_out="test"),
+    "trec": Task(
+        "CogComp/trec", "", Template("{text} Type: {label}", _TREC, "coarse_label"), held_out="test"
+    ),
     "squad": Task("rajpurkar/squad", "", _squad),
     "drop": Task("ucinlp/drop", "", _drop),
 }
 
 
-def part_of(records: Sequence[Record], settings: DataSettings, part: str, source: str) -> list[Record]:
-    """Return the records of a part (train, dev, test, or known: all that may be shown) in their order drawn from
-    ``data.task_seed``.
+def part_of(
+    records: Sequence[Record], settings: DataSettings, part: str, source: str
+) -> list[Record]:
+    """Return the records of a part (train, dev, test, or known: all that may be shown) in their
+    order drawn from ``data.task_seed``.
 
-    The draw is numpy's legacy permutation, as the original's, so that the same seed has the same records. The last
-    ``data.task_dev`` of those drawn from the training data are for development.
+    The draw is numpy's legacy permutation, as the original's, so that the same seed has the same
+    records. The last ``data.task_dev`` of those drawn from the training data are for development.
 
     Raises:
         ValueError: nothing is left to train on.
     """
-    order = [records[i] for i in np.random.RandomState(settings.task_seed).permutation(len(records)).tolist()]
+    order = [
+        records[i]
+        for i in np.random.RandomState(settings.task_seed).permutation(len(records)).tolist()
+    ]
     if part in ("test", "known"):
         return order[: settings.task_eval or None] if part == "test" else order
     taken = order[: settings.task_train + settings.task_dev] if settings.task_train else order
     left = len(taken) - settings.task_dev
     if left < 1:
         raise ValueError(
-            f"{source} has {counted(len(records), 'record')}, which data.task_dev={settings.task_dev} takes all; set it lower"
+            f"{source} has {counted(len(records), 'record')}, which"
+            f" data.task_dev={settings.task_dev} takes all; set it lower"
             " (MeZO takes 100 of CB and COPA), or 0 for none"
         )
     return taken[:left] if part == "train" else taken[left:]
 
 
 def demonstrations(questions: Sequence[Question]) -> str:
-    """Return the text that stands before a question in context: others with their answers, blank lines between."""
+    """Return the text that stands before a question in context: others with their answers, blank
+    lines between."""
     return "".join((each.prompt + each.learnt).strip() + SEPARATOR for each in questions)

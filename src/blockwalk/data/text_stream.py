@@ -1,4 +1,5 @@
-"""Text of tokens that come one by one: a piece is given out as soon as no later token can change it."""
+"""Text of tokens that come one by one: a piece is given out as soon as no later token can change
+it."""
 
 from __future__ import annotations
 
@@ -40,6 +41,8 @@ class TextStream:
         return str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True))
 
     def _rest(self) -> str:
-        before = self.tokenizer.decode(self.token_ids[self._begin : self._shown], skip_special_tokens=True)
+        before = self.tokenizer.decode(
+            self.token_ids[self._begin : self._shown], skip_special_tokens=True
+        )
         now = self.tokenizer.decode(self.token_ids[self._begin :], skip_special_tokens=True)
         return str(now[len(before) :])

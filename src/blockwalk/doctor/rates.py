@@ -1,8 +1,9 @@
-"""Rates at several sizes: products, element-wise passes, attention, updates, starts, memory that is touched first.
+"""Rates at several sizes: products, element-wise passes, attention, updates, starts, memory that is
+touched first.
 
 They become the :class:`~blockwalk.simulate.hardware.Curve`s of the machine. Every figure is the
-mean of several short runs, and the middle one of several rounds: a shared machine has seconds at half its speed.
-"""
+mean of several short runs, and the middle one of several rounds: a shared machine has seconds at
+half its speed."""
 
 from __future__ import annotations
 
@@ -30,11 +31,14 @@ TOKENS = 512
 """Rows of the products that are measured."""
 
 WIDTHS = (64, 128, 256, 512, 1024, 2048)
-THIN_WIDTHS, RANK = (256, 1024, 4096), 8
+THIN_WIDTHS = (256, 1024, 4096)
+RANK = 8
 PASS_BYTES = tuple(1 << power for power in range(12, 28, 2))
 UPDATED = 1 << 24
-POOL_BYTES, PASSED_BYTES = 40 << 20, 96 << 20
-"""Bytes of the matrices, and of the tensors that are passed over: they are used in turn, so that no nearer cache holds them."""
+POOL_BYTES = 40 << 20
+PASSED_BYTES = 96 << 20
+"""Bytes of the matrices, and of the tensors that are passed over: they are used in turn, so that no
+nearer cache holds them."""
 ROUNDS = 3
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -42,7 +46,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 def typical(work: Callable[[], object], *, seconds: float = 0.02) -> float:
     """Return seconds of a run on a processor, the mean of several."""
     work()
-    began, runs = time.perf_counter(), 0
+    began = time.perf_counter()
+    runs = 0
     while runs < 2 or time.perf_counter() - began < seconds:
         work()
         runs += 1
@@ -50,8 +55,8 @@ def typical(work: Callable[[], object], *, seconds: float = 0.02) -> float:
 
 
 def measure(more: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, Any]:
-    """Return every rate of this module, and ``more``, by its field in :class:`~blockwalk.simulate.hardware.Hardware`: the
-    middle one of so many rounds."""
+    """Return every rate of this module, and ``more``, by its field in
+    :class:`~blockwalk.simulate.hardware.Hardware`: the middle one of so many rounds."""
     rates: dict[str, Callable[[], Any]] = {
         "products": products, "thin": thin, "passes": passes, "attention": attention, "update_rate": updates,
         "fresh_bandwidth": fresh_bandwidth, **more,
@@ -67,13 +72,17 @@ def _middle(found: Sequence[Any]) -> Any:
         return {name: _middle([each[name] for each in found]) for name in first}
     if isinstance(first, Curve):
         seconds = zip(*([seconds for _, seconds in each.points] for each in found), strict=True)
-        return Curve(tuple((size, median(each)) for (size, _), each in zip(first.points, seconds, strict=True)))
+        return Curve(
+            tuple(
+                (size, median(each)) for (size, _), each in zip(first.points, seconds, strict=True)
+            )
+        )
     return median(found)
 
 
 def _cold(work: Callable[[int], object], tensors: int) -> float:
-    """Return seconds of one of so many runs, each on tensors of its own: what a step reads comes from memory, not from
-    cache."""
+    """Return seconds of one of so many runs, each on tensors of its own: what a step reads comes
+    from memory, not from cache."""
     return typical(lambda: [work(at) for at in range(tensors)]) / tensors
 
 
@@ -81,8 +90,11 @@ def _pool(nbytes: int, most: int) -> int:
     return max(2, min(16, most // nbytes))
 
 
-def _curves(sizes: Sequence[int], point: Callable[[int, torch.dtype], tuple[float, float]]) -> dict[str, Curve]:
-    """Return a curve for each dtype, through the point (size of the work, seconds) of each of ``sizes``."""
+def _curves(
+    sizes: Sequence[int], point: Callable[[int, torch.dtype], tuple[float, float]]
+) -> dict[str, Curve]:
+    """Return a curve for each dtype, through the point (size of the work, seconds) of each of
+    ``sizes``."""
     return {name_of(dtype): Curve(tuple(point(size, dtype) for size in sizes)) for dtype in DTYPES}
 
 
@@ -94,7 +106,9 @@ def products() -> dict[str, Curve]:
         count = _pool(width * (TOKENS + width) * dtype.itemsize, POOL_BYTES)
         xs = [torch.ones(TOKENS, width, dtype=dtype) for _ in range(count)]
         ws = [torch.ones(width, width, dtype=dtype) for _ in range(count)]
-        taken = _cold(lambda i: torch.mm(xs[i], ws[i].t()), count) + _cold(lambda i: torch.mm(xs[i], ws[i]), count)
+        taken = _cold(lambda i: torch.mm(xs[i], ws[i].t()), count) + _cold(
+            lambda i: torch.mm(xs[i], ws[i]), count
+        )
         taken += _cold(lambda i: torch.mm(xs[i].t(), xs[i - 1]), count)
         return 2.0 * TOKENS * width * width, taken / 3
 
@@ -106,7 +120,8 @@ def thin() -> dict[str, Curve]:
 
     def point(width: int, dtype: torch.dtype) -> tuple[float, float]:
         dtype = multiplied_in(dtype)
-        x, t = torch.ones(TOKENS, width, dtype=dtype), torch.ones(TOKENS, RANK, dtype=dtype)
+        x = torch.ones(TOKENS, width, dtype=dtype)
+        t = torch.ones(TOKENS, RANK, dtype=dtype)
         a = torch.ones(RANK, width, dtype=dtype)
         taken = sum(typical(partial(torch.mm, *pair)) for pair in ((x, a.t()), (t, a), (t.t(), x)))
         return 2.0 * TOKENS * width * RANK, taken / 3
@@ -115,8 +130,8 @@ def thin() -> dict[str, Curve]:
 
 
 def passes() -> dict[str, Curve]:
-    """Return seconds of element-wise operations with an output of their own, by bytes read and written: two products for
-    each of the dearer kind (an activation)."""
+    """Return seconds of element-wise operations with an output of their own, by bytes read and
+    written: two products for each of the dearer kind (an activation)."""
     torch.ones(31 << 18)  # once freed, the allocator keeps blocks of that size, as it does in a run
 
     def point(nbytes: int, dtype: torch.dtype) -> tuple[float, float]:
@@ -131,8 +146,8 @@ def passes() -> dict[str, Curve]:
 
 
 def _in_place(nbytes: int) -> float:
-    """Return seconds of an operation that reads and writes so many bytes of a float32 tensor where they are: the mean of a
-    difference by rows and an exponential, as in a softmax."""
+    """Return seconds of an operation that reads and writes so many bytes of a float32 tensor where
+    they are: the mean of a difference by rows and an exponential, as in a softmax."""
     rows = torch.zeros(max(nbytes // (1 << 16), 1), min(nbytes, 1 << 16) // 8)
     most = torch.ones(len(rows), 1)  # of exp(x − 1) the values stay what they are: between 0 and 1
     return typical(lambda: rows.sub_(most).exp_()) / 2
@@ -153,9 +168,11 @@ def attention() -> dict[str, float]:
 
 
 def updates() -> dict[str, float]:
-    """Elements/s of each update rule and of the gradients' norm, and of a 16-bit parameter's chunks that are lifted to float32
-    and written back, rounded to nearest ("lift") or stochastically ("round")."""
-    param, grad = torch.ones(UPDATED), torch.ones(UPDATED)
+    """Elements/s of each update rule and of the gradients' norm, and of a 16-bit parameter's chunks
+    that are lifted to float32 and written back, rounded to nearest ("lift") or stochastically
+    ("round")."""
+    param = torch.ones(UPDATED)
+    grad = torch.ones(UPDATED)
     rates = {"norm": UPDATED / typical(lambda: global_norm([grad]))}
     for name, facts in RULES.items():
         rule = Rule(OptimizerSettings(name=name))
@@ -167,10 +184,14 @@ def updates() -> dict[str, float]:
 
     def through(size: int, write: Callable[[Tensor, Tensor], object]) -> float:
         pieces = master.view(-1, size)
-        return UPDATED / typical(lambda: [write(param[:size].copy_(piece), piece) for piece in pieces])
+        return UPDATED / typical(
+            lambda: [write(param[:size].copy_(piece), piece) for piece in pieces]
+        )
 
     rates["lift"] = through(UPDATE_CHUNK, lambda exact, piece: piece.copy_(exact))
-    rates["round"] = through(UPDATE_ELEMENTS["cpu"], lambda exact, piece: stochastic_round(exact, piece, key))
+    rates["round"] = through(
+        UPDATE_ELEMENTS["cpu"], lambda exact, piece: stochastic_round(exact, piece, key)
+    )
     return rates
 
 

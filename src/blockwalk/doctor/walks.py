@@ -1,7 +1,8 @@
-"""Small walks in a process of their own: what a process holds beside its tensors, and what an operation costs to start.
+"""Small walks in a process of their own: what a process holds beside its tensors, and what an
+operation costs to start.
 
-``python -m blockwalk.doctor.walks KIND FOLDER`` prints a line of JSON; ``blockwalk doctor`` runs it for each kind.
-"""
+``python -m blockwalk.doctor.walks KIND FOLDER`` prints a line of JSON; ``blockwalk doctor`` runs it
+for each kind."""
 
 from __future__ import annotations
 
@@ -20,15 +21,32 @@ if TYPE_CHECKING:
     from blockwalk.program.program import Program, Shape
     from blockwalk.walk.walker import Walker
 
-SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
-LARGE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "vocab_size": 8000}
-WIDE: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 3, "vocab_size": 8000}
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+}
+LARGE: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 6,
+    "vocab_size": 8000,
+}
+WIDE: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 3,
+    "vocab_size": 8000,
+}
 MODELS = {"small": SMALL, "large": LARGE, "wide": WIDE}
-ONE, TWO = ("large", ((2, 256),)), ("large", ((2, 256), (6, 256)))
+ONE = ("large", ((2, 256),))
+TWO = ("large", ((2, 256), (6, 256)))
 LENGTHS = ("wide", ((2, 100), (2, 200), (2, 330), (2, 416), (6, 416)))
-"""Larger models and their batches: the last two of a streamed walk make a line. Those before it in 16 bits bring every length
-that attention is filled up to and every number of rows that products are made in (:mod:`blockwalk.numerics.row_tiles`), as the
-records of a run do; what these keep grows with the widest matrix."""
+"""Larger models and their batches: the last two of a streamed walk make a line. Those before it in
+16 bits bring every length that attention is filled up to and every number of rows that products are
+made in (:mod:`blockwalk.numerics.row_tiles`), as the records of a run do; what these keep grows
+with the widest matrix."""
 WALKS: dict[str, tuple[str, bool, dict[str, Any], tuple[str, tuple[tuple[int, int], ...]]]] = {
     "graphs": ("plain", False, {}, ONE),
     "adapters": ("plain", True, {}, ONE),
@@ -37,12 +55,22 @@ WALKS: dict[str, tuple[str, bool, dict[str, Any], tuple[str, tuple[tuple[int, in
     "streamed, 16 bits": ("mebp", True, {"compute_dtype": "bfloat16"}, LENGTHS),
     "forwards": ("mezo", False, {}, ONE),
 }
-"""Method, whether adapters are trained, settings and batches of each kind of walk (``simulate.process_memory.KINDS``)."""
+"""Method, whether adapters are trained, settings and batches of each kind of walk
+(``simulate.process_memory.KINDS``)."""
 
-STEPS, MORE = 5, 3
+STEPS = 5
+MORE = 3
 """Steps of the small model, whose best counts, and of a larger one at each batch."""
 
-_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+_LAUNCHED = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+)
 """Variables that torchrun gives a rank: a walk in a process of its own must not have them."""
 
 
@@ -55,16 +83,17 @@ class Found:
     first: int
     """Bytes that the steps of that model add, which has next to no tensors."""
     beside: tuple[tuple[int, int], ...]
-    """Pairs of bytes, one of each walk of a larger model: tensors that come and go, and those that the process holds in
-    addition, which are buffers of libraries and free heap."""
+    """Pairs of bytes, one of each walk of a larger model: tensors that come and go, and those that
+    the process holds in addition, which are buffers of libraries and free heap."""
     start_seconds: float
 
 
 def beside_tensors(walks: Mapping[str, Found]) -> dict[str, dict[str, Any]]:
-    """Return bytes that a process holds beside its tensors, by kind of walk, as a description of hardware has them:
-    ``process_bytes``; and the line ``buffers + slack × what comes and goes`` through a kind's last two walks. Where there is
-    but one the line begins at the buffers that libraries make for any model of some size, which are most of the bytes that
-    forwards alone leave."""
+    """Return bytes that a process holds beside its tensors, by kind of walk, as a description of
+    hardware has them: ``process_bytes``; and the line ``buffers + slack × what comes and goes``
+    through a kind's last two walks. Where there is but one the line begins at the buffers that
+    libraries make for any model of some size, which are most of the bytes that forwards alone
+    leave."""
     found: dict[str, dict[str, Any]] = {"process_bytes": {}, "buffers": {}, "slack": {}}
     for kind, each in walks.items():
         start = walks["forwards"].beside[-1][1] if "forwards" in walks and kind != "forwards" else 0
@@ -77,8 +106,8 @@ def beside_tensors(walks: Mapping[str, Found]) -> dict[str, dict[str, Any]]:
 
 
 def measure(kinds: tuple[str, ...] = tuple(WALKS)) -> dict[str, Found]:
-    """Return every kind of walk, one after the other, on models that are made before: a process that made its own would
-    keep their heap."""
+    """Return every kind of walk, one after the other, on models that are made before: a process
+    that made its own would keep their heap."""
     with tempfile.TemporaryDirectory() as folder:
         for name, sizes in MODELS.items():
             _make(sizes, Path(folder) / name)
@@ -92,7 +121,9 @@ def _make(sizes: dict[str, Any], path: Path) -> None:
 
     torch.manual_seed(0)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    config = AutoConfig.for_model("llama", **heads, tie_word_embeddings=True, dtype="float32", **sizes)
+    config = AutoConfig.for_model(
+        "llama", **heads, tie_word_embeddings=True, dtype="float32", **sizes
+    )
     made: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     path.mkdir()
     config.save_pretrained(path)
@@ -122,16 +153,24 @@ def walk(kind: str, folder: str) -> Found:
     with PeakMemory(0.002) as memory:
         with _opened(kind, Path(folder), "small") as walker:
             shape = Shape(1, 8)
-            _program(walker, shape)  # what foreseeing itself brings is there before bytes are counted
-            held, seconds = process_bytes(), _steps(walker, shape, STEPS)
+            _program(
+                walker, shape
+            )  # what foreseeing itself brings is there before bytes are counted
+            held = process_bytes()
+            seconds = _steps(walker, shape, STEPS)
             program = _program(walker, shape)
             held -= tensors(program) - transients(program)
             model = Hardware("none", device_bytes=1, flops={"float32": 1.0})
             costs = CostModel(walker.plan, walker.spec, model, walker.costs(shape), program)
             operations = sum(costs.work(op).all for op in program.ops)
-            updated = [walker.spec.units[op.unit].part(True) for op in program.ops if op.kind is OpKind.UPDATE]
+            updated = [
+                walker.spec.units[op.unit].part(True)
+                for op in program.ops
+                if op.kind is OpKind.UPDATE
+            ]
             operations += UPDATE_STARTS * sum(map(len, updated))
-        base, beside = memory.take() - tensors(program), []
+        base = memory.take() - tensors(program)
+        beside = []
         name, batches = WALKS[kind][-1]
         with _opened(kind, Path(folder), name) as walker:
             for shape in (Shape(*each) for each in batches):
@@ -150,7 +189,12 @@ def _opened(kind: str, folder: Path, model_name: str) -> Walker:
     name, adapters, settings, _ = WALKS[kind]
     lora = LoraSettings(rank=8) if adapters else None
     with already_said():
-        return Walker(folder / model_name, method(name, **settings), lora=lora, workdir=folder / f"{kind} {model_name}")
+        return Walker(
+            folder / model_name,
+            method(name, **settings),
+            lora=lora,
+            workdir=folder / f"{kind} {model_name}",
+        )
 
 
 def _program(walker: Walker, shape: Shape) -> Program:
@@ -163,7 +207,8 @@ def _steps(walker: Walker, shape: Shape, steps: int) -> float:
     """Return the best step's seconds."""
     import torch
 
-    ids, taken = torch.randint(3, walker.spec.vocab_size, (shape.batch, shape.sequence)), []
+    ids = torch.randint(3, walker.spec.vocab_size, (shape.batch, shape.sequence))
+    taken = []
     for _ in range(steps):
         began = time.perf_counter()
         walker.step({"input_ids": ids, "labels": ids.clone()})

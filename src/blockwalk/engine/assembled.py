@@ -1,4 +1,5 @@
-"""Tensors that ranks hold together, assembled unit by unit when their rows are read: for saving, outside a program."""
+"""Tensors that ranks hold together, assembled unit by unit when their rows are read: for saving,
+outside a program."""
 
 from __future__ import annotations
 
@@ -12,26 +13,30 @@ from blockwalk.numerics.codecs.weights import Value
 
 
 class Assembler:
-    """Whole units that ranks assemble when they are read; the one read last is kept. All ranks read them in one order.
+    """Whole units that ranks assemble when they are read; the one read last is kept. All ranks read
+    them in one order.
 
     Args:
         assemble: makes a unit, of whatever form, from every rank's slice.
     """
 
     def __init__(self, assemble: Callable[[int], Any]) -> None:
-        self._assemble, self._number = assemble, -1
+        self._assemble = assemble
+        self._number = -1
         self._whole: Any = None
 
     def unit(self, number: int) -> Any:
         if number != self._number:
             self._whole = None  # let go of one before the next comes
-            self._whole, self._number = self._assemble(number), number
+            self._whole = self._assemble(number)
+            self._number = number
         return self._whole
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A tensor of a unit that ranks hold together, or all of its bytes: the unit is assembled when its rows are read."""
+    """A tensor of a unit that ranks hold together, or all of its bytes: the unit is assembled when
+    its rows are read."""
 
     assembler: Assembler
     number: int
@@ -44,4 +49,6 @@ class Assembled:
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Return rows ``start:stop`` of a matrix, or elements of a vector."""
         value = self.open(self.assembler.unit(self.number))
-        return (value[start:stop] if isinstance(value, torch.Tensor) else value.rows(start, stop)).to(self.dtype)
+        return (
+            value[start:stop] if isinstance(value, torch.Tensor) else value.rows(start, stop)
+        ).to(self.dtype)

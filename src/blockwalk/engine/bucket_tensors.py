@@ -1,4 +1,5 @@
-"""Encoded tensors where they lie in a bucket, with the states beside them, and how they are filled."""
+"""Encoded tensors where they lie in a bucket, with the states beside them, and how they are
+filled."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ STATE = "\0"
 
 @dataclass(frozen=True, slots=True)
 class BucketTensor:
-    """One encoded tensor where it lies now: ``bytes_P`` is a view of its bytes in a bucket, on any device."""
+    """One encoded tensor where it lies now: ``bytes_P`` is a view of its bytes in a bucket, on any
+    device."""
 
     layout: Layout
     bytes_P: Tensor
@@ -40,7 +42,8 @@ class BucketTensor:
 
     @property
     def tensor(self) -> Tensor:
-        """The elements themselves, in the parameter's shape: dense codecs only. Writing to it writes the parameter."""
+        """The elements themselves, in the parameter's shape: dense codecs only. Writing to it
+        writes the parameter."""
         assert self.dense
         return self.layout.codes(self.bytes_P).view(self.layout.shape)
 
@@ -51,35 +54,50 @@ class BucketTensor:
 
     @property
     def scales(self) -> BucketTensor:
-        """The scales of a codec of codes, [R, groups], as a tensor of plain numbers over the same bytes."""
-        layout, columns = self.layout, max(self.layout.columns, 1)
+        """The scales of a codec of codes, [R, groups], as a tensor of plain numbers over the same
+        bytes."""
+        layout = self.layout
+        columns = max(self.layout.columns, 1)
         own = Layout((layout.rows, layout.groups), Codec.RAW, layout.codec.facts.scales[0])
-        return BucketTensor(own, self.bytes_P[: layout.scale_bytes], self.origin // columns * layout.groups)
+        return BucketTensor(
+            own, self.bytes_P[: layout.scale_bytes], self.origin // columns * layout.groups
+        )
 
     def load(self, first: int, last: int, scratch: ScratchArena, name: str) -> Tensor:
-        """Return rows ``first:last`` in float32, to be changed in place: the elements themselves where they are float32."""
+        """Return rows ``first:last`` in float32, to be changed in place: the elements themselves
+        where they are float32."""
         rows_RD = self.rows(first, last, scratch, name)
         if rows_RD.dtype == torch.float32:
             return rows_RD
         return scratch.take(name, *rows_RD.shape, like=rows_RD, dtype=torch.float32).copy_(rows_RD)
 
     def save(self, first: int, rows_RD: Tensor, rounding: NoiseKey | None) -> None:
-        """Encode the rows that :meth:`load` gave; nothing to do where those were the elements themselves."""
+        """Encode the rows that :meth:`load` gave; nothing to do where those were the elements
+        themselves."""
         if self.dense and self.layout.code_dtype == torch.float32:
             return
         codecs.encode_rows(
-            rows_RD, self.bytes_P, self.layout, first, rounding=rounding, origin=self.origin, check=False
+            rows_RD,
+            self.bytes_P,
+            self.layout,
+            first,
+            rounding=rounding,
+            origin=self.origin,
+            check=False,
         )
 
     def rows(self, first: int, last: int, scratch: ScratchArena, name: str) -> Tensor:
-        """Return rows ``first:last`` to be read: a view in the elements' own dtype, or decoded to float32."""
+        """Return rows ``first:last`` to be read: a view in the elements' own dtype, or decoded to
+        float32."""
         return self._part((first, last), (0, self.layout.columns), scratch, name)
 
     def columns(self, first: int, last: int, scratch: ScratchArena, name: str) -> Tensor:
         """Return columns ``first:last`` to be read, like :meth:`rows`."""
         return self._part((0, self.layout.rows), (first, last), scratch, name)
 
-    def _part(self, rows: tuple[int, int], columns: tuple[int, int], scratch: ScratchArena, name: str) -> Tensor:
+    def _part(
+        self, rows: tuple[int, int], columns: tuple[int, int], scratch: ScratchArena, name: str
+    ) -> Tensor:
         if self.dense:
             return self.layout.codes(self.bytes_P)[slice(*rows), slice(*columns)]
         shape = (rows[1] - rows[0], columns[1] - columns[0])
@@ -87,7 +105,8 @@ class BucketTensor:
         return codecs.decode_rows(self.bytes_P, self.layout, *rows, out, columns=columns)
 
     def gather(self, index_n: Tensor) -> Tensor:
-        """Return the rows named, freshly allocated, in the elements' own dtype or decoded to float32."""
+        """Return the rows named, freshly allocated, in the elements' own dtype or decoded to
+        float32."""
         if self.dense:
             return self.layout.codes(self.bytes_P)[index_n]
         shape = (len(index_n), self.layout.columns)
@@ -100,7 +119,10 @@ class BucketLayout:
 
     def __init__(self, layouts: Mapping[str, Layout]) -> None:
         starts, self.nbytes = side_by_side((layout.nbytes for layout in layouts.values()), ALIGN)
-        self.places = {name: (start, layout) for start, (name, layout) in zip(starts, layouts.items(), strict=True)}
+        self.places = {
+            name: (start, layout)
+            for start, (name, layout) in zip(starts, layouts.items(), strict=True)
+        }
         """First byte and layout of each tensor."""
 
     def parts(self, bucket_P: Tensor) -> Iterator[tuple[str, Layout, Tensor]]:
@@ -110,7 +132,8 @@ class BucketLayout:
 
 
 BucketTensors = dict[str, dict[str, BucketTensor]]
-"""BucketTensors by canonical parameter name, then by state; the parameter itself is the state ``""``."""
+"""BucketTensors by canonical parameter name, then by state; the parameter itself is the state
+``""``."""
 
 
 def tensors_in(unit: StoredUnit, bytes_P: Tensor, group_size: int = 32) -> BucketTensors:
@@ -123,8 +146,11 @@ def tensors_in(unit: StoredUnit, bytes_P: Tensor, group_size: int = 32) -> Bucke
     return cells
 
 
-def trainable_spec(model: ModelSpec, codec: Codec, states: Mapping[str, Codec]) -> tuple[ModelSpec, Codec]:
-    """Return the trainables alone, states beside them, as a model of its own; and the codec that its quantizable ones take.
+def trainable_spec(
+    model: ModelSpec, codec: Codec, states: Mapping[str, Codec]
+) -> tuple[ModelSpec, Codec]:
+    """Return the trainables alone, states beside them, as a model of its own; and the codec that
+    its quantizable ones take.
 
     A plain codec is written into each parameter's dtype, so that the states keep theirs.
     """
@@ -145,14 +171,22 @@ def trainable_spec(model: ModelSpec, codec: Codec, states: Mapping[str, Codec]) 
 
 
 class Initial:
-    """The source of buckets at the start (a TensorSource): the model's weights, and the values that states begin with."""
+    """The source of buckets at the start (a TensorSource): the model's weights, and the values that
+    states begin with."""
 
     def __init__(
-        self, spec: ModelSpec, source: TensorSource | None, held: Mapping[str, Tensor], begin: Mapping[str, float]
+        self,
+        spec: ModelSpec,
+        source: TensorSource | None,
+        held: Mapping[str, Tensor],
+        begin: Mapping[str, float],
     ) -> None:
-        """``held`` are parameters that are in memory already; ``begin`` is the value that each state is filled with."""
+        """``held`` are parameters that are in memory already; ``begin`` is the value that each
+        state is filled with."""
         self._specs = {param.name: param for param in spec.params()}
-        self._source, self._held, self._begin = source, held, begin
+        self._source = source
+        self._held = held
+        self._begin = begin
 
     def names(self) -> Sequence[str]:
         return tuple(self._specs)
@@ -183,7 +217,8 @@ class Initial:
 
 
 def fill(unit: StoredUnit, source: TensorSource, out_P: Tensor, group_size: int = 32) -> StoredUnit:
-    """Encode a unit's parameters from ``source`` into ``out_P`` (CPU uint8); returns the unit with their checksums."""
+    """Encode a unit's parameters from ``source`` into ``out_P`` (CPU uint8); returns the unit with
+    their checksums."""
     filled = []
     for param in unit.params:
         part_P = out_P[param.offset : param.offset + param.nbytes]

@@ -1,7 +1,8 @@
-"""The trainables of a zeroth-order run: each unit's bucket, resident on the device or on a tier that it is fetched from.
+"""The trainables of a zeroth-order run: each unit's bucket, resident on the device or on a tier
+that it is fetched from.
 
-Every bucket knows the step that it is up to date with. Updates are the estimator's; this moves bytes.
-"""
+Every bucket knows the step that it is up to date with. Updates are the estimator's; this moves
+bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ import torch
 from torch import Tensor
 
 from blockwalk.engine.assembled import Assembled, Assembler
-from blockwalk.engine.bucket_tensors import STATE, BucketTensor, Initial, fill, tensors_in, trainable_spec
+from blockwalk.engine.bucket_tensors import (
+    STATE,
+    BucketTensor,
+    Initial,
+    fill,
+    tensors_in,
+    trainable_spec,
+)
 from blockwalk.engine.home import Work
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slices import BucketSlices
@@ -45,26 +53,39 @@ class Buckets:
 
     Args:
         model: the model; its trainables are kept here.
-        path: the writable store of the disk tier. One that is there already is taken up where it stands.
-        keep: leave that store on the disk when this is closed; only then can a state be saved without it.
+        path: the writable store of the disk tier. One that is there already is taken up where it
+            stands.
+        keep: leave that store on the disk when this is closed; only then can a state be saved
+            without it.
         group: the ranks that hold the streamed buckets together, each rank a slice.
     """
 
-    def __init__(self, model: OpenedModel, path: Path, group: SharedForwards, *, keep: bool) -> None:
-        plan, self._keep, self.device, self._group = model.plan, keep, model.device, group
+    def __init__(
+        self, model: OpenedModel, path: Path, group: SharedForwards, *, keep: bool
+    ) -> None:
+        plan = model.plan
+        self._keep = keep
+        self.device = model.device
+        self._group = group
         states = states_beside(plan.zo, plan.optimizer)
         codecs = {name: codec for name, (codec, _) in states.items()}
         spec, written_as = trainable_spec(model.spec, plan.trainable.codec, codecs)
-        source = Initial(spec, model.source, model.held, {name: begin for name, (_, begin) in states.items()})
+        source = Initial(
+            spec, model.source, model.held, {name: begin for name, (_, begin) in states.items()}
+        )
         places = Placements(plan, model.spec, self.device.type)
         units = range(len(model.spec.units))
-        self.streamed = frozenset(unit for unit in units if places.streams(unit, StateKind.TRAINABLE))
+        self.streamed = frozenset(
+            unit for unit in units if places.streams(unit, StateKind.TRAINABLE)
+        )
         """The units that visit slots; the others stay on the device."""
         self.units = [*plan_units(source, spec, written_as, group_size=32)]
         """The units as one process would hold them."""
         sliced = self.streamed if group.slices > 1 else ()
         self._slices = {n: BucketSlices(self.units[n], group.slices) for n in sliced}
-        self.home = {p.name: number for number, unit in enumerate(model.spec.units) for p in unit.part(True)}
+        self.home = {
+            p.name: number for number, unit in enumerate(model.spec.units) for p in unit.part(True)
+        }
         """The unit of each trainable."""
         self.tier: UnitTier
         self._durable: WritableStore | None = None
@@ -76,27 +97,40 @@ class Buckets:
         else:
             self._fill(source)
         self.slots = Slots([largest] * places.slot_count, self.device)
-        self.tensors = {unit: tensors_in(self.units[unit], bytes_P) for unit, bytes_P in self._resident.items()}
-        """Each unit's trainables where they lie on the device: resident, or in the slot that it was last fetched into."""
+        self.tensors = {
+            unit: tensors_in(self.units[unit], bytes_P) for unit, bytes_P in self._resident.items()
+        }
+        """Each unit's trainables where they lie on the device: resident, or in the slot that it was
+        last fetched into."""
 
     def _room(self, unit: int) -> int:
         """Return bytes of a slot that a unit takes."""
         return self._slices[unit].room if self.sliced(unit) else self.units[unit].nbytes
 
     def _fill(self, source: Initial) -> None:
-        sizes = [(s.nbytes if (s := self._slices.get(n)) else u.nbytes) for n, u in enumerate(self.units)]
-        host = HostTier([size if n in self.streamed else 0 for n, size in enumerate(sizes)], self.device)
+        sizes = [
+            (s.nbytes if (s := self._slices.get(n)) else u.nbytes) for n, u in enumerate(self.units)
+        ]
+        host = HostTier(
+            [size if n in self.streamed else 0 for n, size in enumerate(sizes)], self.device
+        )
         for number, unit in enumerate(self.units):
             if self.sliced(number):
                 host.bucket(number).copy_(self._slice(number, source))
                 continue
-            into_P = host.bucket(number) if number in self.streamed else torch.zeros(unit.nbytes, dtype=torch.uint8)
+            into_P = (
+                host.bucket(number)
+                if number in self.streamed
+                else torch.zeros(unit.nbytes, dtype=torch.uint8)
+            )
             self.units[number] = fill(unit, source, into_P)
             if number not in self.streamed:
                 self._resident[number] = into_P.to(self.device)
         self.tier = host
 
-    def _open_disk(self, path: Path, source: Initial, spec: ModelSpec, codec: Codec, largest: int) -> None:
+    def _open_disk(
+        self, path: Path, source: Initial, spec: ModelSpec, codec: Codec, largest: int
+    ) -> None:
         if self._group.slices > 1:
             path = path.with_name(f"{path.name}-{self._group.place}-of-{self._group.slices}")
         found = path.exists()
@@ -110,7 +144,8 @@ class Buckets:
                 self._slice(number, source)  # for its checksums
             elif not self.sliced(number):
                 self.units[number] = store.units[number]
-        self._durable, self.tier = store, store
+        self._durable = store
+        self.tier = store
         if self.device.type != "cpu":
             self.tier = Staged(store, largest, self.device)
         for number, unit in enumerate(self.units):
@@ -120,7 +155,8 @@ class Buckets:
                 self._resident[number] = bytes_P.to(self.device)
 
     def _slice(self, number: int, source: Initial) -> Tensor:
-        """Return this process's slice of a unit as it begins, uint8 [S]; the checksums of the whole unit are noted."""
+        """Return this process's slice of a unit as it begins, uint8 [S]; the checksums of the whole
+        unit are noted."""
         whole_P = torch.zeros(self.units[number].nbytes, dtype=torch.uint8)
         self.units[number] = fill(self.units[number], source, whole_P)
         return self._slices[number].cut(whole_P, self._group.place)
@@ -130,7 +166,7 @@ class Buckets:
         """A checksum of the trainables as they began."""
         return checksum(self.units)
 
-    # ---- residency --------------------------------------------------------------------------------------------------
+    # ---- residency -------------------------------------------------------------------------------
 
     def prepare(self, op: Op) -> Work:
         """FETCH, GATHER, STORE: a unit, or this process's slice of it. EVICT: its slot is free."""
@@ -163,7 +199,8 @@ class Buckets:
 
     def gather(self, unit: int) -> None:
         """Complete a unit of which every rank has its slice in a slot."""
-        slices, slot_P = self._slices[unit], self._in_slot(unit)
+        slices = self._slices[unit]
+        slot_P = self._in_slot(unit)
         self._group.gather_(slices.to_gather(slot_P, self._group.place), slices.count)
         slices.assemble(slot_P)
 
@@ -171,12 +208,16 @@ class Buckets:
         return self.slots.of(unit, self._room(unit))
 
     def _moved(self, unit: int) -> Tensor:
-        """Return the bytes of a unit that this process fetches and stores, in its slot: its slice, or all of them."""
+        """Return the bytes of a unit that this process fetches and stores, in its slot: its slice,
+        or all of them."""
         slot_P = self._in_slot(unit)
-        return self._slices[unit].in_slot(slot_P, self._group.place) if self.sliced(unit) else slot_P
+        return (
+            self._slices[unit].in_slot(slot_P, self._group.place) if self.sliced(unit) else slot_P
+        )
 
     def vacate(self, slot: int) -> None:
-        """The unit in a slot is done with, in this lane's order: a later program's fetch waits for that."""
+        """The unit in a slot is done with, in this lane's order: a later program's fetch waits for
+        that."""
         self.slots.vacate(slot)
 
     def settle(self) -> None:
@@ -189,15 +230,15 @@ class Buckets:
             if bytes_P.numel() and self._durable.step(unit) < self._steps[unit]:
                 self._durable.write_unit(unit, bytes_P.cpu(), self._steps[unit])
 
-    # ---- what is there ----------------------------------------------------------------------------------------------
+    # ---- what is there ---------------------------------------------------------------------------
 
     def sliced(self, unit: int) -> bool:
         """Whether this process holds no more than a slice of the unit's bucket."""
         return unit in self._slices
 
     def ranges(self, unit: int, largest: int) -> Iterator[tuple[str, dict[str, BucketTensor]]]:
-        """Return this process's slice of a unit in its slot: ranges of its parameters and their states, of at most ``largest``
-        elements."""
+        """Return this process's slice of a unit in its slot: ranges of its parameters and their
+        states, of at most ``largest`` elements."""
         return self._slices[unit].updates(self._moved(unit), self._group.place, largest)
 
     def step(self, unit: int) -> int:
@@ -212,12 +253,12 @@ class Buckets:
         """Say that the copy on the device was brought up to date with ``step``."""
         self._steps[unit] = step
 
-    # ---- what outlives a run ----------------------------------------------------------------------------------------
+    # ---- what outlives a run ---------------------------------------------------------------------
 
     def weights(self) -> dict[str, Value]:
-        """Return every trainable where it stays between its turns, as it stands there; nothing may be in flight or waiting. A
-        unit that ranks hold together is gathered when its rows are read: the others then :meth:`join_gathers`, or read it
-        too."""
+        """Return every trainable where it stays between its turns, as it stands there; nothing may
+        be in flight or waiting. A unit that ranks hold together is gathered when its rows are read:
+        the others then :meth:`join_gathers`, or read it too."""
         out: dict[str, Value] = {}
         assembler = Assembler(self._whole)
         for number, unit in enumerate(self.units):
@@ -240,23 +281,28 @@ class Buckets:
         return Assembled(assembler, number, param.shape, param.decoded_dtype(), value)
 
     def join_gathers(self) -> None:
-        """Join the gathers of a rank that reads :meth:`weights` or :meth:`state_dict`, in its order."""
+        """Join the gathers of a rank that reads :meth:`weights` or :meth:`state_dict`, in its
+        order."""
         for number in sorted(self._slices):
             self._whole(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return every bucket that no disk keeps, as bytes, and the step of each; nothing may be in flight. Units that
-        ranks hold together are gathered as in :meth:`weights`.
+        """Return every bucket that no disk keeps, as bytes, and the step of each; nothing may be in
+        flight. Units that ranks hold together are gathered as in :meth:`weights`.
 
         Raises:
             ValueError: the weights are in a store on the disk that goes when the run ends.
         """
         if self._durable is not None and not self._keep:
-            raise ValueError("weights on the disk tier are saved by the run's ledger: give the walker one (ledger=...)")
+            raise ValueError(
+                "weights on the disk tier are saved by the run's ledger: give the walker one"
+                " (ledger=...)"
+            )
         out: dict[str, Any] = {}
         assembler = Assembler(self._whole)
         for number, bytes_P in sorted(self._held().items()):
-            name, nbytes = PREFIX + self.units[number].name, self.units[number].nbytes
+            name = PREFIX + self.units[number].name
+            nbytes = self.units[number].nbytes
             whole = Assembled(assembler, number, (nbytes,), torch.uint8, lambda whole_P: whole_P)
             out[name] = whole if self.sliced(number) else bytes_P
         out["bucket_steps"] = [self.stored_step(number) for number in range(len(self.units))]
@@ -264,18 +310,29 @@ class Buckets:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave. Raises ValueError where it does not fit."""
-        held = {PREFIX + self.units[number].name: (number, bytes_P) for number, bytes_P in self._held().items()}
+        held = {
+            PREFIX + self.units[number].name: (number, bytes_P)
+            for number, bytes_P in self._held().items()
+        }
         found = {name for name in state if name.startswith(PREFIX)}
         if different := sorted(held.keys() ^ found):
-            raise ValueError(f"the saved state does not fit this model and plan; it differs in {different[:5]}")
+            raise ValueError(
+                f"the saved state does not fit this model and plan; it differs in {different[:5]}"
+            )
         for name, (number, bytes_P) in held.items():
-            unit, saved_P = self.units[number], state[name]
+            unit = self.units[number]
+            saved_P = state[name]
             if saved_P.shape != (unit.nbytes,):
                 raise ValueError(
-                    f"{unit.name} has {saved_P.numel()} bytes in the saved state and {unit.nbytes} here: model, codec or rule"
+                    f"{unit.name} has {saved_P.numel()} bytes in the saved state and"
+                    f" {unit.nbytes} here: model, codec or rule"
                     " differ"
                 )
-            own_P = self._slices[number].cut(saved_P, self._group.place) if self.sliced(number) else saved_P
+            own_P = (
+                self._slices[number].cut(saved_P, self._group.place)
+                if self.sliced(number)
+                else saved_P
+            )
             step = int(state["bucket_steps"][number])
             if number in self.streamed:
                 self.tier.write_unit(number, own_P, step)
@@ -284,32 +341,47 @@ class Buckets:
                 self._steps[number] = step
 
     def _held(self) -> dict[int, Tensor]:
-        found = {number: self._lying(number) for number in range(len(self.units)) if self._durable is None}
-        return {number: bytes_P for number, bytes_P in found.items() if bytes_P is not None and bytes_P.numel()}
+        found = {
+            number: self._lying(number)
+            for number in range(len(self.units))
+            if self._durable is None
+        }
+        return {
+            number: bytes_P
+            for number, bytes_P in found.items()
+            if bytes_P is not None and bytes_P.numel()
+        }
 
     def _whole(self, unit: int) -> Tensor:
-        """Return a sliced unit as one process would hold it: a copy, assembled by all ranks together."""
+        """Return a sliced unit as one process would hold it: a copy, assembled by all ranks
+        together."""
         slices = self._slices[unit]
-        side_by_side_P = torch.empty(slices.count * slices.nbytes, dtype=torch.uint8, device=self.device)
+        side_by_side_P = torch.empty(
+            slices.count * slices.nbytes, dtype=torch.uint8, device=self.device
+        )
         side_by_side_P.chunk(slices.count)[self._group.place].copy_(self._between_turns(unit))
         self._group.gather_(side_by_side_P, slices.count)
         return slices.join(side_by_side_P.cpu())
 
     def _between_turns(self, unit: int) -> Tensor:
-        """Return the bytes of a unit that this process holds between its turns: themselves, or read from their tier."""
+        """Return the bytes of a unit that this process holds between its turns: themselves, or read
+        from their tier."""
         bytes_P = self._lying(unit)
         if bytes_P is None:
-            bytes_P = torch.empty((self._slices.get(unit) or self.units[unit]).nbytes, dtype=torch.uint8)
+            bytes_P = torch.empty(
+                (self._slices.get(unit) or self.units[unit]).nbytes, dtype=torch.uint8
+            )
             (self._durable or self.tier).read_unit(unit, bytes_P)
         return bytes_P
 
     def _lying(self, unit: int) -> Tensor | None:
-        """Return the bytes of a unit where they lie in memory between its turns; None where its tier makes a copy of them."""
+        """Return the bytes of a unit where they lie in memory between its turns; None where its
+        tier makes a copy of them."""
         return self._resident[unit] if unit in self._resident else self.tier.bucket(unit)
 
     def sums(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return a checksum of each unit where it stays between its turns: of those held whole, and of the slices of the
-        others. Nothing may be in flight."""
+        """Return a checksum of each unit where it stays between its turns: of those held whole, and
+        of the slices of the others. Nothing may be in flight."""
         sums: tuple[dict[str, int], dict[str, int]] = ({}, {})
         for number, unit in enumerate(self.units):
             if unit.nbytes:
@@ -323,8 +395,8 @@ class Buckets:
 
 
 def word_sum(bytes_P: Tensor) -> int:
-    """Return a checksum of bytes (a multiple of 8): Σ wᵢ·(2i + 1) mod 2⁶⁴ over their 64-bit words. One changed word always
-    shows."""
+    """Return a checksum of bytes (a multiple of 8): Σ wᵢ·(2i + 1) mod 2⁶⁴ over their 64-bit words.
+    One changed word always shows."""
     words_N = bytes_P.view(torch.int64)
     total = 0
     some = min(len(words_N), 1 << 20)
@@ -333,7 +405,9 @@ def word_sum(bytes_P: Tensor) -> int:
         part_N = words_N[first : first + some]
         weights_N = odd_N[: len(part_N)]
         # dot stores no products, six times as fast; on an accelerator it takes no integers
-        weighed = torch.dot(part_N, weights_N) if is_cpu(bytes_P.device) else (part_N * weights_N).sum()
+        weighed = (
+            torch.dot(part_N, weights_N) if is_cpu(bytes_P.device) else (part_N * weights_N).sum()
+        )
         total += int(weighed) + 2 * first * int(part_N.sum())
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 

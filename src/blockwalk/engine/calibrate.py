@@ -1,10 +1,11 @@
-"""Calibrated packing: a walk over a model in which each block's matrices are rounded with their inputs in view.
+"""Calibrated packing: a walk over a model in which each block's matrices are rounded with their
+inputs in view.
 
-Only one block is held. Two hidden states for each sequence lie in a file map: the model's own, and that of the model rounded
-so far. Layers are rounded in the order of their calls, each to give, on the rounded model's inputs, what the model's own layer
-gives on its own (J. Li et al., "GPTAQ", 2025: asymmetric calibration); a layer that is added to the hidden state makes up for
-the error that is in it as well, the embedding's and the earlier blocks'.
-"""
+Only one block is held. Two hidden states for each sequence lie in a file map: the model's own, and
+that of the model rounded so far. Layers are rounded in the order of their calls, each to give, on
+the rounded model's inputs, what the model's own layer gives on its own (J. Li et al., "GPTAQ",
+2025: asymmetric calibration); a layer that is added to the hidden state makes up for the error that
+is in it as well, the embedding's and the earlier blocks'."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ _ROWS_AT_ONCE = 4096
 """Rows of an embedding that are rounded at a time."""
 
 _SAME = 1e-3
-"""The difference between two answers of a block that is rounding, as a share of its hidden state's deviation."""
+"""The difference between two answers of a block that is rounding, as a share of its hidden state's
+deviation."""
 
 
 class _ReachedError(Exception):
@@ -45,10 +47,12 @@ class _ReachedError(Exception):
 
 
 class Calibrated:
-    """A model's parameters in the order of the walk, the matrices of blocks' linear layers already in their codec.
+    """A model's parameters in the order of the walk, the matrices of blocks' linear layers already
+    in their codec.
 
-    Embeddings and the head are rounded to nearest, on the scales of the least squared error. Fused experts, GPT-2's transposed
-    layers and layers that the first sequence does not reach are left to be rounded to nearest as ever.
+    Embeddings and the head are rounded to nearest, on the scales of the least squared error. Fused
+    experts, GPT-2's transposed layers and layers that the first sequence does not reach are left to
+    be rounded to nearest as ever.
 
     Args:
         source: the parameters as they came.
@@ -71,13 +75,22 @@ class Calibrated:
     ) -> None:
         if cut.anatomy.hands_on:
             raise ValueError(
-                f"{type(cut.base).__name__} hands keys and values from block to block, and calibration follows the hidden"
+                f"{type(cut.base).__name__} hands keys and values from block to block, and"
+                " calibration follows the hidden"
                 " state alone: pack it without --calibrate"
             )
-        self._source, self._cut, self._sequences = source, cut, sequences
-        self._codec, self._group_size = codec, group_size
-        self._place = {param.name: (unit, param) for unit, each in enumerate(cut.spec().units) for param in each.params}
-        self._done, self._rounded = 0, dict[str, Value]()
+        self._source = source
+        self._cut = cut
+        self._sequences = sequences
+        self._codec = codec
+        self._group_size = group_size
+        self._place = {
+            param.name: (unit, param)
+            for unit, each in enumerate(cut.spec().units)
+            for param in each.params
+        }
+        self._done = 0
+        self._rounded = dict[str, Value]()
         ends = [0, *accumulate(len(ids) for ids in sequences)]
         shape = (2, ends[-1], cut.spec().hidden_size)
         self._hidden = MappedFile(folder / "hidden", length=4 * math.prod(shape))
@@ -99,7 +112,8 @@ class Calibrated:
         return self._rounded.get(name) or self._source.weights([name])[name]
 
     def _outside(self, param: ParamSpec, rounded: bool) -> Value:
-        """Return a parameter outside of the blocks to compute with, in its codec if it is to be rounded and has one."""
+        """Return a parameter outside of the blocks to compute with, in its codec if it is to be
+        rounded and has one."""
         value = self._source.weights([param.name])[param.name]
         if isinstance(value, Tensor):
             value = DenseWeight(value, torch.float32) if value.dim() == 2 else value.float()
@@ -135,36 +149,54 @@ class Calibrated:
                 made = self._run(call, {**values, **self._rounded}, made_SD, until=first)
                 given_SK = made[first][0].flatten(0, -2)
                 moved_SK = own[first][0].flatten(0, -2) - given_SK
-                before = [(own[n][1] - made[n][1]).view_as(own_SD) for n in made if n in added and n != first]
+                before = [
+                    (own[n][1] - made[n][1]).view_as(own_SD)
+                    for n in made
+                    if n in added and n != first
+                ]
                 behind_SD = sum(before, own_SD - made_SD)
                 gram_KK.addmm_(given_SK.t(), given_SK)
                 for name, lost_NK in lost.items():
-                    lacking_SN = linear(moved_SK, values[name]) + (behind_SD if name in added else 0)
+                    lacking_SN = linear(moved_SK, values[name]) + (
+                        behind_SD if name in added else 0
+                    )
                     lost_NK.addmm_(lacking_SN.t(), given_SK)
             for name, lost_NK in lost.items():
                 buffer = torch.empty(layouts[name].nbytes, dtype=torch.uint8)
-                encode_with_inputs(compensated(values[name], gram_KK, lost_NK), gram_KK, buffer, layouts[name])
+                encode_with_inputs(
+                    compensated(values[name], gram_KK, lost_NK), gram_KK, buffer, layouts[name]
+                )
                 self._rounded[name] = EncodedWeight(buffer, layouts[name], torch.float32)
         for hidden_2SD, prologue in self._inputs():
             for hidden_SD, others in zip(hidden_2SD, ({}, self._rounded), strict=True):
                 call = prologue.calls[unit - 1]
-                hidden_SD.copy_(self._run(call, {**values, **others}, hidden_SD.clone())[""][1].squeeze(0))
+                hidden_SD.copy_(
+                    self._run(call, {**values, **others}, hidden_SD.clone())[""][1].squeeze(0)
+                )
         self._cut.unbind(unit)
         self._done = unit
 
-    def _calls(self, unit: int, values: Tensors, wanted: Container[str]) -> tuple[list[list[str]], set[str]]:
-        """Group the linear layers of a block that share an input, in the order of their calls, and find those whose output is
-        added to the residual stream.
+    def _calls(
+        self, unit: int, values: Tensors, wanted: Container[str]
+    ) -> tuple[list[list[str]], set[str]]:
+        """Group the linear layers of a block that share an input, in the order of their calls, and
+        find those whose output is added to the residual stream.
 
-        Adding noise to the stream and subtracting it from such an output leaves the block's result unchanged, while the
-        additions before it are held.
-        """
+        Adding noise to the stream and subtracting it from such an output leaves the block's result
+        unchanged, while the additions before it are held."""
         hidden_2SD, prologue = next(self._inputs())
-        call, own_SD = prologue.calls[unit - 1], hidden_2SD[0]
-        noise_SD = own_SD.std() * torch.randn(own_SD.shape, generator=torch.Generator().manual_seed(0))
-        seen, groups, added = self._run(call, values, own_SD), dict[int, list[str]](), dict[str, Tensor]()
+        call = prologue.calls[unit - 1]
+        own_SD = hidden_2SD[0]
+        noise_SD = own_SD.std() * torch.randn(
+            own_SD.shape, generator=torch.Generator().manual_seed(0)
+        )
+        seen = self._run(call, values, own_SD)
+        groups = dict[int, list[str]]()
+        added = dict[str, Tensor]()
         for name, (given, output) in seen.items():
-            if name not in wanted or given.shape[:-1].numel() != len(own_SD):  # an expert is given some of the tokens
+            if name not in wanted or given.shape[:-1].numel() != len(
+                own_SD
+            ):  # an expert is given some of the tokens
                 continue
             groups.setdefault(id(given), []).append(name)
             if output.numel() == own_SD.numel():
@@ -175,13 +207,21 @@ class Calibrated:
         return list(groups.values()), set(added)
 
     def _run(
-        self, call: BlockCall, values: Values, hidden_SD: Tensor, answers: Tensors | None = None, until: str = ""
+        self,
+        call: BlockCall,
+        values: Values,
+        hidden_SD: Tensor,
+        answers: Tensors | None = None,
+        until: str = "",
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the input and the output of each linear layer of a block by its weight's name, in the order of the calls,
-        and the block's own by none; some may answer something else. It ends at the layer ``until``."""
+        """Return the input and the output of each linear layer of a block by its weight's name, in
+        the order of the calls, and the block's own by none; some may answer something else. It ends
+        at the layer ``until``."""
         seen: dict[str, tuple[Tensor, Tensor]] = {}
 
-        def note(name: str, _module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        def note(
+            name: str, _module: nn.Module, given: tuple[Tensor, ...], output: Tensor
+        ) -> Tensor | None:
             seen[name] = given[0], output
             if name == until:
                 raise _ReachedError
@@ -195,8 +235,8 @@ class Calibrated:
         return seen
 
     def _inputs(self, rounded: bool = False) -> Iterator[tuple[Tensor, Prologue]]:
-        """Yield for each sequence the block's inputs [2, S, D] (original model, model quantised so far) and the prologue, run
-        with the original or with the ``rounded`` weights."""
+        """Yield for each sequence the block's inputs [2, S, D] (original model, model quantised so
+        far) and the prologue, run with the original or with the ``rounded`` weights."""
         params = self._cut.spec().prologue.params
         self._cut.bind(0, {param.name: self._outside(param, rounded) for param in params})
         for ids_S, hidden_2SD in zip(self._sequences, self._hidden_2SD, strict=True):
@@ -207,4 +247,6 @@ class Calibrated:
         return param.quantizable and len(param.shape) == 2 and has_grid(self._layout(param))
 
     def _layout(self, param: ParamSpec) -> Layout:
-        return Layout(param.shape, self._codec, name_of(self._source.dtype(param.name)), self._group_size)
+        return Layout(
+            param.shape, self._codec, name_of(self._source.dtype(param.name)), self._group_size
+        )

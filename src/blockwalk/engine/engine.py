@@ -1,9 +1,9 @@
 """The state that a walk works on: an opened model, and a home for each part of its state.
 
-The engine answers the ops that move state by asking the home of the part that they name, binds what estimators compute with,
-and applies update rules to what a home hands out. It never decides when something happens: the program does. The homes are
-chosen here, by the plan's facts, and described in :mod:`blockwalk.engine.home`.
-"""
+The engine answers the ops that move state by asking the home of the part that they name, binds what
+estimators compute with, and applies update rules to what a home hands out. It never decides when
+something happens: the program does. The homes are chosen here, by the plan's facts, and described
+in :mod:`blockwalk.engine.home`."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Engine:
 
     Args:
         opened: the model, the plan and the device.
-        run: names the store of a zeroth-order run's weights in the model's working folder; one that is there is taken up.
-            Without a name it goes when the engine is closed.
+        run: names the store of a zeroth-order run's weights in the model's working folder; one that
+            is there is taken up. Without a name it goes when the engine is closed.
         slices: zeroth order: the ranks that hold streamed units together.
 
     Raises:
@@ -59,23 +59,32 @@ class Engine:
     """
 
     def __init__(self, opened: OpenedModel, run: str, slices: SharedForwards) -> None:
-        self.model, self.plan, self.device = opened, opened.plan, opened.device
-        plan, device = opened.plan, opened.device
+        self.model = opened
+        self.plan = opened.plan
+        self.device = opened.device
+        plan = opened.plan
+        device = opened.device
         self._differentiates = not plan.zeroth_order
         self._groups: Groups | None = (
             make_groups(plan.mesh, device, sums_apart=plan.sums_apart) if plan.sharded else None
         )
         self.rank = 0 if self._groups is None else self._groups.rank
         self.scratch = ScratchMaps(opened.workdir)
-        self.module, self.cut, self.spec, self.source = opened.module, opened.cut, opened.spec, opened.source
-        self.compute_dtype, self.used_as = opened.compute_dtype, opened.used_as
+        self.module = opened.module
+        self.cut = opened.cut
+        self.spec = opened.spec
+        self.source = opened.source
+        self.compute_dtype = opened.compute_dtype
+        self.used_as = opened.used_as
         self.rule, self._undo = Rule(plan.optimizer), Undo(self.scratch, device)
         self.keeps_decay_of_all = False
-        """True where the run began when weight decay reached norms and biases too: it goes on so, whatever the plan says."""
+        """True where the run began when weight decay reached norms and biases too: it goes on so,
+        whatever the plan says."""
         self._plain_rule = Rule(replace(plan.optimizer, weight_decay=0.0))
         """The rule of parameters that weight decay spares."""
         self.dirty: frozenset[int] = frozenset()
-        """Sharded over ranks: units whose node slices are out of date, as the last program left them."""
+        """Sharded over ranks: units whose node slices are out of date, as the last program left
+        them."""
         self._landing: Tensor | None = None
         self.first_order: Differentiated
         """The home of a first-order run's masters; a zeroth-order run has buckets instead."""
@@ -88,13 +97,16 @@ class Engine:
         self.trained: Trained
         """The home of the trainables, as far as they outlive a step."""
         self._bound: Mapping[str, Value] = {}
-        """Frozen parameters that stay bound from turn to turn, or are bound when they are fetched."""
+        """Frozen parameters that stay bound from turn to turn, or are bound when they are
+        fetched."""
         self._spread: tuple[SpreadPart | SpreadMasters, ...] = ()
         """The homes of state that ranks hold in slices."""
         trainable: Home
         if self._groups is not None:
             frozen: Home = (part := spread_frozen(opened, self._groups))
-            self.trained = self.first_order = spread = SpreadMasters(opened, self._groups, self.scratch)
+            self.trained = self.first_order = spread = SpreadMasters(
+                opened, self._groups, self.scratch
+            )
             trainable = spread.part
             self._spread = (part, spread)
         else:
@@ -104,7 +116,9 @@ class Engine:
                 self.trained = self.first_order = trainable = Masters(opened, self.scratch)
             else:
                 path = opened.workdir / f"weights-{run or uuid.uuid4().hex[:12]}"
-                self.trained = self.buckets = trainable = Buckets(opened, path, slices, keep=bool(run))
+                self.trained = self.buckets = trainable = Buckets(
+                    opened, path, slices, keep=bool(run)
+                )
         if self._differentiates:
             self.gradients = self.first_order.gradients
         self.homes = {StateKind.FROZEN: frozen, StateKind.TRAINABLE: trainable}
@@ -118,22 +132,26 @@ class Engine:
         give_back()
 
     def _compile(self) -> None:
-        """Compile the blocks, once for each kind. Raises ValueError where a frozen weight of theirs is not whole."""
+        """Compile the blocks, once for each kind. Raises ValueError where a frozen weight of theirs
+        is not whole."""
         for param in (p for unit in self.spec.blocks for p in unit.params if not p.trainable):
             if not isinstance(self._bound.get(param.name), Tensor):
                 raise ValueError(
-                    f"compile is true, and a compiled block needs its weights whole: {param.name} is decoded or assembled when"
-                    f" it is used (frozen: {self.plan.frozen}, compute_dtype: {self.plan.compute_dtype}). Set compile: false,"
+                    f"compile is true, and a compiled block needs its weights whole: {param.name}"
+                    " is decoded or assembled when"
+                    f" it is used (frozen: {self.plan.frozen}, compute_dtype:"
+                    f" {self.plan.compute_dtype}). Set compile: false,"
                     " or frozen: device, or keep the model in the compute dtype"
                 )
         unfuse(self.module)
         self.cut.compile_blocks()
 
-    # ---- residency --------------------------------------------------------------------------------------------------
+    # ---- residency -------------------------------------------------------------------------------
 
     def prepare(self, op: Op) -> Work:
-        """Return the work of an op that moves state. An EVICT is of both parts; with it, between two blocks, goes the heap's
-        slack. Ranks keep theirs: all would wait for the one that faults its pages in again."""
+        """Return the work of an op that moves state. An EVICT is of both parts; with it, between
+        two blocks, goes the heap's slack. Ranks keep theirs: all would wait for the one that faults
+        its pages in again."""
         if op.kind is OpKind.REDUCE:
             return self.gradients.reduce(op)
         if op.kind is OpKind.GATHER and op.part is StateKind.GRADIENT:
@@ -155,16 +173,23 @@ class Engine:
         return self.model.reads[True][unit]
 
     def bind_trainables(self, unit: int) -> dict[str, Tensor]:
-        """Bind a unit's trainables as its forward uses them, leaves of a new graph, and what else lies in a slot."""
-        return self.cut.bind(unit, {name: v for home in self.homes.values() for name, v in home.values(unit).items()})
+        """Bind a unit's trainables as its forward uses them, leaves of a new graph, and what else
+        lies in a slot."""
+        return self.cut.bind(
+            unit, {name: v for home in self.homes.values() for name, v in home.values(unit).items()}
+        )
 
     def unbind(self, unit: int) -> None:
-        """Take what a turn of a unit bound out of the module again: copies are freed, and a slot is referred to no longer."""
+        """Take what a turn of a unit bound out of the module again: copies are freed, and a slot is
+        referred to no longer."""
         parts = (True,) if self._groups is None else (True, False)
-        self.cut.unbind(unit, [p.name for trainable in parts for p in self.model.reads[trainable][unit]])
+        self.cut.unbind(
+            unit, [p.name for trainable in parts for p in self.model.reads[trainable][unit]]
+        )
 
     def graph(self, unit: int) -> AbstractContextManager[None]:
-        """Return graphs of a unit that outlive its turn are made inside: they refer to what lies in slots by its place."""
+        """Return graphs of a unit that outlive its turn are made inside: they refer to what lies in
+        slots by its place."""
         slots = [home.slots for home in self.homes.values() if home.slots is not None]
         return saved_by_place(slots, unit) if slots else nullcontext()
 
@@ -176,10 +201,13 @@ class Engine:
 
     def _value(self, name: str) -> Value:
         """Return a parameter where it lies on the device, by its canonical name."""
-        return self.homes[StateKind.TRAINABLE if name in self._trains else StateKind.FROZEN].value(name)
+        return self.homes[StateKind.TRAINABLE if name in self._trains else StateKind.FROZEN].value(
+            name
+        )
 
     def weight(self, name: str) -> Weight:
-        """Return a 2-D parameter by its canonical name, to be read a range at a time: the head's weight."""
+        """Return a 2-D parameter by its canonical name, to be read a range at a time: the head's
+        weight."""
         found = self._value(name)
         return DenseWeight(found, self.compute_dtype) if isinstance(found, Tensor) else found
 
@@ -191,34 +219,47 @@ class Engine:
         assert isinstance(found, Tensor)
         return found.to(self.device, self.compute_dtype)
 
-    # ---- a step -----------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
-    def update(self, unit: int, *, step: int, learning_rate: float, coefficient: float = 1.0) -> None:
-        """UPDATE: apply the rule to a unit's masters, as far as this rank holds them, with their gradients."""
+    def update(
+        self, unit: int, *, step: int, learning_rate: float, coefficient: float = 1.0
+    ) -> None:
+        """UPDATE: apply the rule to a unit's masters, as far as this rank holds them, with their
+        gradients."""
         changes = list(self.first_order.changes(unit))
         if self.plan.update.at_turn:  # whether the step counts is known only at its end
-            self._undo.remember(unit, [t for each in changes for t in (each.master, *each.moments.values())])
+            self._undo.remember(
+                unit, [t for each in changes for t in (each.master, *each.moments.values())]
+            )
         stochastic = self.plan.update.rounding == "stochastic"
         for each in changes:
             on_device = not is_cpu(each.gradient.device)
             if coefficient != 1.0 and on_device:
                 each.gradient.mul_(coefficient)
-            rounding = NoiseKey(self.plan.seed, step, 0, each.name, "rounding") if stochastic else None
+            rounding = (
+                NoiseKey(self.plan.seed, step, 0, each.name, "rounding") if stochastic else None
+            )
             gradient = self._landed(each.gradient, each.master.device)
-            rate = learning_rate * (self.plan.optimizer.lora_b_ratio if ".lora_B." in each.name else 1.0)
+            rate = learning_rate * (
+                self.plan.optimizer.lora_b_ratio if ".lora_B." in each.name else 1.0
+            )
             scale = 1.0 if on_device else coefficient
             for rule, part in self._parts(each.places):
                 moments = {name: _range(moment, part) for name, moment in each.moments.items()}
                 master = _range(each.master, part)
                 piece = _range(gradient, part)
-                rule.apply_(master, piece, moments, step=step, lr=rate, rounding=rounding, scale=scale)
+                rule.apply_(
+                    master, piece, moments, step=step, lr=rate, rounding=rounding, scale=scale
+                )
         self.first_order.changed(unit)
 
     def _parts(self, places: Sequence[tuple[int, str]]) -> list[tuple[Rule, slice | None]]:
-        """Return the ranges of a master under one rule each: None for all of it. Rules work element by element, so that
-        ranges of a slice which cuts through parameters are exact."""
+        """Return the ranges of a master under one rule each: None for all of it. Rules work element
+        by element, so that ranges of a slice which cuts through parameters are exact."""
         spares = (
-            self.plan.optimizer.decay == "matrices" and self.rule != self._plain_rule and not self.keeps_decay_of_all
+            self.plan.optimizer.decay == "matrices"
+            and self.rule != self._plain_rule
+            and not self.keeps_decay_of_all
         )
         changes: list[tuple[int, Rule]] = []
         for start, name in places:
@@ -228,16 +269,24 @@ class Engine:
         if len(changes) < 2:  # a slice without a parameter is padding
             return [(changes[0][1] if changes else self.rule, None)]
         ends = [start for start, _ in changes[1:]]
-        return [(rule, slice(start, end)) for (start, rule), end in zip(changes, [*ends, None], strict=True)]
+        return [
+            (rule, slice(start, end))
+            for (start, rule), end in zip(changes, [*ends, None], strict=True)
+        ]
 
     def _landed(self, gradient: Tensor, where: torch.device) -> Tensor:
-        """Return a gradient where its master is: on the host behind an accelerator in staging that the next one takes."""
+        """Return a gradient where its master is: on the host behind an accelerator in staging that
+        the next one takes."""
         if gradient.device == where:
             return gradient
         if self._landing is None or len(self._landing) < gradient.numel():
             (landing_P,) = host_buffers([4 * gradient.numel()], self.device)
             self._landing = landing_P.view(torch.float32)
-        landed = self._landing[: gradient.numel()].view(gradient.shape).copy_(gradient, non_blocking=True)
+        landed = (
+            self._landing[: gradient.numel()]
+            .view(gradient.shape)
+            .copy_(gradient, non_blocking=True)
+        )
         recorded(self.device).synchronize()
         return landed
 
@@ -246,7 +295,8 @@ class Engine:
         self._undo.commit()
 
     def undo(self) -> None:
-        """Give masters and optimizer states the values back that they had before a step that does not count."""
+        """Give masters and optimizer states the values back that they had before a step that does
+        not count."""
         if self._undo.put_back():
             self.masters_changed()
 
@@ -254,40 +304,47 @@ class Engine:
         """Note that the masters of a first-order run have new values from outside."""
         self.dirty = self.first_order.masters_changed()
 
-    # ---- facts of a run that its checkpoints carry ---------------------------------------------------------------------
+    # ---- facts of a run that its checkpoints carry -----------------------------------------------
 
     def facts(self) -> dict[str, str]:
         """Return the facts that a checkpoint's tensors were made by."""
         return {} if self.keeps_decay_of_all else {"decay": self.plan.optimizer.decay}
 
     def resume_facts(self, facts: Mapping[str, str]) -> None:
-        """Go on as a checkpoint's facts say: one that has no ``decay`` is of a run whose norms and biases decayed."""
+        """Go on as a checkpoint's facts say: one that has no ``decay`` is of a run whose norms and
+        biases decayed."""
         self.keeps_decay_of_all = "decay" not in facts
 
-    # ---- what outlives a run ----------------------------------------------------------------------------------------
+    # ---- what outlives a run ---------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Write the resident trainables of a zeroth-order run to the disk, where that is their tier."""
+        """Write the resident trainables of a zeroth-order run to the disk, where that is their
+        tier."""
         if not self._differentiates:
             self.buckets.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the trainables, as far as this rank holds it; the tensors themselves, not copies: masters by name
-        and optimizer states as ``name<NUL>state``, slices of them by unit, or a zeroth-order run's buckets as bytes."""
+        """Return the state of the trainables, as far as this rank holds it; the tensors themselves,
+        not copies: masters by name and optimizer states as ``name<NUL>state``, slices of them by
+        unit, or a zeroth-order run's buckets as bytes."""
         return self.trained.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy in the tensors that :meth:`state_dict` gave. Raises ValueError where names or shapes differ: another model or
-        mesh."""
+        """Copy in the tensors that :meth:`state_dict` gave. Raises ValueError where names or shapes
+        differ: another model or mesh."""
         if not self._differentiates:
             self.buckets.load_state_dict(state)
             return
         own: dict[str, Tensor] = self.state_dict()
         if missing := sorted(own.keys() ^ state.keys()):
-            raise ValueError(f"the saved state does not fit this model and plan; it differs in {missing[:5]}")
+            raise ValueError(
+                f"the saved state does not fit this model and plan; it differs in {missing[:5]}"
+            )
         for name, tensor in own.items():
             if tensor.shape != state[name].shape:
-                shapes = f"{tuple(state[name].shape)} in the saved state and {tuple(tensor.shape)} here"
+                shapes = (
+                    f"{tuple(state[name].shape)} in the saved state and {tuple(tensor.shape)} here"
+                )
                 raise ValueError(f"{name!r} is {shapes}")
             tensor.copy_(state[name])
         self.masters_changed()
@@ -298,16 +355,21 @@ class Engine:
 
     def sums_of_copies(self) -> list[tuple[str, int, int]]:
         """Return checksums of the state that several ranks hold copies of, as
-        :meth:`blockwalk.ranks.shared_forwards.SharedForwards.compare_copies` takes them; the same names on every rank."""
+        :meth:`blockwalk.ranks.shared_forwards.SharedForwards.compare_copies` takes them; the same
+        names on every rank."""
         return [each for home in self._spread for each in home.sums()]
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the adapter in PEFT's format, or every parameter as safetensors beside the configuration. Where ranks hold
-        parameters together all of them call this, rank 0 writes, and one unit is whole at a time: nobody asks a device for the
-        next parameter's gather before rank 0 has written those before it."""
+        """Write the adapter in PEFT's format, or every parameter as safetensors beside the
+        configuration. Where ranks hold parameters together all of them call this, rank 0 writes,
+        and one unit is whole at a time: nobody asks a device for the next parameter's gather before
+        rank 0 has written those before it."""
         weights = self.trained.weights()
         if hasattr(self.module, "peft_config"):
-            whole = {name: w if isinstance(w, Tensor) else w.rows(0, w.shape[0]) for name, w in weights.items()}
+            whole = {
+                name: w if isinstance(w, Tensor) else w.rows(0, w.shape[0])
+                for name, w in weights.items()
+            }
             if self.rank == 0:
                 save_adapter(self.module, whole, folder)
             return
@@ -320,7 +382,9 @@ class Engine:
                 groups.meet()
 
         if self.rank == 0:
-            safetensors.save_model(folder, self.module, {**weights, **self.model.untouched()}, begin)
+            safetensors.save_model(
+                folder, self.module, {**weights, **self.model.untouched()}, begin
+            )
             return
         for name, weight in weights.items():  # its turn in the same gathers
             begin(name)
@@ -334,5 +398,6 @@ class Engine:
 
 
 def _range(tensor: Tensor, part: slice | None) -> Tensor:
-    """Return a range of a contiguous tensor's elements; the tensor itself where ``part`` is None."""
+    """Return a range of a contiguous tensor's elements; the tensor itself where ``part`` is
+    None."""
     return tensor if part is None else tensor.view(-1)[part]

@@ -1,10 +1,11 @@
-"""Frozen parameters that are whole on this process: where they stay, and those that visit the device at their block's turn.
+"""Frozen parameters that are whole on this process: where they stay, and those that visit the
+device at their block's turn.
 
-On the host tier the visiting ones lie in pinned memory, a bucket a unit, or in zeroth order a slice of it on each rank of a
-group, gathered in the slot; on the disk tier, behind an accelerator, they are read from file maps into pinned staging on the
-way. Nothing is ever written back. A CPU reads what is on its disk in place, and only what the disk does not hold contiguously
-(experts stored one by one, or encoded) is put together in a slot.
-"""
+On the host tier the visiting ones lie in pinned memory, a bucket a unit, or in zeroth order a slice
+of it on each rank of a group, gathered in the slot; on the disk tier, behind an accelerator, they
+are read from file maps into pinned staging on the way. Nothing is ever written back. A CPU reads
+what is on its disk in place, and only what the disk does not hold contiguously (experts stored one
+by one, or encoded) is put together in a slot."""
 
 from __future__ import annotations
 
@@ -39,11 +40,16 @@ class Frozen:
     """
 
     def __init__(self, model: OpenedModel, group: SharedForwards) -> None:
-        self._model, self._group, plan = model, group, model.plan
+        self._model = model
+        self._group = group
+        plan = model.plan
         self._places = places = Placements(plan, model.spec, model.device.type)
         self._reads = model.reads[False]
-        self._stored = [[p.name for p in params if p.name not in model.held] for params in self._reads]
-        """The names of each unit's parameters that the source has; a frozen adapter's it has not."""
+        self._stored = [
+            [p.name for p in params if p.name not in model.held] for params in self._reads
+        ]
+        """The names of each unit's parameters that the source has; a frozen adapter's it has
+        not."""
         self._on_disk = plan.frozen.on_disk
         self._buckets = {
             unit: BucketLayout({p.name: self._travelling(p) for p in visiting})
@@ -70,20 +76,25 @@ class Frozen:
         return self._ranks * cut_bytes(self._buckets[unit].nbytes, self._ranks)
 
     def _own(self, bytes_P: Tensor) -> Tensor:
-        """Return the bytes of a unit (uint8 [P]) that this process keeps and fetches: its slice, or all of them."""
+        """Return the bytes of a unit (uint8 [P]) that this process keeps and fetches: its slice, or
+        all of them."""
         return bytes_P.chunk(self._ranks)[self._place]
 
     def _visiting(self, unit: int, params: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
-        """Return the parameters that are copied to a slot when their unit's turn comes, instead of staying or being read
-        where they are mapped. Those without a source (a frozen adapter's) stay, and so do those of fixed units."""
+        """Return the parameters that are copied to a slot when their unit's turn comes, instead of
+        staying or being read where they are mapped. Those without a source (a frozen adapter's)
+        stay, and so do those of fixed units."""
         if self._model.plan.frozen.on_device or self._places.fixed(unit, StateKind.FROZEN):
             return ()
         mapped = self._on_disk and self._model.device.type == "cpu"
-        return tuple(p for p in params if p.name not in self._model.held and (p.assembled or not mapped))
+        return tuple(
+            p for p in params if p.name not in self._model.held and (p.assembled or not mapped)
+        )
 
     def _travelling(self, param: ParamSpec) -> Layout:
-        """Return the layout of a parameter as it travels: as the tier has it where products read it a range at a time,
-        otherwise in the dtype that it is computed with; one that the source assembles travels whole."""
+        """Return the layout of a parameter as it travels: as the tier has it where products read it
+        a range at a time, otherwise in the dtype that it is computed with; one that the source
+        assembles travels whole."""
         stored = self._model.stored(param.name)
         if isinstance(stored, EncodedWeight):
             return stored.layout
@@ -93,9 +104,10 @@ class Frozen:
         return Layout(param.shape, Codec.RAW, name_of(dtype))
 
     def _as_used(self, param: ParamSpec, *, whole: bool) -> Value:
-        """Return a parameter that stays, as its products read it: converted where it is small, a range at a time where it is a
-        matrix, or with ``whole`` converted on an accelerator too."""
-        model, dtype = self._model, self._model.used_as(param.name)
+        """Return a parameter that stays, as its products read it: converted where it is small, a
+        range at a time where it is a matrix, or with ``whole`` converted on an accelerator too."""
+        model = self._model
+        dtype = self._model.used_as(param.name)
         weight = model.taken(param.name)
         if isinstance(weight, EncodedWeight):
             if weight.device != model.device:
@@ -107,17 +119,25 @@ class Frozen:
         if model.plan.frozen.on_device or (whole and model.device.type != "cpu"):
             return weight.to(model.device, dtype, copy=model.source is not None)
         weight = weight.to(model.device)
-        return _read_as(dtype, weight) if param.quantizable and weight.dim() == 2 else weight.to(dtype)
+        return (
+            _read_as(dtype, weight) if param.quantizable and weight.dim() == 2 else weight.to(dtype)
+        )
 
     def _make_tier(self, largest: int) -> UnitTier:
         source = self._model.source
         assert source is not None, "frozen parameters that travel have a source"
         if self._model.plan.frozen.on_host:
-            rooms = [self._room(u) // self._ranks if u in self._buckets else 0 for u in range(len(self._reads))]
+            rooms = [
+                self._room(u) // self._ranks if u in self._buckets else 0
+                for u in range(len(self._reads))
+            ]
             host = HostTier(rooms, self._model.device)
             for unit, bucket in self._buckets.items():
-                own_P, first = host.bucket(unit), self._place * len(host.bucket(unit))
-                whole_P = own_P if self._ranks == 1 else torch.empty(self._room(unit), dtype=torch.uint8)
+                own_P = host.bucket(unit)
+                first = self._place * len(host.bucket(unit))
+                whole_P = (
+                    own_P if self._ranks == 1 else torch.empty(self._room(unit), dtype=torch.uint8)
+                )
                 for name, (start, layout) in bucket.places.items():
                     if start < first + len(own_P) and first < start + layout.nbytes:
                         self._model.fill(name, layout, whole_P[start : start + layout.nbytes])
@@ -126,7 +146,11 @@ class Frozen:
                 source.release([name for name in bucket.places if source.in_place(name)])
             return host
         from_source = _FromSource(self._model, self._buckets)
-        return Staged(from_source, largest, self._model.device) if self._model.device.type != "cpu" else from_source
+        return (
+            Staged(from_source, largest, self._model.device)
+            if self._model.device.type != "cpu"
+            else from_source
+        )
 
     def _arrive(self, unit: int, slot: int) -> Tensor:
         """Bind a unit's visitors where they will lie; the answer is that place."""
@@ -134,7 +158,9 @@ class Frozen:
         bucket = self._buckets[unit]
         bytes_P = self.slots.enter(unit, slot, self._room(unit))
         arriving = {
-            name: _read_as(self._model.used_as(name), opened(layout, part_P, self._model.used_as(name)))
+            name: _read_as(
+                self._model.used_as(name), opened(layout, part_P, self._model.used_as(name))
+            )
             for name, layout, part_P in bucket.parts(bytes_P)
         }
         self.bound |= arriving
@@ -142,16 +168,19 @@ class Frozen:
         return bytes_P
 
     def prepare(self, op: Op) -> Work:
-        """FETCH: make the pages of a unit resident, and copy what visits, or this process's slice of it, to its slot, which
-        GATHER completes. EVICT: give the pages back."""
-        source, names = self._model.source, self._stored[op.unit]
+        """FETCH: make the pages of a unit resident, and copy what visits, or this process's slice
+        of it, to its slot, which GATHER completes. EVICT: give the pages back."""
+        source = self._model.source
+        names = self._stored[op.unit]
         if source is None:
             return lambda: None
         if op.kind is OpKind.EVICT:
             return partial(source.release, names)
         if op.kind is OpKind.GATHER:
             assert self.slots is not None
-            return partial(self._group.gather_, self.slots.of(op.unit, self._room(op.unit)), self._ranks)
+            return partial(
+                self._group.gather_, self.slots.of(op.unit, self._room(op.unit)), self._ranks
+            )
         bytes_P = self._arrive(op.unit, op.slot) if op.unit in self._buckets else None
 
         def work() -> None:
@@ -175,10 +204,12 @@ class Frozen:
 
 
 class _FromSource:
-    """Units written from where the model came from, a :class:`~blockwalk.tiers.protocols.UnitTier` that is only read."""
+    """Units written from where the model came from, a :class:`~blockwalk.tiers.protocols.UnitTier`
+    that is only read."""
 
     def __init__(self, model: OpenedModel, buckets: Mapping[int, BucketLayout]) -> None:
-        self._model, self._buckets = model, buckets
+        self._model = model
+        self._buckets = buckets
 
     def step(self, unit: int) -> int:
         return 0
@@ -199,5 +230,8 @@ class _FromSource:
 
 
 def _read_as(dtype: torch.dtype, value: Value) -> Value:
-    """Return a parameter as products in ``dtype`` read it: a range at a time where it lies in another."""
-    return DenseWeight(value, dtype) if isinstance(value, Tensor) and value.dtype != dtype else value
+    """Return a parameter as products in ``dtype`` read it: a range at a time where it lies in
+    another."""
+    return (
+        DenseWeight(value, dtype) if isinstance(value, Tensor) and value.dtype != dtype else value
+    )

@@ -1,9 +1,10 @@
-"""The choice of the codec of frozen weights, for a plan that leaves it open (``frozen: disk × auto``).
+"""The choice of the codec of frozen weights, for a plan that leaves it open (``frozen: disk ×
+auto``).
 
-The rule: the first of raw, int8 and int4a whose weights take at most half of this machine's memory. Weights that the page cache
-holds cost no reading, so that rounding them gains nothing; where it cannot hold them, a step waits for the disk, and fewer bits
-are fewer bytes (docs/measured.md has the losses, seconds and bytes that this rests on).
-"""
+The rule: the first of raw, int8 and int4a whose weights take at most half of this machine's memory.
+Weights that the page cache holds cost no reading, so that rounding them gains nothing; where it
+cannot hold them, a step waits for the disk, and fewer bits are fewer bytes (docs/measured.md has
+the losses, seconds and bytes that this rests on)."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ LADDER = (Codec.RAW, Codec.INT8, Codec.INT4A)
 SINGLE = "model.safetensors"
 """The file that holds a whole checkpoint, or is cut in parts."""
 SHARE = 0.5
-"""The part of the machine's memory that frozen weights may take: the rest is the process's own, and other programs'."""
+"""The part of the machine's memory that frozen weights may take: the rest is the process's own, and
+other programs'."""
 
 
 def is_open(plan: Plan) -> bool:
@@ -42,8 +44,11 @@ def is_open(plan: Plan) -> bool:
     return plan.frozen.codec.facts.chosen_later
 
 
-def chosen(plan: Plan, model: StrPath | nn.Module, *, adapters: bool, kept: Codec | None = None) -> tuple[Plan, str]:
-    """Choose the frozen codec of a plan for a model: answer the plan with it, and the reason; none where nothing was open.
+def chosen(
+    plan: Plan, model: StrPath | nn.Module, *, adapters: bool, kept: Codec | None = None
+) -> tuple[Plan, str]:
+    """Choose the frozen codec of a plan for a model: answer the plan with it, and the reason; none
+    where nothing was open.
 
     Args:
         adapters: whether adapters are trained or read; without them nothing is rounded.
@@ -56,9 +61,11 @@ def chosen(plan: Plan, model: StrPath | nn.Module, *, adapters: bool, kept: Code
     if not is_open(plan):
         return plan, ""
     if kept is not None:
-        codec, reason = kept, "as the run began"
+        codec = kept
+        reason = "as the run began"
     elif not adapters:
-        codec, reason = Codec.RAW, "without adapters nothing is rounded"
+        codec = Codec.RAW
+        reason = "without adapters nothing is rounded"
     else:
         codec, reason = _fitting(model)
     return override(plan, {"frozen.codec": str(codec)}), reason
@@ -69,7 +76,8 @@ _said: ContextVar[bool] = ContextVar("_said", default=False)
 
 @contextmanager
 def already_said() -> Iterator[None]:
-    """Log no line on codecs meanwhile: whoever calls has printed its own, or nobody is to read it."""
+    """Log no line on codecs meanwhile: whoever calls has printed its own, or nobody is to read
+    it."""
     before = _said.set(True)
     try:
         yield
@@ -78,15 +86,18 @@ def already_said() -> Iterator[None]:
 
 
 def say_codec(plan: Plan, model: StrPath | nn.Module, reason: str) -> None:
-    """Log the codec that was chosen, with the reason; as a warning where it rounds a model that comes in no codes, for answers
-    and gradients are then those of rounded weights."""
+    """Log the codec that was chosen, with the reason; as a warning where it rounds a model that
+    comes in no codes, for answers and gradients are then those of rounded weights."""
     codec = plan.frozen.codec
     if _said.get():
         return
     if codec.encoded and comes_in(model) is None:
         why = f" (auto: {reason})" if reason else ""
         log.warning(
-            "the model is read in %s%s, which rounds its weights; frozen: disk reads them as they are", codec, why
+            "the model is read in %s%s, which rounds its weights; frozen: disk reads them as"
+            " they are",
+            codec,
+            why,
         )
     elif reason:
         log.info("frozen weights are %s (auto: %s)", codec, reason)
@@ -94,18 +105,26 @@ def say_codec(plan: Plan, model: StrPath | nn.Module, reason: str) -> None:
 
 def _fitting(model: StrPath | nn.Module) -> tuple[Codec, str]:
     """Return the first codec that fits, and why it does, or that none does."""
-    tensors, memory = list(_tensors(model)), host_memory()[0]
+    tensors = list(_tensors(model))
+    memory = host_memory()[0]
     sizes = {codec: _stored_bytes(tensors, codec) for codec in LADDER}
     for codec, nbytes in sizes.items():
         if nbytes <= SHARE * memory:
-            return codec, f"{human_bytes(nbytes)} of weights, at most half of the {human_bytes(memory)} of memory"
+            return (
+                codec,
+                f"{human_bytes(nbytes)} of weights, at most half of the {human_bytes(memory)} of"
+                " memory",
+            )
     nbytes = sizes[LADDER[-1]]
-    return LADDER[-1], f"{human_bytes(nbytes)} of weights, the fewest, of {human_bytes(memory)} of memory"
+    return LADDER[
+        -1
+    ], f"{human_bytes(nbytes)} of weights, the fewest, of {human_bytes(memory)} of memory"
 
 
 def _tensors(model: StrPath | nn.Module) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield shape and dtype of each weight: those that the files name where they are here, for a skeleton brings the model's
-    own code, which is to come after the tokenizer; else the skeleton's."""
+    """Yield shape and dtype of each weight: those that the files name where they are here, for a
+    skeleton brings the model's own code, which is to come after the tokenizer; else the
+    skeleton's."""
     if not isinstance(model, nn.Module):
         folder = model_folder(model, weights=False)
         files = [folder / name for name in listed_parts(folder, SINGLE) or [SINGLE]]
@@ -119,4 +138,7 @@ def _tensors(model: StrPath | nn.Module) -> Iterator[tuple[tuple[int, ...], str]
 
 def _stored_bytes(tensors: Iterable[tuple[tuple[int, ...], str]], codec: Codec) -> int:
     """Sum the bytes of a model's weights where its matrices are in a codec."""
-    return sum(encoded_nbytes(shape, dtype, codec if len(shape) > 1 else Codec.RAW) for shape, dtype in tensors)
+    return sum(
+        encoded_nbytes(shape, dtype, codec if len(shape) > 1 else Codec.RAW)
+        for shape, dtype in tensors
+    )

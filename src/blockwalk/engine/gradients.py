@@ -1,5 +1,5 @@
-"""The gradients of a step, and where they are accumulated: by name, where masters are whole on this process; over ranks in flat
-buffers, which are reduced to this rank's slices."""
+"""The gradients of a step, and where they are accumulated: by name, where masters are whole on this
+process; over ranks in flat buffers, which are reduced to this rank's slices."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from blockwalk.tiers.scratch_maps import ScratchMaps
 
 
 class GradientMaps:
-    """The file maps in which gradients wait for the step's end, those of a unit in one. Each step makes them anew: the pages of
-    a fresh file need not be read before they are overwritten, and what is not written yet of a file that is gone never is."""
+    """The file maps in which gradients wait for the step's end, those of a unit in one. Each step
+    makes them anew: the pages of a fresh file need not be read before they are overwritten, and
+    what is not written yet of a file that is gone never is."""
 
     def __init__(self, scratch: ScratchMaps, units: Sequence[Iterable[ParamSpec]]) -> None:
         self._scratch = scratch
@@ -68,7 +69,8 @@ class NamedGradients:
         device: where blocks compute.
         maps: the file maps that they lie in, where they are not on the device.
         landings: bytes of the places in host memory where updates read them, behind an accelerator.
-        ends: whether updates use gradients up before the step's end; their squares are then kept until it.
+        ends: whether updates use gradients up before the step's end; their squares are then kept
+            until it.
         clips: whether their norm is asked for.
     """
 
@@ -122,7 +124,9 @@ class NamedGradients:
                 self.sums[name].add_(gradient)
             elif gradient is not None:
                 maps = self._maps
-                self.sums[name] = gradient.to(torch.float32) if maps is None else maps.place(name).copy_(gradient)
+                self.sums[name] = (
+                    gradient.to(torch.float32) if maps is None else maps.place(name).copy_(gradient)
+                )
 
     def reduce(self, op: Op) -> Callable[[], None]:
         raise AssertionError("one process has nothing to sum over")
@@ -130,7 +134,8 @@ class NamedGradients:
     gather = reduce
 
     def land(self, names: Iterable[str], place: int) -> None:
-        """Bring complete gradients to a place in host memory, side by side, and free them on the device when they are there."""
+        """Bring complete gradients to a place in host memory, side by side, and free them on the
+        device when they are there."""
         coming = [name for name in names if name in self.sums]
         landed: dict[str, Tensor] = {}
         start = 0
@@ -160,7 +165,8 @@ class NamedGradients:
         return gradient
 
     def put_away(self, complete: Iterable[str]) -> None:
-        """Take the squares of gradients that are ``complete`` while their pages are there, so that they are not read again."""
+        """Take the squares of gradients that are ``complete`` while their pages are there, so that
+        they are not read again."""
         for name in complete:
             if name in self.sums and self._clips:
                 self._chunk_sums[name] = square_sums(self.sums[name])
@@ -172,15 +178,26 @@ class NamedGradients:
         """Return the norm of all gradients."""
         names = [name for name in self._masters if name in self.sums]
         taken = self._chunk_sums
-        return norm_of_sums(taken[name] if name in taken else square_sums(self.sums[name]) for name in names)
+        return norm_of_sums(
+            taken[name] if name in taken else square_sums(self.sums[name]) for name in names
+        )
 
     def squares(self) -> dict[str, Tensor]:
-        rest = {name: sum_of_squares(gradient) for name, gradient in self.sums.items() if name not in self._squares}
+        rest = {
+            name: sum_of_squares(gradient)
+            for name, gradient in self.sums.items()
+            if name not in self._squares
+        }
         return {**self._squares, **rest}
 
     def take(self) -> dict[str, Tensor]:
-        taken, self.sums = self.sums, {}
-        return taken if self._maps is None else {name: gradient.clone() for name, gradient in taken.items()}
+        taken = self.sums
+        self.sums = {}
+        return (
+            taken
+            if self._maps is None
+            else {name: gradient.clone() for name, gradient in taken.items()}
+        )
 
 
 @dataclass(slots=True)
@@ -202,21 +219,29 @@ class MasterSlices:
 
 
 class FlatGradients:
-    """Gradients over ranks: a unit is differentiated into a flat buffer of its part's layout, which REDUCE turns into this
-    rank's slice of the sum over all ranks."""
+    """Gradients over ranks: a unit is differentiated into a flat buffer of its part's layout, which
+    REDUCE turns into this rank's slice of the sum over all ranks."""
 
-    def __init__(self, model: OpenedModel, part: SpreadPart, units: Mapping[int, MasterSlices]) -> None:
-        self._part, self._units, self._plan, self._groups = part, units, model.plan, part.groups
+    def __init__(
+        self, model: OpenedModel, part: SpreadPart, units: Mapping[int, MasterSlices]
+    ) -> None:
+        self._part = part
+        self._units = units
+        self._plan = model.plan
+        self._groups = part.groups
         pools = buffer_pools(model.plan, model.spec)
         self._names = [unit.name for unit in model.spec.units]
         self.buffers = [torch.zeros(n, device=model.device) for n in pools.gradients]
-        self._buffer_of = dict(zip((0, len(model.spec.blocks) + 1), pools.gradient_of_end, strict=True))
+        self._buffer_of = dict(
+            zip((0, len(model.spec.blocks) + 1), pools.gradient_of_end, strict=True)
+        )
         self._open: set[int] = set()
         """Units whose buffer holds something."""
         self._summed: dict[int, Tensor] = {}
         """The gradients of each unit as far as they are reduced."""
         self._left: deque[tuple[Tensor, torch.Event]] = deque()
-        """Sums that another lane reads than the one that made them, and the events that it has read them, the oldest first."""
+        """Sums that another lane reads than the one that made them, and the events that it has read
+        them, the oldest first."""
         self._waiting: dict[int, int] = {}
         """The micro-batches of this step that each unit's accumulator holds."""
 
@@ -242,7 +267,8 @@ class FlatGradients:
                 views[name].add_(gradient)
 
     def _views(self, name: str) -> dict[str, Tensor]:
-        """Return the gradients of the unit that owns a parameter, by name, in its buffer; zero where nothing was added."""
+        """Return the gradients of the unit that owns a parameter, by name, in its buffer; zero
+        where nothing was added."""
         unit = self._part.owner[name]
         slices = self._part.units[unit]
         flat_P = self.buffers[self._buffer_of[unit]][: slices.numel]
@@ -252,11 +278,18 @@ class FlatGradients:
         return {n: view for n, view in slices.open(flat_P).items() if isinstance(view, Tensor)}
 
     def reduce(self, op: Op) -> Callable[[], None]:
-        """REDUCE: sum a unit's gradients over a group; keep them until the last micro-batch, or as this rank's slice."""
-        plan, unit, own = self._plan, op.unit, self._units[op.unit]
+        """REDUCE: sum a unit's gradients over a group; keep them until the last micro-batch, or as
+        this rank's slice."""
+        plan = self._plan
+        unit = op.unit
+        own = self._units[op.unit]
         axes = self._groups.named(op.axes)
         inner, outer = reach(axes)
-        flat = self.buffers[op.buffer][: self._part.units[unit].numel] if inner == 1 and op.buffer >= 0 else None
+        flat = (
+            self.buffers[op.buffer][: self._part.units[unit].numel]
+            if inner == 1 and op.buffer >= 0
+            else None
+        )
 
         def work() -> None:
             made = flat if flat is not None else self._summed[unit]
@@ -269,9 +302,14 @@ class FlatGradients:
                 made = self._accumulated(unit, own.accumulator, made)
             self._summed[unit] = made
             if op.last:
-                parts = len(own.gradient) // len(made)  # what a GATHER completes, where it is several
+                parts = len(own.gradient) // len(
+                    made
+                )  # what a GATHER completes, where it is several
                 place = self._part.inside(
-                    own.gradient, self._part.units[unit].numel, plan.optimizer_ranks, plan.optimizer_ranks * parts
+                    own.gradient,
+                    self._part.units[unit].numel,
+                    plan.optimizer_ranks,
+                    plan.optimizer_ranks * parts,
                 )
                 if place.data_ptr() != made.data_ptr():
                     place.copy_(made)
@@ -283,21 +321,23 @@ class FlatGradients:
         return work
 
     def _let_go(self) -> None:
-        """Give the memory of sums that another lane has read back to this one, which made them, but for the newest, which it
-        may still read."""
+        """Give the memory of sums that another lane has read back to this one, which made them, but
+        for the newest, which it may still read."""
         while len(self._left) > self._plan.prefetch + 1:
             came, read = self._left.popleft()
             torch.accelerator.current_stream(came.device).wait_event(read)
 
     def gather(self, op: Op) -> Callable[[], None]:
-        """GATHER: complete a unit's sum, of which the ranks of a node hold slices that came from the other nodes."""
+        """GATHER: complete a unit's sum, of which the ranks of a node hold slices that came from
+        the other nodes."""
         gradient = self._units[op.unit].gradient
         axes = self._groups.named(op.axes)
         return lambda: self._groups.gather_(gradient, axes, op.lane)
 
     def _accumulated(self, unit: int, held: Tensor, made: Tensor) -> Tensor:
-        """Return the sum of a unit's gradients over the micro-batches so far, ``made`` being the last one's. Where it is
-        kept on the host behind an accelerator it comes to be added to, and goes again unless it is complete."""
+        """Return the sum of a unit's gradients over the micro-batches so far, ``made`` being the
+        last one's. Where it is kept on the host behind an accelerator it comes to be added to, and
+        goes again unless it is complete."""
         before, self._waiting[unit] = self._waiting.get(unit, 0), self._waiting.get(unit, 0) + 1
         if held.device == made.device:
             return held.add_(made) if before else held.copy_(made)
@@ -308,17 +348,25 @@ class FlatGradients:
         return total
 
     def norm(self) -> float:
-        """Return the norm over all ranks. The sums of squares are of the same ranges, over however many ranks masters are
-        spread, and their sum is exactly rounded."""
+        """Return the norm over all ranks. The sums of squares are of the same ranges, over however
+        many ranks masters are spread, and their sum is exactly rounded."""
         ranks = self._plan.optimizer_ranks
-        parts = [part for own in self._units.values() for part in own.gradient.chunk(self._plan.mesh.world // ranks)]
-        sums: list[float] = torch.cat([square_sums(part_P) for part_P in parts]).tolist() if parts else []
+        parts = [
+            part
+            for own in self._units.values()
+            for part in own.gradient.chunk(self._plan.mesh.world // ranks)
+        ]
+        sums: list[float] = (
+            torch.cat([square_sums(part_P) for part_P in parts]).tolist() if parts else []
+        )
         first = self._groups.rank // ranks * ranks
         everyone = self._groups.exchange(sums)[first : first + ranks]
         return norm_of_sums(torch.tensor(each, dtype=torch.float64) for each in everyone)
 
     def squares(self) -> dict[str, Tensor]:
-        return {self._names[unit]: sum_of_squares(own.gradient) for unit, own in self._units.items()}
+        return {
+            self._names[unit]: sum_of_squares(own.gradient) for unit, own in self._units.items()
+        }
 
     def take(self) -> dict[str, Tensor]:
         own = {unit: slices.gradient for unit, slices in self._units.items()}

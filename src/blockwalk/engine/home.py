@@ -1,7 +1,8 @@
 """Homes: where the state of a model lives, and how it comes to the device.
 
-A model's state has two parts, its frozen and its trainable parameters (with what is kept beside these), and each part one
-home, which :class:`~blockwalk.engine.engine.Engine` chooses by the plan's facts:
+A model's state has two parts, its frozen and its trainable parameters (with what is kept beside
+these), and each part one home, which :class:`~blockwalk.engine.engine.Engine` chooses by the plan's
+facts:
 
     frozen      :class:`~blockwalk.engine.frozen.Frozen`         mapped, resident, or visiting slots
                 :class:`~blockwalk.engine.spread.SpreadPart`     a slice on each rank, gathered into slots
@@ -9,12 +10,12 @@ home, which :class:`~blockwalk.engine.engine.Engine` chooses by the plan's facts
                 :class:`~blockwalk.engine.spread_masters.SpreadMasters`    slices of them
                 :class:`~blockwalk.engine.buckets.Buckets`       zeroth order: encoded, with the states beside them
 
-Each has three concerns. *Layout*: where a tensor lies in its unit's bucket, and how that is cut into slices
-(:mod:`~blockwalk.engine.bucket_tensors`, :mod:`~blockwalk.engine.slices`, :mod:`blockwalk.program.flat_layout`). *Residency*:
-where the bucket is, and what is bound for a unit's turn: the protocol below. *Gradients*: buffers, accumulators and
-reductions, for those that have any (:mod:`~blockwalk.engine.gradients`). Update rules stay outside: they are applied to what
-a home hands out.
-"""
+Each has three concerns. *Layout*: where a tensor lies in its unit's bucket, and how that is cut
+into slices (:mod:`~blockwalk.engine.bucket_tensors`, :mod:`~blockwalk.engine.slices`,
+:mod:`blockwalk.program.flat_layout`). *Residency*: where the bucket is, and what is bound for a
+unit's turn: the protocol below. *Gradients*: buffers, accumulators and reductions, for those that
+have any (:mod:`~blockwalk.engine.gradients`). Update rules stay outside: they are applied to what a
+home hands out."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ class Home(Protocol):
         """The device buffers that its units visit; None where nothing visits."""
 
     def prepare(self, op: Op) -> Work:
-        """Return the work of an op that moves this part (FETCH, GATHER, CACHE, STORE, EVICT); where it moves to is settled
-        now."""
+        """Return the work of an op that moves this part (FETCH, GATHER, CACHE, STORE, EVICT); where
+        it moves to is settled now."""
 
     def values(self, unit: int) -> Mapping[str, Value]:
         """Return the parameters that a turn of a unit binds afresh, by name."""
@@ -50,8 +51,8 @@ class Home(Protocol):
         """Return a parameter on the device, where its unit is there."""
 
     def weights(self) -> Mapping[str, Any]:
-        """Return every parameter between two programs, by name, to be written a few rows at a time. Where ranks hold them
-        together all of them read these, in one order."""
+        """Return every parameter between two programs, by name, to be written a few rows at a time.
+        Where ranks hold them together all of them read these, in one order."""
 
 
 class Trained(Protocol):
@@ -61,7 +62,8 @@ class Trained(Protocol):
         """Return every trainable, as :meth:`Home.weights`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of a run, as far as this rank holds it: the tensors themselves, not copies."""
+        """Return the state of a run, as far as this rank holds it: the tensors themselves, not
+        copies."""
 
     def close(self) -> None: ...
 
@@ -76,7 +78,8 @@ class Gradients(Protocol):
         """Settle where the gradients of a compute op that is about to run go."""
 
     def accumulator(self, name: str | None) -> Tensor | None:
-        """Return the float32 buffer that a trainable's gradient is added to; None for what is not trained."""
+        """Return the float32 buffer that a trainable's gradient is added to; None for what is not
+        trained."""
 
     def add(self, names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
         """Add to the accumulators; None is a parameter that the loss does not depend on."""
@@ -91,7 +94,8 @@ class Gradients(Protocol):
         """Return the norm of all gradients, over all ranks."""
 
     def squares(self) -> dict[str, Tensor]:
-        """Return the sum of squares of each gradient that this rank has had in this step, 0-d float32, by name."""
+        """Return the sum of squares of each gradient that this rank has had in this step, 0-d
+        float32, by name."""
 
     def take(self) -> dict[str, Tensor]:
         """Hand over the whole gradients by parameter, on every rank."""
@@ -107,7 +111,8 @@ class Change:
     """The gradient on the device, float32, of the master's shape; the update uses it up."""
     moments: Mapping[str, Tensor]
     places: Sequence[tuple[int, str]]
-    """The parameters that the master holds, or holds a slice of, in their order: the first element and the name of each."""
+    """The parameters that the master holds, or holds a slice of, in their order: the first element
+    and the name of each."""
 
 
 class Differentiated(Trained, Protocol):
@@ -123,8 +128,10 @@ class Differentiated(Trained, Protocol):
         """Make what is derived from a unit's masters anew."""
 
     def masters_changed(self) -> frozenset[int]:
-        """Make what is derived from all masters anew; the answer is the units whose node slices are out of date."""
+        """Make what is derived from all masters anew; the answer is the units whose node slices are
+        out of date."""
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
-        """Return every master and optimizer state, ``name/kind``, as far as this rank holds it; views, not copies. Where ranks
-        hold the same slice, each writes (``to_write``) another range of it."""
+        """Return every master and optimizer state, ``name/kind``, as far as this rank holds it;
+        views, not copies. Where ranks hold the same slice, each writes (``to_write``) another range
+        of it."""

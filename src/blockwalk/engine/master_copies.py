@@ -1,8 +1,9 @@
-"""Masters that the processor behind an accelerator updates, and the copies of them that the device computes with.
+"""Masters that the processor behind an accelerator updates, and the copies of them that the device
+computes with.
 
-A unit's masters are one bucket, in pinned memory or in a file map. The device has a copy of the bucket: in a slot while the
-unit's turn is near, or for good where the unit's trainables stay there. No copy is ever written back.
-"""
+A unit's masters are one bucket, in pinned memory or in a file map. The device has a copy of the
+bucket: in a slot while the unit's turn is near, or for good where the unit's trainables stay there.
+No copy is ever written back."""
 
 from __future__ import annotations
 
@@ -34,9 +35,15 @@ class MasterCopies:
     """
 
     def __init__(self, model: OpenedModel, places: Placements, scratch: ScratchMaps) -> None:
-        codec, device = model.plan.trainable.codec, model.device
+        codec = model.plan.trainable.codec
+        device = model.device
         self._buckets = [
-            BucketLayout({p.name: Layout(p.shape, Codec.RAW, codec.dtype_of(p.dtype)) for p in unit.part(True)})
+            BucketLayout(
+                {
+                    p.name: Layout(p.shape, Codec.RAW, codec.dtype_of(p.dtype))
+                    for p in unit.part(True)
+                }
+            )
             for unit in model.spec.units
         ]
         units = range(len(self._buckets))
@@ -54,7 +61,9 @@ class MasterCopies:
             self._tier = host
         self.slots = Slots([largest] * places.slot_count, device) if visits else None
         stay = [unit for unit in units if unit not in visits and sizes[unit]]
-        self._resident = {unit: torch.empty(sizes[unit], dtype=torch.uint8, device=device) for unit in stay}
+        self._resident = {
+            unit: torch.empty(sizes[unit], dtype=torch.uint8, device=device) for unit in stay
+        }
         self.values: dict[str, Tensor] = {}
         """Every trainable on the device, by name; one that visits a slot as it came last."""
         for unit, bytes_P in self._resident.items():
@@ -83,7 +92,8 @@ class MasterCopies:
         return work
 
     def _refresh(self, unit: int) -> None:
-        # out of a file map the copy waits, on the lane of updates, which nothing waits for before the step's end
+        # out of a file map the copy waits, on the lane of updates, which nothing waits for before
+        # the step's end
         self._resident[unit].copy_(self._bytes[unit], non_blocking=True)
 
     def refresh(self) -> None:
@@ -97,12 +107,15 @@ class MasterCopies:
 
 
 class _Maps:
-    """Buckets in file maps, a :class:`~blockwalk.tiers.protocols.UnitTier` that is written in place."""
+    """Buckets in file maps, a :class:`~blockwalk.tiers.protocols.UnitTier` that is written in
+    place."""
 
     def __init__(self, sizes: Sequence[int], scratch: ScratchMaps) -> None:
         self._scratch = scratch
         self._buckets = [
-            scratch.zeros({"masters": ((nbytes,), torch.uint8)}, unit).get("masters", torch.empty(0, dtype=torch.uint8))
+            scratch.zeros({"masters": ((nbytes,), torch.uint8)}, unit).get(
+                "masters", torch.empty(0, dtype=torch.uint8)
+            )
             for unit, nbytes in enumerate(sizes)
         ]
 

@@ -24,14 +24,17 @@ from blockwalk.tiers.scratch_maps import ScratchMaps
 
 
 class Masters:
-    """The home of a first-order run's trainables on one process (a :class:`~blockwalk.engine.home.Differentiated`).
+    """The home of a first-order run's trainables on one process (a
+    :class:`~blockwalk.engine.home.Differentiated`).
 
-    A processor updates what is on the disk tier in its file maps. Behind an accelerator masters and optimizer states are on the
-    device, or both in host memory and file maps, where the processor updates them beside the walk.
-    """
+    A processor updates what is on the disk tier in its file maps. Behind an accelerator masters and
+    optimizer states are on the device, or both in host memory and file maps, where the processor
+    updates them beside the walk."""
 
     def __init__(self, model: OpenedModel, scratch: ScratchMaps) -> None:
-        self._model, self._scratch, plan = model, scratch, model.plan
+        self._model = model
+        self._scratch = scratch
+        plan = model.plan
         places = Placements(plan, model.spec, model.device.type)
         self._places = places
         self._copies = MasterCopies(model, places, scratch) if places.updates_on_host else None
@@ -45,19 +48,31 @@ class Masters:
                 p.name: (p.shape, dtype_of(plan.trainable.codec.dtype_of(p.dtype))) for p in params
             }
             copies = self._copies
-            self.masters |= self._allocate(plan.trainable.tier, kept, unit) if copies is None else copies.masters(unit)
+            self.masters |= (
+                self._allocate(plan.trainable.tier, kept, unit)
+                if copies is None
+                else copies.masters(unit)
+            )
             for p in params:
                 model.read_into(p.name, self.masters[p.name])
                 model.held.pop(p.name, None)
-            states = {f"{p.name}\0{s}": (p.shape, torch.float32) for p in params for s in plan.update_rule.states}
-            for key, tensor in self._allocate(plan.optimizer_state.tier, states, ("optimizer", unit)).items():
+            states = {
+                f"{p.name}\0{s}": (p.shape, torch.float32)
+                for p in params
+                for s in plan.update_rule.states
+            }
+            for key, tensor in self._allocate(
+                plan.optimizer_state.tier, states, ("optimizer", unit)
+            ).items():
                 name, _, state = key.partition("\0")
                 self.moments.setdefault(name, {})[state] = tensor
         if self._copies is not None:
             self._copies.refresh()
         self._gradient_maps: GradientMaps | None = None
         if gradient_pool(plan, model.device.type) is Pool.MAPPED:
-            self._gradient_maps = GradientMaps(scratch, [unit.part(True) for unit in model.spec.units])
+            self._gradient_maps = GradientMaps(
+                scratch, [unit.part(True) for unit in model.spec.units]
+            )
         self.gradients = NamedGradients(
             self.masters,
             model.device,
@@ -75,13 +90,17 @@ class Masters:
         if self._places.states_on_disk or (tier is Tier.DISK and is_cpu(device)):
             return self._scratch.zeros(shapes, group)
         where = torch.device("cpu") if self._copies is not None else device
-        return {name: torch.zeros(shape, dtype=dtype, device=where) for name, (shape, dtype) in shapes.items()}
+        return {
+            name: torch.zeros(shape, dtype=dtype, device=where)
+            for name, (shape, dtype) in shapes.items()
+        }
 
-    # ---- residency --------------------------------------------------------------------------------------------------
+    # ---- residency -------------------------------------------------------------------------------
 
     def prepare(self, op: Op) -> Work:
-        """FETCH: make the pages of a unit's masters, optimizer states or gradients resident. STORE: hand them, written in
-        place, to the kernel. Behind an accelerator FETCH copies masters to the device, and STORE gradients from there."""
+        """FETCH: make the pages of a unit's masters, optimizer states or gradients resident. STORE:
+        hand them, written in place, to the kernel. Behind an accelerator FETCH copies masters to
+        the device, and STORE gradients from there."""
         if self._copies is not None:
             if op.kind is OpKind.FETCH:
                 return self._copies.fetch(op.unit, op.slot)
@@ -89,7 +108,9 @@ class Masters:
                 names = [p.name for p in self._model.spec.units[op.unit].part(True)]
                 return partial(self.gradients.land, names, op.slot)
             return lambda: None
-        move = {OpKind.FETCH: self._scratch.will_need, OpKind.STORE: self._scratch.dont_need}.get(op.kind)
+        move = {OpKind.FETCH: self._scratch.will_need, OpKind.STORE: self._scratch.dont_need}.get(
+            op.kind
+        )
         if move is None:
             return lambda: None
         if op.part is StateKind.GRADIENT:
@@ -122,7 +143,7 @@ class Masters:
     def value(self, name: str) -> Tensor:
         return (self.masters if self._copies is None else self._copies.values)[name].detach()
 
-    # ---- updates ----------------------------------------------------------------------------------------------------
+    # ---- updates ---------------------------------------------------------------------------------
 
     def changes(self, unit: int) -> Iterator[Change]:
         for param in self._model.spec.units[unit].params:
@@ -132,7 +153,8 @@ class Masters:
                 yield Change(name, self.masters[name], gradient, moments, ((0, name),))
 
     def changed(self, unit: int) -> None:
-        """Let go of the gradients that a unit's update has used up; parameters are bound from the masters every time."""
+        """Let go of the gradients that a unit's update has used up; parameters are bound from the
+        masters every time."""
         if self._gradient_maps is not None:
             self._gradient_maps.drop(unit)
         if self._places.masters_on_disk or self._places.states_on_disk:
@@ -144,13 +166,15 @@ class Masters:
             self._copies.refresh()
         return frozenset()
 
-    # ---- what outlives a step ---------------------------------------------------------------------------------------
+    # ---- what outlives a step --------------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
         return self.masters
 
     def state_dict(self) -> dict[str, Any]:
-        states = {f"{name}\0{key}": t for name, inner in self.moments.items() for key, t in inner.items()}
+        states = {
+            f"{name}\0{key}": t for name, inner in self.moments.items() for key, t in inner.items()
+        }
         return {**self.masters, **states}
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:

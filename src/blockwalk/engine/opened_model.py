@@ -1,5 +1,5 @@
-"""The model that a walk works on, open: its modules cut into units, where its weights come from, and what they are computed
-in. Every home is filled from it."""
+"""The model that a walk works on, open: its modules cut into units, where its weights come from,
+and what they are computed in. Every home is filled from it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ class OpenedModel:
     Args:
         model: a checkpoint folder, a block store, or a ``transformers`` model in memory.
         plan: where each kind of state lives.
-        lora: adapters to add, or the folder of a saved one; None trains what requires a gradient (everything, for a path).
+        lora: adapters to add, or the folder of a saved one; None trains what requires a gradient
+            (everything, for a path).
         device: where blocks compute.
         workdir: a folder for scratch maps.
         packs: a folder for packed stores, which ranks may share.
         training: False freezes everything: no masters, no optimizer states.
 
     Raises:
-        ValueError: the model cannot be cut, or its weights do not fit the plan; the message says why.
+        ValueError: the model cannot be cut, or its weights do not fit the plan; the message says
+            why.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class OpenedModel:
     ) -> None:
         if training:
             refuse_rounded(model, plan, lora)
-        self.plan, self.device, self.workdir = plan, device, workdir
+        self.plan = plan
+        self.device = device
+        self.workdir = workdir
         self.source: WeightSource | None
         module, self.source, self.compute_dtype = open_model(model, plan, workdir, packs)
         if lora is not None:
@@ -65,9 +69,15 @@ class OpenedModel:
             module = self._adapted(module, folder_of(model, workdir), lora, revision)
         if training:
             refuse_tied_lora(module)
-            dropouts = [getattr(each, "lora_dropout", 0.0) for each in getattr(module, "peft_config", {}).values()]
+            dropouts = [
+                getattr(each, "lora_dropout", 0.0)
+                for each in getattr(module, "peft_config", {}).values()
+            ]
             if plan.zeroth_order and any(dropouts):
-                text = "the adapter's lora_dropout is %s; method %s drops nothing, so that losses differ by the noise alone"
+                text = (
+                    "the adapter's lora_dropout is %s; method %s drops nothing, so that losses"
+                    " differ by the noise alone"
+                )
                 log.warning(text, max(dropouts), plan.method)
         else:
             module.requires_grad_(False)
@@ -76,25 +86,37 @@ class OpenedModel:
         if training and plan.neftune_noise_alpha:
             self.cut.add_noise(plan.neftune_noise_alpha)
         self.held = self.cut.take_parameters()
-        """Parameters by canonical name that came in the modules' own memory, as long as no home has taken them."""
+        """Parameters by canonical name that came in the modules' own memory, as long as no home has
+        taken them."""
         self.spec: ModelSpec = self.cut.spec().as_stored(self._as_stored)
         reads = [*self.spec.units[:-1], epilogue_reads(self.spec)]
-        self.reads = {trainable: [unit.part(trainable) for unit in reads] for trainable in (False, True)}
-        """The frozen and the trainable parameters that each unit's turn reads: a tied head's are the prologue's own too."""
+        self.reads = {
+            trainable: [unit.part(trainable) for unit in reads] for trainable in (False, True)
+        }
+        """The frozen and the trainable parameters that each unit's turn reads: a tied head's are
+        the prologue's own too."""
         self._exact = frozenset(p.name for p in self.spec.params() if p.exact)
 
-    def _adapted(self, module: nn.Module, folder: Path, lora: Adapters | StrPath, revision: str | None) -> nn.Module:
-        """Return the model with adapters. Its own parameters that are trained come as ``folder`` has them where the plan
-        rounds it."""
+    def _adapted(
+        self, module: nn.Module, folder: Path, lora: Adapters | StrPath, revision: str | None
+    ) -> nn.Module:
+        """Return the model with adapters. Its own parameters that are trained come as ``folder``
+        has them where the plan rounds it."""
         given = self.source
         if given is not None and self.plan.frozen.codec.encoded:
             given = open_source(folder, module)
 
         def came(name: str) -> Value:
-            return module.get_parameter(name).detach().cpu() if given is None else given.weights([name])[name]
+            return (
+                module.get_parameter(name).detach().cpu()
+                if given is None
+                else given.weights([name])[name]
+            )
 
         read = None if self.source is None else self._source_value
-        adapted: nn.Module = adapt(module, lora, seed=self.plan.seed, revision=revision, read=read, given=came)
+        adapted: nn.Module = adapt(
+            module, lora, seed=self.plan.seed, revision=revision, read=read, given=came
+        )
         if given is not None and given is not self.source:
             for name, param in adapter_parameters(adapted).items():
                 if param.is_meta:  # the first name of a tied weight
@@ -111,7 +133,11 @@ class OpenedModel:
 
     def used_as(self, name: str) -> torch.dtype:
         """Return the dtype that a parameter is computed with, by its canonical name."""
-        return torch.promote_types(self.compute_dtype, torch.float32) if name in self._exact else self.compute_dtype
+        return (
+            torch.promote_types(self.compute_dtype, torch.float32)
+            if name in self._exact
+            else self.compute_dtype
+        )
 
     def stored(self, name: str) -> Value | None:
         """Return a parameter as it came, where it is there in one piece."""
@@ -139,7 +165,8 @@ class OpenedModel:
         return found
 
     def fill(self, name: str, layout: Layout, out_P: Tensor) -> None:
-        """Write a parameter's bytes (CPU uint8) in a layout: copied where it is stored so, otherwise encoded.
+        """Write a parameter's bytes (CPU uint8) in a layout: copied where it is stored so,
+        otherwise encoded.
 
         Raises:
             ValueError: it is stored in groups of another size.
@@ -151,8 +178,10 @@ class OpenedModel:
         if isinstance(stored, EncodedWeight) and stored.layout.codec is layout.codec:
             if stored.layout.nbytes != layout.nbytes:
                 raise ValueError(
-                    f"{name} is packed in groups of {stored.layout.group_size}, and state over ranks has groups of"
-                    f" {layout.group_size}; pack the checkpoint again with --group_size {layout.group_size}"
+                    f"{name} is packed in groups of {stored.layout.group_size}, and state over"
+                    " ranks has groups of"
+                    f" {layout.group_size}; pack the checkpoint again with --group_size"
+                    f" {layout.group_size}"
                 )
             stored.together(out_P)
             return
@@ -167,12 +196,17 @@ class OpenedModel:
         return self.source
 
     def untouched(self) -> dict[str, Value]:
-        """Return the persistent buffers, which the walk may hold in another dtype, and the parameters of no unit, as the
-        model came with them, by name."""
-        module, walked = self.module, {p.name for p in self.spec.params()} | {alias for alias, _ in self.spec.tied}
+        """Return the persistent buffers, which the walk may hold in another dtype, and the
+        parameters of no unit, as the model came with them, by name."""
+        module = self.module
+        walked = {p.name for p in self.spec.params()} | {alias for alias, _ in self.spec.tied}
         own = {name: module.get_buffer(name) for name in persistent_buffers(module)}
-        own |= {name: param.detach() for name, param in module.named_parameters() if name not in walked}
-        stored = {} if self.source is None else self.source.weights(own.keys() & self.source.names())
+        own |= {
+            name: param.detach() for name, param in module.named_parameters() if name not in walked
+        }
+        stored = (
+            {} if self.source is None else self.source.weights(own.keys() & self.source.names())
+        )
         return {**own, **stored}
 
     def close(self) -> None:

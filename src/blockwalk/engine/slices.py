@@ -1,12 +1,14 @@
-"""Units whose trainables the ranks of a node hold together: each rank a slice of every unit's bucket.
+"""Units whose trainables the ranks of a node hold together: each rank a slice of every unit's
+bucket.
 
-A rank fetches, updates and stores its slice: some of the parameters, and behind them the states beside these. Its parameters
-are gathered, with those of the other slices side by side; its states are read by the update alone and stay with the rank. The
-bucket is then the parameters as a forward reads them.
+A rank fetches, updates and stores its slice: some of the parameters, and behind them the states
+beside these. Its parameters are gathered, with those of the other slices side by side; its states
+are read by the update alone and stay with the rank. The bucket is then the parameters as a forward
+reads them.
 
-Plain numbers are cut at equal bytes of the bucket, so that the parameters of all slices side by side are the bucket. A codec
-with a scale a row is cut between rows, since a scale belongs to one update: there they are copied into the bucket after the
-gather.
+Plain numbers are cut at equal bytes of the bucket, so that the parameters of all slices side by
+side are the bucket. A codec with a scale a row is cut between rows, since a scale belongs to one
+update: there they are copied into the bucket after the gather.
 
 S bytes of a slice, G bytes of the parameters in it, n ranks, P bytes of a buffer.
 """
@@ -31,7 +33,8 @@ class TensorRun:
     """Consecutive elements of one tensor in a slice."""
 
     param: StoredParam
-    """The tensor, where it lies in the unit's own bucket, in which each parameter's states follow it."""
+    """The tensor, where it lies in the unit's own bucket, in which each parameter's states follow
+    it."""
     first: int
     last: int
     """The elements ``first:last`` of the tensor; whole rows of a codec with scales."""
@@ -41,18 +44,23 @@ class TensorRun:
     @property
     def layout(self) -> Layout:
         """The layout of the run by itself."""
-        whole, count = self.param.layout(32), self.last - self.first
-        return replace(whole, shape=(count // whole.columns, whole.columns) if whole.groups else (count,))
+        whole = self.param.layout(32)
+        count = self.last - self.first
+        return replace(
+            whole, shape=(count // whole.columns, whole.columns) if whole.groups else (count,)
+        )
 
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes
 
     def copies(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """Yield triples (place in the slice, place in a bucket whose tensor begins at ``start``, bytes) of its scales and
-        of its codes."""
-        whole, own = self.param.layout(32), self.layout
-        scale, size = own.groups * own.scale_dtype.itemsize, own.code_dtype.itemsize
+        """Yield triples (place in the slice, place in a bucket whose tensor begins at ``start``,
+        bytes) of its scales and of its codes."""
+        whole = self.param.layout(32)
+        own = self.layout
+        scale = own.groups * own.scale_dtype.itemsize
+        size = own.code_dtype.itemsize
         if scale:
             yield self.at, start + self.first // whole.columns * scale, own.scale_bytes
         codes = start + whole.scale_bytes + self.first * whole.code_columns // whole.columns * size
@@ -68,15 +76,19 @@ class BucketSlices:
     """
 
     def __init__(self, unit: StoredUnit, count: int) -> None:
-        self.unit, self.count = unit, count
+        self.unit = unit
+        self.count = count
         params = [param for param in unit.params if STATE not in param.name]
         self.apart = not all(param.dense for param in params)
-        """Whether the gathered parameters must be copied into the bucket: side by side they are not the bucket itself."""
+        """Whether the gathered parameters must be copied into the bucket: side by side they are not
+        the bucket itself."""
         step = ALIGN if self.apart else ALIGN * count
         placed, end = side_by_side(params)
         self.bucket = replace(unit, nbytes=-(-end // step) * step, params=placed)
         parameters = [self._parameters(place) for place in range(count)]
-        self.gathered = max((_aligned(own[-1].at + own[-1].nbytes) for own in parameters if own), default=0)
+        self.gathered = max(
+            (_aligned(own[-1].at + own[-1].nbytes) for own in parameters if own), default=0
+        )
         if not self.apart:
             self.gathered = self.bucket.nbytes // count
         self.runs = [[*own, *self._states(own)] for own in parameters]
@@ -87,12 +99,16 @@ class BucketSlices:
     def _parameters(self, place: int) -> list[TensorRun]:
         """Return the parameters in a rank's slice."""
         own = {param.name: param for param in self.unit.params}
-        low, high = place * self.bucket.nbytes // self.count, (place + 1) * self.bucket.nbytes // self.count
-        runs, end = [], 0
+        low = place * self.bucket.nbytes // self.count
+        high = (place + 1) * self.bucket.nbytes // self.count
+        runs = []
+        end = 0
         for param in self.bucket.params:
             layout = param.layout(32)
             if self.apart:
-                first, last = (layout.rows * i // self.count * layout.columns for i in (place, place + 1))
+                first, last = (
+                    layout.rows * i // self.count * layout.columns for i in (place, place + 1)
+                )
                 at = end
             else:
                 size = layout.code_dtype.itemsize
@@ -106,7 +122,8 @@ class BucketSlices:
 
     def _states(self, own: Sequence[TensorRun]) -> list[TensorRun]:
         """Return the states beside the parameters in a slice."""
-        runs, end = [], self.gathered
+        runs = []
+        end = self.gathered
         for run in own:
             for param in self.unit.params:
                 if param.name.startswith(run.param.name + STATE):
@@ -117,19 +134,22 @@ class BucketSlices:
     @property
     def stored(self) -> StoredParam:
         """The slice as the one parameter that it is of a store's unit."""
-        return StoredParam(f"{self.unit.name}{STATE}slice", Codec.RAW, (self.nbytes,), "uint8", 0, self.nbytes, 0)
+        return StoredParam(
+            f"{self.unit.name}{STATE}slice", Codec.RAW, (self.nbytes,), "uint8", 0, self.nbytes, 0
+        )
 
-    # ---- in a slot --------------------------------------------------------------------------------------------------
+    # ---- in a slot -------------------------------------------------------------------------------
 
     @property
     def room(self) -> int:
-        """Bytes of a slot: the bucket, the gathered parameters where they are not the bucket, and the slice where it has
-        states."""
+        """Bytes of a slot: the bucket, the gathered parameters where they are not the bucket, and
+        the slice where it has states."""
         gathered = self.count * self.gathered if self.apart else 0
         return self.bucket.nbytes + gathered + (self.nbytes if self.nbytes > self.gathered else 0)
 
     def side_by_side(self, slot_P: Tensor) -> Tensor:
-        """Return the parameters of all slices in a slot (uint8 [room]), as they are gathered: uint8 [n·G]."""
+        """Return the parameters of all slices in a slot (uint8 [room]), as they are gathered: uint8
+        [n·G]."""
         start = self.bucket.nbytes if self.apart else 0
         return slot_P[start : start + self.count * self.gathered]
 
@@ -140,7 +160,8 @@ class BucketSlices:
         return self.side_by_side(slot_P)[place * self.gathered : (place + 1) * self.gathered]
 
     def to_gather(self, slot_P: Tensor, place: int) -> Tensor:
-        """Return a buffer (uint8 [n·G]) with the parameters of this rank's slice in their place, ready to be gathered."""
+        """Return a buffer (uint8 [n·G]) with the parameters of this rank's slice in their place,
+        ready to be gathered."""
         slices_P = self.side_by_side(slot_P)
         if self.nbytes > self.gathered:
             own_G = self.in_slot(slot_P, place)[: self.gathered]
@@ -156,7 +177,7 @@ class BucketSlices:
                     if run.param.name in offsets:
                         _copy(run.copies(offsets[run.param.name]), slice_G, slot_P)
 
-    # ---- between a slice and the whole unit -----------------------------------------------------------------------
+    # ---- between a slice and the whole unit ------------------------------------------------------
 
     def cut(self, whole_P: Tensor, place: int) -> Tensor:
         """Return a rank's slice, uint8 [S], of a unit as one process would hold it."""
@@ -167,29 +188,36 @@ class BucketSlices:
         return slice_S
 
     def join(self, slices_P: Tensor) -> Tensor:
-        """Return the unit as one process would hold it (uint8 [P]), from all slices side by side (uint8 [n·S])."""
+        """Return the unit as one process would hold it (uint8 [P]), from all slices side by side
+        (uint8 [n·S])."""
         whole_P = torch.zeros(self.unit.nbytes, dtype=torch.uint8)
         for place, slice_S in enumerate(slices_P.chunk(self.count)):
             for run in self.runs[place]:
                 _copy(run.copies(run.param.offset), slice_S, whole_P)
         return whole_P
 
-    def updates(self, slice_S: Tensor, place: int, largest: int) -> Iterator[tuple[str, dict[str, BucketTensor]]]:
-        """Yield each parameter in a slice with its states, by name: cells of at most ``largest`` elements, or of one row."""
+    def updates(
+        self, slice_S: Tensor, place: int, largest: int
+    ) -> Iterator[tuple[str, dict[str, BucketTensor]]]:
+        """Yield each parameter in a slice with its states, by name: cells of at most ``largest``
+        elements, or of one row."""
         runs: dict[str, dict[str, TensorRun]] = {}
         for run in self.runs[place]:
             name, _, state = run.param.name.partition(STATE)
             runs.setdefault(name, {})[state] = run
         for name, of_states in runs.items():
             whole = of_states[""]
-            some = whole.last - whole.first if whole.layout.groups else largest  # scaled rows are cut by the update
+            some = (
+                whole.last - whole.first if whole.layout.groups else largest
+            )  # scaled rows are cut by the update
             for first, last in spans(whole.first, whole.last, some):
                 shape = whole.layout.shape if whole.layout.groups else (last - first,)
                 yield name, {s: _cell(run, first, shape, slice_S) for s, run in of_states.items()}
 
 
 def _cell(run: TensorRun, first: int, shape: tuple[int, ...], slice_S: Tensor) -> BucketTensor:
-    """Return the cell of a run from element ``first`` on, in the shape that its parameter is updated in."""
+    """Return the cell of a run from element ``first`` on, in the shape that its parameter is
+    updated in."""
     layout = replace(run.layout, shape=shape)
     at = run.at + (first - run.first) * layout.code_dtype.itemsize
     return BucketTensor(layout, slice_S[at : at + layout.nbytes], origin=first)

@@ -1,4 +1,5 @@
-"""Slots: fixed device buffers that the units' buckets visit, one at a time, and graphs that refer to parameters in them."""
+"""Slots: fixed device buffers that the units' buckets visit, one at a time, and graphs that refer
+to parameters in them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ class Slots:
         for nbytes in sizes:
             whole_P = torch.empty(nbytes + PAGE if nbytes else 0, dtype=torch.uint8, device=device)
             self._buffers.append(whole_P[-whole_P.data_ptr() % PAGE :][:nbytes])
-        self._number = {b.untyped_storage().data_ptr(): slot for slot, b in enumerate(self._buffers) if b.numel()}
+        self._number = {
+            b.untyped_storage().data_ptr(): slot
+            for slot, b in enumerate(self._buffers)
+            if b.numel()
+        }
         self._slot_of: dict[int, int] = {}
         self._vacant: list[torch.Event | None] = [None] * len(sizes)
 
@@ -42,11 +47,14 @@ class Slots:
         return self._buffers[self._slot_of[unit]][:nbytes]
 
     def place_of(self, tensor: Tensor) -> int | None:
-        """Return the byte of a slot at which a tensor begins; None where it lies in none of these."""
+        """Return the byte of a slot at which a tensor begins; None where it lies in none of
+        these."""
         slot = self._number.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
         return None if slot is None else tensor.data_ptr() - self._buffers[slot].data_ptr()
 
-    def refilled(self, unit: int, start: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    def refilled(
+        self, unit: int, start: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]
+    ) -> Tensor:
         """Return the tensor that begins at a byte of the slot that a unit visits now."""
         numbers = self._buffers[self._slot_of[unit]].view(dtype)
         return numbers.as_strided(shape, stride, numbers.storage_offset() + start // dtype.itemsize)
@@ -57,7 +65,8 @@ class Slots:
             self._vacant[slot] = recorded(self._buffers[slot].device)
 
     def await_vacant(self, slot: int) -> None:
-        """Let the current stream wait for that mark: within a program lanes order this, between two nothing else does."""
+        """Let the current stream wait for that mark: within a program lanes order this, between two
+        nothing else does."""
         event = self._vacant[slot]
         if event is not None:
             torch.accelerator.current_stream(self._buffers[slot].device).wait_event(event)
@@ -65,8 +74,8 @@ class Slots:
 
 @contextmanager
 def saved_by_place(homes: Sequence[Slots], unit: int) -> Iterator[None]:
-    """Graphs of a unit made inside refer to parameters by their places in slots, which are filled again, perhaps another slot,
-    before the graph is differentiated."""
+    """Graphs of a unit made inside refer to parameters by their places in slots, which are filled
+    again, perhaps another slot, before the graph is differentiated."""
 
     def pack(saved: Tensor) -> Any:
         for slots in homes:

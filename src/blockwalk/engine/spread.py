@@ -1,7 +1,9 @@
-"""One part of a model's state spread over ranks: each keeps slices of every unit's bucket, and units visit slots.
+"""One part of a model's state spread over ranks: each keeps slices of every unit's bucket, and
+units visit slots.
 
-GATHER completes a bucket from the slices of a group, CACHE and FETCH keep a node's slice on the host or the device in
-between. Places and times are compiled in :mod:`blockwalk.program.arrive`; collectives are in :mod:`blockwalk.ranks.groups`.
+GATHER completes a bucket from the slices of a group, CACHE and FETCH keep a node's slice on the
+host or the device in between. Places and times are compiled in :mod:`blockwalk.program.arrive`;
+collectives are in :mod:`blockwalk.ranks.groups`.
 
 P elements of a bucket; where its matrices are encoded, an element is a byte.
 """
@@ -52,7 +54,8 @@ class UnitSlices:
     """Parameters by canonical name, in the order of the layout."""
     compute_dtype: torch.dtype
     source: Tensor | None = None
-    """The slice in the compute dtype that gathers begin with. It may be the master itself, or lie in ``node``."""
+    """The slice in the compute dtype that gathers begin with. It may be the master itself, or lie
+    in ``node``."""
     node: Tensor | None = None
     """The node's slice in the compute dtype, on the device or on the host."""
 
@@ -66,9 +69,10 @@ class UnitSlices:
         return self.compute_dtype if self.layout.codec is Codec.RAW else torch.uint8
 
     def layout_of(self, name: str, dtype: torch.dtype | None = None) -> Layout:
-        """Return the layout of a parameter's bytes in a bucket of a dtype, the compute dtype unless given; one that keeps
-        float32's bits in a narrower one is in float32."""
-        param, plain = self.params[name], name_of(dtype or self.compute_dtype)
+        """Return the layout of a parameter's bytes in a bucket of a dtype, the compute dtype unless
+        given; one that keeps float32's bits in a narrower one is in float32."""
+        param = self.params[name]
+        plain = name_of(dtype or self.compute_dtype)
         return Layout(param.shape, written_as(param, self.layout.codec), travels_as(param, plain))
 
     def width(self, name: str) -> int:
@@ -76,28 +80,35 @@ class UnitSlices:
         return width_in(self.params[name], name_of(self.compute_dtype))
 
     def open(self, bucket_P: Tensor) -> dict[str, Value]:
-        """Return the parameters, by name, in a whole bucket: views, and encoded matrices that are decoded when they are
-        used."""
-        bytes_P, dtype = bucket_P.view(torch.uint8), None if self.layout.codec.encoded else bucket_P.dtype
+        """Return the parameters, by name, in a whole bucket: views, and encoded matrices that are
+        decoded when they are used."""
+        bytes_P = bucket_P.view(torch.uint8)
+        dtype = None if self.layout.codec.encoded else bucket_P.dtype
         found: dict[str, Value] = {}
         for name, first in self.layout.offsets:
-            layout, start = self.layout_of(name, dtype), first * bucket_P.itemsize
+            layout = self.layout_of(name, dtype)
+            start = first * bucket_P.itemsize
             width = 1 if bucket_P.dtype == self.dtype else self.width(name)
             if width > 1:  # of masters and gradients, one in as many elements
                 stop = first + width * self.params[name].numel
                 found[name] = bucket_P[first:stop:width].view(layout.shape)
             else:
-                found[name] = opened(layout, bytes_P[start : start + layout.nbytes], self.compute_dtype)
+                found[name] = opened(
+                    layout, bytes_P[start : start + layout.nbytes], self.compute_dtype
+                )
         return found
 
 
 class SpreadPart:
-    """One part of every unit (a :class:`~blockwalk.engine.home.Home`). Node slices are filled here; what gathers begin with
-    where there are none, by the caller."""
+    """One part of every unit (a :class:`~blockwalk.engine.home.Home`). Node slices are filled here;
+    what gathers begin with where there are none, by the caller."""
 
     def __init__(self, model: OpenedModel, groups: Groups, part: StateKind) -> None:
-        self.groups, self._model, self.plan = groups, model, model.plan
-        trainable, column = part is StateKind.TRAINABLE, PARTS.index(part)
+        self.groups = groups
+        self._model = model
+        self.plan = model.plan
+        trainable = part is StateKind.TRAINABLE
+        column = PARTS.index(part)
         self.units = [
             UnitSlices(
                 part_layout(self.plan, model.spec, unit, part),
@@ -106,19 +117,24 @@ class SpreadPart:
             )
             for unit in model.spec.units
         ]
-        self.owner = {name: unit for unit, slices in enumerate(self.units) for name in slices.params}
+        self.owner = {
+            name: unit for unit, slices in enumerate(self.units) for name in slices.params
+        }
         """The unit of each parameter."""
         self._reads = [tuple(p.name for p in params) for params in model.reads[trainable]]
         for slices in self.units:
             if has_node_slice(self.plan) and slices.numel:
                 tier = Tier.HOST if hosts_node_slice(self.plan) else Tier.DEVICE
                 slices.node = self.read(slices, self.plan.parameter_ranks, tier)
-        sizes = [sizes[column] * self.units[1].dtype.itemsize for sizes in buffer_pools(self.plan, model.spec).slots]
+        sizes = [
+            sizes[column] * self.units[1].dtype.itemsize
+            for sizes in buffer_pools(self.plan, model.spec).slots
+        ]
         self.slots = Slots(sizes, model.device)
         self._kept: dict[int, Tensor] = {}
         """Node slices that stay on the device for the rest of a step."""
 
-    # ---- residency --------------------------------------------------------------------------------------------------
+    # ---- residency -------------------------------------------------------------------------------
 
     def prepare(self, op: Op) -> Work:
         match op.kind:
@@ -127,7 +143,9 @@ class SpreadPart:
             case OpKind.FETCH:  # a node slice from the host into its place in a slot
                 node, own = self._node_in_slot(op)
                 return partial(_copy, own, node)
-            case OpKind.CACHE:  # and from there, or to where it stays on the device for the rest of the step
+            case (
+                OpKind.CACHE
+            ):  # and from there, or to where it stays on the device for the rest of the step
                 node, own = self._node_in_slot(op)
                 if op.kept:
                     node = self._kept[op.unit] = torch.empty_like(own)
@@ -140,15 +158,19 @@ class SpreadPart:
         begin = None if is_cpu(self._model.device) else recorded(self._model.device)
 
         def work() -> None:
-            if begin is not None:  # until then the compute lane may use what lay where a kept slice does
+            if (
+                begin is not None
+            ):  # until then the compute lane may use what lay where a kept slice does
                 torch.accelerator.current_stream(self._model.device).wait_event(begin)
             _copy(node, own)
 
         return work
 
     def _gather(self, op: Op) -> Work:
-        """Complete a slice over a group of ranks, in a slot or, to refresh a node slice on the device, there."""
-        slices, axes = self.units[op.unit], self.groups.named(op.axes)
+        """Complete a slice over a group of ranks, in a slot or, to refresh a node slice on the
+        device, there."""
+        slices = self.units[op.unit]
+        axes = self.groups.named(op.axes)
         inner, outer = reach(axes)
         if op.slot < 0:
             assert slices.node is not None
@@ -162,7 +184,9 @@ class SpreadPart:
             begin = slices.source
         elif outer == self.plan.parameter_ranks and not hosts_node_slice(self.plan):
             begin = slices.node
-        own, gathered = (bucket_P[self.groups.slice(slices.numel, ranks)] for ranks in (outer, inner))
+        own, gathered = (
+            bucket_P[self.groups.slice(slices.numel, ranks)] for ranks in (outer, inner)
+        )
 
         def work() -> None:
             if begin is not None:
@@ -174,7 +198,9 @@ class SpreadPart:
     def _node_in_slot(self, op: Op) -> tuple[Tensor, Tensor]:
         slices = self.units[op.unit]
         assert slices.node is not None
-        return slices.node, self._enter(op)[self.groups.slice(slices.numel, self.plan.parameter_ranks)]
+        return slices.node, self._enter(op)[
+            self.groups.slice(slices.numel, self.plan.parameter_ranks)
+        ]
 
     def _enter(self, op: Op) -> Tensor:
         """Return the place of a unit's bucket in the slot that an op fills."""
@@ -184,7 +210,11 @@ class SpreadPart:
     def _open(self, unit: int) -> dict[str, Value]:
         """Return the parameters of a unit where they lie in its slot."""
         slices = self.units[unit]
-        return slices.open(self.slots.of(unit, slices.layout.nbytes).view(slices.dtype)) if slices.numel else {}
+        return (
+            slices.open(self.slots.of(unit, slices.layout.nbytes).view(slices.dtype))
+            if slices.numel
+            else {}
+        )
 
     def values(self, unit: int) -> dict[str, Value]:
         found: dict[str, Value] = {}
@@ -199,10 +229,11 @@ class SpreadPart:
     def value(self, name: str) -> Value:
         return self._open(self.owner[name])[name]
 
-    # ---- slices -----------------------------------------------------------------------------------------------------
+    # ---- slices ----------------------------------------------------------------------------------
 
     def zeros(self, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor:
-        """Return a zeroed tensor [numel] on the device or the host, pinned where an accelerator copies from it."""
+        """Return a zeroed tensor [numel] on the device or the host, pinned where an accelerator
+        copies from it."""
         device = self._model.device
         if tier is Tier.DEVICE:
             return torch.zeros(numel, dtype=dtype, device=device)
@@ -210,7 +241,8 @@ class SpreadPart:
         return zeros_P.view(dtype)
 
     def read(self, slices: UnitSlices, ranks: int, tier: Tier) -> Tensor:
-        """Return this rank's slice over so many ranks as it travels, from where the model came from."""
+        """Return this rank's slice over so many ranks as it travels, from where the model came
+        from."""
 
         def travelling(name: str, layout: Layout) -> Tensor:
             if not layout.codec.encoded and layout.code_dtype == slices.dtype:
@@ -223,7 +255,9 @@ class SpreadPart:
         self.cut(slices, ranks, travelling, slice_P)
         return slice_P
 
-    def cut(self, slices: UnitSlices, ranks: int, read: Callable[[str, Layout], Tensor], out_P: Tensor) -> None:
+    def cut(
+        self, slices: UnitSlices, ranks: int, read: Callable[[str, Layout], Tensor], out_P: Tensor
+    ) -> None:
         """Copy what lies in this rank's slice (zeros) over so many ranks from whole parameters."""
         start = self.groups.slice(slices.numel, ranks).start
         stop = start + len(out_P)
@@ -231,12 +265,14 @@ class SpreadPart:
         for (name, first), end in zip(slices.layout.offsets, ends, strict=True):
             if max(first, start) < min(end, stop):
                 flat_P = read(name, slices.layout_of(name)).reshape(-1)
-                low, high = max(first, start), min(first + len(flat_P), stop)
+                low = max(first, start)
+                high = min(first + len(flat_P), stop)
                 if low < high:
                     out_P[low - start : high - start].copy_(flat_P[low - first : high - first])
 
     def cut_masters(self, slices: UnitSlices, ranks: int, out_P: Tensor) -> None:
-        """Copy what lies in this rank's slice (zeros, float32) over so many ranks of the parameters as they came."""
+        """Copy what lies in this rank's slice (zeros, float32) over so many ranks of the parameters
+        as they came."""
 
         def spaced(name: str, layout: Layout) -> Tensor:
             whole = self._model.whole(name, layout.shape)
@@ -249,47 +285,58 @@ class SpreadPart:
 
         self.cut(slices, ranks, spaced, out_P)
 
-    def round_masters(self, slices: UnitSlices, ranks: int, master_P: Tensor, out_P: Tensor) -> None:
-        """Copy this rank's slice of masters (float32) over so many ranks into a slice as it travels: rounded to the compute
-        dtype, but for parameters that keep float32's bits."""
+    def round_masters(
+        self, slices: UnitSlices, ranks: int, master_P: Tensor, out_P: Tensor
+    ) -> None:
+        """Copy this rank's slice of masters (float32) over so many ranks into a slice as it
+        travels: rounded to the compute dtype, but for parameters that keep float32's bits."""
         _copy(out_P, master_P)
         start = self.groups.slice(slices.numel, ranks).start
         for name, first in slices.layout.offsets:
             width = slices.width(name)
             low = max(first - start, 0)
             high = min(first + width * slices.params[name].numel - start, len(out_P))
-            if width > 1 and low < high:  # borders of slices and parameters are multiples of ALIGN: no element is cut
+            if (
+                width > 1 and low < high
+            ):  # borders of slices and parameters are multiples of ALIGN: no element is cut
                 _copy(out_P[low:high].view(torch.float32), master_P[low:high:width])
 
     def inside(self, slice_P: Tensor, numel: int, outer: int, inner: int) -> Tensor:
-        """Return the part of this rank's slice over ``outer`` ranks that is its slice over ``inner`` (more) ranks."""
+        """Return the part of this rank's slice over ``outer`` ranks that is its slice over
+        ``inner`` (more) ranks."""
         start = self.groups.slice(numel, outer).start
         own = self.groups.slice(numel, inner)
         return slice_P[own.start - start : own.stop - start]
 
-    # ---- whole buckets, outside a program: every rank calls these together --------------------------------------------
+    # ---- whole buckets, outside a program: every rank calls these together -----------------------
 
     def gathered(self, unit: int, slice_P: Tensor, ranks: int) -> Tensor:
-        """Return a unit's whole bucket [P], on the device, from each rank's slice over so many ranks."""
+        """Return a unit's whole bucket [P], on the device, from each rank's slice over so many
+        ranks."""
         numel = self.units[unit].numel
         bucket_P = torch.empty(numel, dtype=slice_P.dtype, device=self._model.device)
         bucket_P[self.groups.slice(numel, ranks)] = slice_P.to(self._model.device)
         for axis in reversed(self.groups.between(1, ranks)):
-            self.groups.gather_(bucket_P[self.groups.slice(numel, axis.inner)], (axis,), self.groups.lane(axis))
+            self.groups.gather_(
+                bucket_P[self.groups.slice(numel, axis.inner)], (axis,), self.groups.lane(axis)
+            )
         return bucket_P
 
     def whole(self, own: Mapping[int, Tensor], ranks: int) -> dict[str, Tensor]:
-        """Return whole tensors by parameter, on every rank, of which ``own`` are this rank's slices by unit: for small
-        models and tests."""
+        """Return whole tensors by parameter, on every rank, of which ``own`` are this rank's slices
+        by unit: for small models and tests."""
         found: dict[str, Tensor] = {}
         for unit, slice_P in own.items():
             values = self.units[unit].open(self.gathered(unit, slice_P, ranks))
-            found |= {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
+            found |= {
+                name: value.clone() for name, value in values.items() if isinstance(value, Tensor)
+            }
         return found
 
     def assembled(self, own: Callable[[int], tuple[Tensor, int]]) -> dict[str, Any]:
-        """Return every parameter in the dtype that the model came in, its unit assembled when rows of it are read. ``own``
-        answers this rank's slice of a unit, and over how many ranks it is one."""
+        """Return every parameter in the dtype that the model came in, its unit assembled when rows
+        of it are read. ``own`` answers this rank's slice of a unit, and over how many ranks it is
+        one."""
         assembler = Assembler(lambda unit: self.units[unit].open(self.gathered(unit, *own(unit))))
         return {
             name: Assembled(assembler, unit, p.shape, dtype_of(p.dtype), itemgetter(name))
@@ -301,11 +348,15 @@ class SpreadPart:
         return self.assembled(self._slice)
 
     def sums(self) -> list[tuple[str, int, int]]:
-        """Return a checksum of this rank's slice of each unit, where others hold copies of it: the unit's name, the ranks
-        that hold one copy together, the sum."""
+        """Return a checksum of this rank's slice of each unit, where others hold copies of it: the
+        unit's name, the ranks that hold one copy together, the sum."""
         if self.plan.parameter_ranks == self.plan.mesh.world:
             return []
-        slices = [(unit.name, *self._slice(n)) for n, unit in enumerate(self._model.spec.units) if self.units[n].numel]
+        slices = [
+            (unit.name, *self._slice(n))
+            for n, unit in enumerate(self._model.spec.units)
+            if self.units[n].numel
+        ]
         return [(f"{name} (frozen)", ranks, word_sum(slice_P)) for name, slice_P, ranks in slices]
 
     def _slice(self, unit: int) -> tuple[Tensor, int]:
@@ -317,7 +368,8 @@ class SpreadPart:
 
 
 def spread_frozen(model: OpenedModel, groups: Groups) -> SpreadPart:
-    """Return the home of frozen parameters over ranks; gathers begin with node slices, or with the only ones there are."""
+    """Return the home of frozen parameters over ranks; gathers begin with node slices, or with the
+    only ones there are."""
     part = SpreadPart(model, groups, StateKind.FROZEN)
     for slices in part.units:
         if slices.numel and slices.node is None:

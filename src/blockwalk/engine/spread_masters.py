@@ -20,21 +20,31 @@ from blockwalk.tiers.scratch_maps import ScratchMaps
 
 
 class SpreadMasters:
-    """The masters of a first-order run over ranks (a :class:`~blockwalk.engine.home.Differentiated`); ``part`` is their home
-    as far as parameters come and go."""
+    """The masters of a first-order run over ranks (a
+    :class:`~blockwalk.engine.home.Differentiated`); ``part`` is their home as far as parameters
+    come and go."""
 
     def __init__(self, model: OpenedModel, groups: Groups, scratch: ScratchMaps) -> None:
         self.part = SpreadPart(model, groups, StateKind.TRAINABLE)
-        self._model, self._groups, self._scratch, self._plan = model, groups, scratch, model.plan
-        self.units = {unit: self._make(unit) for unit, slices in enumerate(self.part.units) if slices.numel}
+        self._model = model
+        self._groups = groups
+        self._scratch = scratch
+        self._plan = model.plan
+        self.units = {
+            unit: self._make(unit) for unit, slices in enumerate(self.part.units) if slices.numel
+        }
         self.gradients = FlatGradients(model, self.part, self.units)
 
     def _make(self, unit: int) -> MasterSlices:
-        """Return a unit's masters with what is kept beside them, and what gathers of its parameters begin with."""
+        """Return a unit's masters with what is kept beside them, and what gathers of its parameters
+        begin with."""
         plan = self._plan
         part = self.part
-        slices, ranks, tier = part.units[unit], plan.optimizer_ranks, plan.optimizer_state.tier
-        names, own = ("master", *plan.update_rule.states), slices.numel // ranks
+        slices = part.units[unit]
+        ranks = plan.optimizer_ranks
+        tier = plan.optimizer_state.tier
+        names = ("master", *plan.update_rule.states)
+        own = slices.numel // ranks
         if tier is Tier.DISK:  # updated there by the CPU
             held = self._scratch.zeros(dict.fromkeys(names, ((own,), torch.float32)), group=unit)
         else:
@@ -50,16 +60,19 @@ class SpreadMasters:
             slices.source = master.to(self._model.device, slices.dtype)
             if slices.source is not master:
                 part.round_masters(slices, ranks, master, slices.source)
-        accumulator, in_place = None, accumulates(plan) and plan.gradient.on_device
+        accumulator = None
+        in_place = accumulates(plan) and plan.gradient.on_device
         if accumulates(plan):
-            accumulator = part.zeros(slices.numel // plan.gradient_ranks, torch.float32, plan.gradient.tier)
+            accumulator = part.zeros(
+                slices.numel // plan.gradient_ranks, torch.float32, plan.gradient.tier
+            )
         if accumulator is not None and in_place:
             gradient = part.inside(accumulator, slices.numel, plan.gradient_ranks, ranks)
         else:
             gradient = part.zeros(own, torch.float32, Tier.DEVICE)
         return MasterSlices(master, held, gradient, accumulator)
 
-    # ---- updates ----------------------------------------------------------------------------------------------------
+    # ---- updates ---------------------------------------------------------------------------------
 
     def changes(self, unit: int) -> Iterator[Change]:
         own = self.units[unit]
@@ -68,13 +81,15 @@ class SpreadMasters:
         yield Change(name, own.master, own.gradient, own.moments, places)
 
     def _places(self, unit: int) -> list[tuple[int, str]]:
-        """Return the parameters in this rank's slice of a unit: the first element of each in the slice, and its name."""
+        """Return the parameters in this rank's slice of a unit: the first element of each in the
+        slice, and its name."""
         slices = self.part.units[unit]
         held = self._groups.slice(slices.numel, self._plan.optimizer_ranks)
         return [
             (max(first - held.start, 0), name)
             for name, first in slices.layout.offsets
-            if first < held.stop and first + slices.width(name) * slices.params[name].numel > held.start
+            if first < held.stop
+            and first + slices.width(name) * slices.params[name].numel > held.start
         ]
 
     def changed(self, unit: int) -> None:
@@ -92,18 +107,24 @@ class SpreadMasters:
             self.changed(unit)
         return frozenset(self.units if has_node_slice(self._plan) else ())
 
-    # ---- what outlives a step ---------------------------------------------------------------------------------------
+    # ---- what outlives a step --------------------------------------------------------------------
 
     def weights(self) -> dict[str, Any]:
-        return self.part.assembled(lambda unit: (self.units[unit].master, self._plan.optimizer_ranks))
+        return self.part.assembled(
+            lambda unit: (self.units[unit].master, self._plan.optimizer_ranks)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's slices, by unit and kind."""
-        return {f"{unit}\0{kind}": tensor for unit, own in self.units.items() for kind, tensor in own.kept.items()}
+        return {
+            f"{unit}\0{kind}": tensor
+            for unit, own in self.units.items()
+            for kind, tensor in own.kept.items()
+        }
 
     def sums(self) -> list[tuple[str, int, int]]:
-        """Return a checksum of this rank's slice of each master and optimizer state, where others hold copies of it: its
-        name, the ranks that hold one copy together, the sum."""
+        """Return a checksum of this rank's slice of each master and optimizer state, where others
+        hold copies of it: its name, the ranks that hold one copy together, the sum."""
         units = self._model.spec.units
         ranks = self._plan.optimizer_ranks
         if ranks == self._plan.mesh.world:
@@ -120,13 +141,20 @@ class SpreadMasters:
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
         found: dict[str, Pieces] = {}
-        ranks, rank, world = self._plan.optimizer_ranks, self._groups.rank, self._plan.mesh.world
+        ranks = self._plan.optimizer_ranks
+        rank = self._groups.rank
+        world = self._plan.mesh.world
         for unit, own in self.units.items():
             slices = self.part.units[unit]
             held = range_ = self._groups.slice(slices.numel, ranks)
             if to_write:
-                copies, length, place = world // ranks, held.stop - held.start, rank // ranks
-                range_ = slice(held.start + length * place // copies, held.start + length * (place + 1) // copies)
+                copies = world // ranks
+                length = held.stop - held.start
+                place = rank // ranks
+                range_ = slice(
+                    held.start + length * place // copies,
+                    held.start + length * (place + 1) // copies,
+                )
             for name, first in slices.layout.offsets:
                 numel = slices.params[name].numel
                 width = slices.width(name)

@@ -25,11 +25,13 @@ class Asked:
     seed: int | None = None
     """Zeroth order: the seed of this step's noise, where one is given."""
     words: LabelWordBatch | None = None
-    """Zeroth order: the examples that the batches' rows are, where the objective ranks label words."""
+    """Zeroth order: the examples that the batches' rows are, where the objective ranks label
+    words."""
 
     def require_labels(self, counted: int) -> None:
         """Raise ValueError for a step in which no label counts."""
         if self.training and not counted:
             raise ValueError(
-                "every label of this step is ignored (-100); check the data's completion or template settings"
+                "every label of this step is ignored (-100); check the data's completion or"
+                " template settings"
             )

@@ -1,13 +1,14 @@
-"""Backpropagation block by block: the ops PROLOGUE to PROLOGUE_BACKWARD, SAVE, LOAD, NORM, TOTAL and CHECK.
+"""Backpropagation block by block: the ops PROLOGUE to PROLOGUE_BACKWARD, SAVE, LOAD, NORM, TOTAL
+and CHECK.
 
-Forward: each block runs without graph on its input, which is saved (the activation checkpoint). Backward: the input is
-loaded, the block recomputed with its graph and differentiated, and the gradient of its input handed on. Only one block's
-graph exists at a time, unless the program keeps some, in memory or with what they save in file maps; the gradients are
-those of the whole model's autograd.
+Forward: each block runs without graph on its input, which is saved (the activation checkpoint).
+Backward: the input is loaded, the block recomputed with its graph and differentiated, and the
+gradient of its input handed on. Only one block's graph exists at a time, unless the program keeps
+some, in memory or with what they save in file maps; the gradients are those of the whole model's
+autograd.
 
-Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), with a segment of one block; Song and Tang,
-"Memory-Efficient Backpropagation ..." (2025), section 3.
-"""
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), with a segment of one
+block; Song and Tang, "Memory-Efficient Backpropagation ..." (2025), section 3."""
 
 from __future__ import annotations
 
@@ -44,12 +45,13 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(slots=True)
 class _Graph:
-    """The graph that one BACKWARD differentiates: the block's outputs with respect to its input and its trainables."""
+    """The graph that one BACKWARD differentiates: the block's outputs with respect to its input and
+    its trainables."""
 
     input_BSD: Tensor
     outputs: list[Tensor | GradientEdge | None]
-    """The hidden state [B, S, D] and what the block hands on, or the edges of the graph where they were computed.
-    None: no gradient reaches the block through it."""
+    """The hidden state [B, S, D] and what the block hands on, or the edges of the graph where they
+    were computed. None: no gradient reaches the block through it."""
     trainables: dict[str, Tensor]
 
 
@@ -67,8 +69,8 @@ class _State:
     gradient: dict[int, Tensor] = field(default_factory=dict)
     """dL/d(hidden state), handed from block to block in the backward walk."""
     outer: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    """dL/d(differentiable arguments that the blocks take, and tensors that they hand on), by micro-batch and identity of
-    the leaf, summed over blocks."""
+    """dL/d(differentiable arguments that the blocks take, and tensors that they hand on), by
+    micro-batch and identity of the leaf, summed over blocks."""
     graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
     graph_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Bytes that the graph of each block and micro-batch wrote to file maps."""
@@ -90,11 +92,13 @@ class _State:
         return self.loss_sum / self.tokens
 
     def add_up(self, squares: Mapping[str, Tensor] | None = None) -> list[str]:
-        """Take the losses into :attr:`loss_sum`; the answer is the names of those squares that are not finite. This is the
-        step's one wait for the device."""
+        """Take the losses into :attr:`loss_sum`; the answer is the names of those squares that are
+        not finite. This is the step's one wait for the device."""
         names = list(squares or ())
         values = [*self.losses, *(squares or {}).values()]
-        found: list[float] = torch.stack([each.double() for each in values]).tolist() if values else []
+        found: list[float] = (
+            torch.stack([each.double() for each in values]).tolist() if values else []
+        )
         for value in found[: len(self.losses)]:
             self.loss_sum += value
         finite = map(math.isfinite, found[len(self.losses) :])
@@ -108,22 +112,27 @@ class Backprop:
     Args:
         engine: the cut model and the homes of its state.
         ranks: those that share the batch.
-        objective: a function of (logits [B, S, V], batch) that takes the place of the model's own loss.
+        objective: a function of (logits [B, S, V], batch) that takes the place of the model's own
+            loss.
     """
 
-    def __init__(self, engine: Engine, ranks: SharedForwards, objective: OwnLoss | None = None) -> None:
-        self.engine, self.ranks, self.objective = engine, ranks, objective
+    def __init__(
+        self, engine: Engine, ranks: SharedForwards, objective: OwnLoss | None = None
+    ) -> None:
+        self.engine = engine
+        self.ranks = ranks
+        self.objective = objective
         self.activations = Activations(
             engine.plan.activation.tier, engine.device, engine.scratch, engine.plan.prefetch + 1
         )
         self.saved: dict[tuple[int, int], SavedTensors] = {}
-        """Tensors that graphs save in file maps: those of kept graphs by :meth:`_place`, those of recomputed ones, which follow
-        each other, under one key."""
+        """Tensors that graphs save in file maps: those of kept graphs by :meth:`_place`, those of
+        recomputed ones, which follow each other, under one key."""
         self._maps_graphs = maps_graphs(engine.plan, engine.device.type)
         self.state: _State | None = None
         self.chunked = engine.plan.loss == "chunked" and not engine.cut.head.custom
 
-    # ---- what the walker asks of every estimator ---------------------------------------------------------------------
+    # ---- what the walker asks of every estimator -------------------------------------------------
 
     def waiting(self) -> int:
         """Return entries that wait to be applied: none, every step updates its weights."""
@@ -142,49 +151,66 @@ class Backprop:
         """Entries to go on from: masters and moments are all of a first-order run's state."""
 
     def compare(self, step: int, flush: Callable[[], None]) -> None:
-        """Every so many steps, compare the state that ranks hold copies of. Raises RuntimeError where two differ."""
+        """Every so many steps, compare the state that ranks hold copies of. Raises RuntimeError
+        where two differ."""
         if step % self.engine.plan.mesh.check_every == 0:
             self.require_alike(step)
 
     def require_alike(self, step: int) -> None:
-        """Masters, optimizer states and frozen parameters after a step: copies of them have the same bits, for replicas sum
-        alike. Raises RuntimeError on every rank where two differ, and names the step, the unit and the rank."""
+        """Masters, optimizer states and frozen parameters after a step: copies of them have the
+        same bits, for replicas sum alike. Raises RuntimeError on every rank where two differ, and
+        names the step, the unit and the rank."""
         if self.ranks.world > 1:
             self.ranks.compare_copies(step, self.engine.sums_of_copies(), "its last checkpoint")
 
     def require_finite(self, step: int) -> None:
-        """Masters and optimizer states of all ranks together, after a step: no NaN and no infinity. Raises FloatingPointError
-        on every rank where one has."""
+        """Masters and optimizer states of all ranks together, after a step: no NaN and no infinity.
+        Raises FloatingPointError on every rank where one has."""
         ends = {name: t.aminmax() for name, t in self.engine.state_dict().items() if t.numel()}
-        wrong = [name.replace("\0", ".") for name, both in ends.items() if not all(map(math.isfinite, both))]
+        wrong = [
+            name.replace("\0", ".")
+            for name, both in ends.items()
+            if not all(map(math.isfinite, both))
+        ]
         (count,) = self._over_ranks([float(len(wrong))])
         if count:
             raise FloatingPointError(
-                f"{', '.join(wrong[:3]) or 'a tensor of another rank'} is not finite after step {step}: an update"
-                " overflowed, and nothing was saved. Go on from an earlier checkpoint with a lower optimizer.learning_rate"
+                f"{', '.join(wrong[:3]) or 'a tensor of another rank'} is not finite after step"
+                f" {step}: an update"
+                " overflowed, and nothing was saved. Go on from an earlier checkpoint with a"
+                " lower optimizer.learning_rate"
             )
 
-    # ---- a step -------------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
     def begin(self, batches: Sequence[Batch], labels: Sequence[Tensor], asked: Asked) -> None:
         """Start a step on its micro-batches, with labels on the CPU too.
 
         Raises:
-            ValueError: no label of the step counts towards the loss, or a seed is given, and nothing draws noise.
+            ValueError: no label of the step counts towards the loss, or a seed is given, and
+                nothing draws noise.
         """
         if asked.seed is not None:
-            raise ValueError(f"method {self.engine.plan.method!r} draws no noise: seed belongs to zeroth order")
-        tokens = sum(loss_tokens({"labels": each}) for each in labels) if asked.tokens is None else asked.tokens
+            raise ValueError(
+                f"method {self.engine.plan.method!r} draws no noise: seed belongs to zeroth order"
+            )
+        tokens = (
+            sum(loss_tokens({"labels": each}) for each in labels)
+            if asked.tokens is None
+            else asked.tokens
+        )
         asked.require_labels(tokens)
         if self.engine.module.training != asked.training:
             self.engine.module.train(asked.training)
         self.engine.gradients.begin()
-        self.activations.begin(max(self._input_bytes(batch["input_ids"].numel()) for batch in batches))
+        self.activations.begin(
+            max(self._input_bytes(batch["input_ids"].numel()) for batch in batches)
+        )
         self.state = _State(batches, labels, tokens, asked)
 
     def prepare(self, op: Op) -> Callable[[], None]:
-        """Return the work of one op: the method of its name. A compute op runs at once; a SAVE reads its input now, for it
-        may run later, on another lane."""
+        """Return the work of one op: the method of its name. A compute op runs at once; a SAVE
+        reads its input now, for it may run later, on another lane."""
         assert self.state is not None
         self.engine.gradients.expect(op)
         if op.of_graph:
@@ -201,16 +227,19 @@ class Backprop:
         return tokens * self.engine.spec.hidden_size * self.engine.compute_dtype.itemsize
 
     def _move_graph(self, op: Op) -> Callable[[], None]:
-        """Return the work of a SAVE or LOAD of what a graph holds in file maps: the kernel writes pages out when it needs
-        the room."""
+        """Return the work of a SAVE or LOAD of what a graph holds in file maps: the kernel writes
+        pages out when it needs the room."""
         saved = self.saved.get(self._place(op))
         return (lambda: None) if op.kind is OpKind.SAVE or saved is None else saved.will_need
 
     def _seed(self, state: _State, op: Op) -> int:
-        """Dropout's seed for one unit and micro-batch: the same in forward and recomputation, in any order of the walk.
-        Ranks have different rows, and different masks; rank 0's are those of one process."""
+        """Dropout's seed for one unit and micro-batch: the same in forward and recomputation, in
+        any order of the walk. Ranks have different rows, and different masks; rank 0's are those of
+        one process."""
         rank = (self.engine.rank,) if self.engine.rank else ()
-        return derive_seed(self.engine.plan.seed, "dropout", state.asked.step, op.micro_batch, op.unit, *rank)
+        return derive_seed(
+            self.engine.plan.seed, "dropout", state.asked.step, op.micro_batch, op.unit, *rank
+        )
 
     def _prologue(self, op: Op, state: _State) -> None:
         m = op.micro_batch
@@ -233,7 +262,9 @@ class Backprop:
             call = state.prologues[m].calls[op.unit - 1]
             self.engine.bind_trainables(op.unit)
             with torch.no_grad():
-                state.hidden[m] = self.engine.cut.forward(call, state.hidden[m], seed=self._seed(state, op))
+                state.hidden[m] = self.engine.cut.forward(
+                    call, state.hidden[m], seed=self._seed(state, op)
+                )
             self.engine.unbind(op.unit)
 
     def _run(self, op: Op, state: _State, input_BSD: Tensor) -> tuple[_Graph, Tensor]:
@@ -268,30 +299,50 @@ class Backprop:
     def _save_graph(
         saved: SavedTensors, call: BlockCall, input_BSD: Tensor, trainables: Mapping[str, Tensor]
     ) -> tuple[Tensor, AbstractContextManager[None]]:
-        """Move a block's input and the copies of its trainables to file maps where they are in none, and what its graph will
-        save with them."""
+        """Move a block's input and the copies of its trainables to file maps where they are in
+        none, and what its graph will save with them."""
         for leaf in trainables.values():
             leaf.data = saved.write(leaf.data)
-        kept_elsewhere = [*call.module.parameters(), *call.module.buffers(), *tensors_of(call.arguments), *call.leaves]
-        return saved.write(input_BSD), saved.saving(t for t in kept_elsewhere if not isinstance(t, LazyParameter))
+        kept_elsewhere = [
+            *call.module.parameters(),
+            *call.module.buffers(),
+            *tensors_of(call.arguments),
+            *call.leaves,
+        ]
+        return saved.write(input_BSD), saved.saving(
+            t for t in kept_elsewhere if not isinstance(t, LazyParameter)
+        )
 
     def _place(self, op: Op) -> tuple[int, int]:
-        """Return the key of the buffer that a unit's activations lie in: one for each micro-batch that is alive at once.
-        The walk over one micro-batch ends before the next begins, so that all of them share one."""
+        """Return the key of the buffer that a unit's activations lie in: one for each micro-batch
+        that is alive at once. The walk over one micro-batch ends before the next begins, so that
+        all of them share one."""
         return op.unit, op.micro_batch if self.engine.plan.accumulation_order == "block" else 0
 
     def _load(self, op: Op, state: _State, place: Tensor) -> None:
         state.loaded[op.unit, op.micro_batch] = self.activations.load(self._place(op), place)
 
     def _loss(self, op: Op, state: _State) -> None:
-        m, engine = op.micro_batch, self.engine
-        prologue, batch = state.prologues[m], state.batches[m]
+        m = op.micro_batch
+        engine = self.engine
+        prologue = state.prologues[m]
+        batch = state.batches[m]
         hidden_BSD = state.hidden.pop(m).detach()
         trainables = engine.bind_trainables(op.unit)
         counted = loss_tokens({"labels": state.labels[m]})
         if not state.asked.training:
-            parts = (engine.cut, prologue, hidden_BSD, batch, state.labels[m], engine.weight, engine.vector)
-            state.answers.take(Ending(*parts, self.chunked, self.objective), state.asked, m, counted)
+            parts = (
+                engine.cut,
+                prologue,
+                hidden_BSD,
+                batch,
+                state.labels[m],
+                engine.weight,
+                engine.vector,
+            )
+            state.answers.take(
+                Ending(*parts, self.chunked, self.objective), state.asked, m, counted
+            )
             return
         if not counted and not self.chunked:  # a mean over nothing: its gradient is none
             state.losses.append(hidden_BSD.new_zeros((), dtype=torch.float64))
@@ -305,12 +356,16 @@ class Backprop:
 
         if self.chunked:
             with torch.enable_grad():
-                normed_BSD = engine.cut.head_input(prologue, hidden_BSD, batch, self._seed(state, op))
+                normed_BSD = engine.cut.head_input(
+                    prologue, hidden_BSD, batch, self._seed(state, op)
+                )
                 factored = factors(engine.cut.head, normed_BSD, engine.weight, vector)
             loss_sum, outputs, seed = self._chunked_loss(*factored, m, state)
         else:
             with torch.enable_grad():
-                outputs = own_loss(engine.cut, prologue, hidden_BSD, batch, self.objective, self._seed(state, op))
+                outputs = own_loss(
+                    engine.cut, prologue, hidden_BSD, batch, self.objective, self._seed(state, op)
+                )
             loss_sum = outputs.detach().double() * counted
             seed = torch.full_like(outputs, counted / max(state.tokens, 1))
         state.losses.append(loss_sum)
@@ -323,9 +378,10 @@ class Backprop:
     def _chunked_loss(
         self, normed_BSD: Tensor, weight: Weight, bias: Tensor | None, m: int, state: _State
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the summed loss, and the gradient of the head's input (D wider by R with a LoRA); the head's own gradient,
-        or that of B, goes to its accumulator."""
-        engine, head = self.engine, self.engine.cut.head
+        """Return the summed loss, and the gradient of the head's input (D wider by R with a LoRA);
+        the head's own gradient, or that of B, goes to its accumulator."""
+        engine = self.engine
+        head = self.engine.cut.head
         trained = head.weight if head.lora is None else head.lora[1]
         shifted_NS = normed_BSD.detach()[:, :-1].reshape(-1, normed_BSD.shape[-1])
         result = chunked_cross_entropy(
@@ -354,7 +410,10 @@ class Backprop:
         call = state.prologues[m].calls[op.unit - 1]
         outer = call.leaves
         inputs = [graph.input_BSD, *graph.trainables.values(), *outer]
-        seeds = [state.gradient[m], *(state.outer[m].get(id(leaf)) for leaf in call.handed.leaves_of(op.unit))]
+        seeds = [
+            state.gradient[m],
+            *(state.outer[m].get(id(leaf)) for leaf in call.handed.leaves_of(op.unit)),
+        ]
         reached: list[Any] = [
             (output, seed)
             for output, seed in zip(graph.outputs, seeds, strict=True)
@@ -374,17 +433,24 @@ class Backprop:
 
     def _prologue_backward(self, op: Op, state: _State) -> None:
         m = op.micro_batch
-        prologue, trainables = state.prologues.pop(m), state.prologue_trainables.pop(m)
+        prologue = state.prologues.pop(m)
+        trainables = state.prologue_trainables.pop(m)
         reached = state.outer.pop(m)
-        outputs, seeds = prologue.roots(state.gradient.pop(m), [reached.get(id(leaf)) for leaf in prologue.leaves])
+        outputs, seeds = prologue.roots(
+            state.gradient.pop(m), [reached.get(id(leaf)) for leaf in prologue.leaves]
+        )
         if outputs:
-            grads = torch.autograd.grad(outputs, list(trainables.values()), seeds, allow_unused=True)
+            grads = torch.autograd.grad(
+                outputs, list(trainables.values()), seeds, allow_unused=True
+            )
             self.engine.gradients.add(trainables, grads)
         self.engine.unbind(0)
 
     def _norm(self, op: Op, state: _State) -> None:
         state.grad_norm = self.engine.gradients.norm()
-        state.coefficient = clip_coefficient(state.grad_norm, self.engine.plan.optimizer.max_grad_norm)
+        state.coefficient = clip_coefficient(
+            state.grad_norm, self.engine.plan.optimizer.max_grad_norm
+        )
 
     def _total(self, op: Op, state: _State) -> None:
         state.add_up()
@@ -397,8 +463,10 @@ class Backprop:
             what = f"gradient of {', '.join(wrong[:3]) or 'a trainable on another rank'}"
             what = what if math.isfinite(state.loss) else f"loss, {state.loss},"
             raise FloatingPointError(
-                f"the {what} is not finite at step {state.asked.step}: nothing was updated. Lower optimizer.learning_rate"
-                f" ({state.asked.learning_rate:g} now), look at this step's data, or compute more exactly (compute_dtype:"
+                f"the {what} is not finite at step {state.asked.step}: nothing was updated. Lower"
+                " optimizer.learning_rate"
+                f" ({state.asked.learning_rate:g} now), look at this step's data, or compute more"
+                " exactly (compute_dtype:"
                 f" {str(self.engine.compute_dtype).removeprefix('torch.')} now)"
             )
         self.engine.commit()
@@ -408,5 +476,6 @@ class Backprop:
         return [sum(column) for column in zip(*self.ranks.exchange(values), strict=True)]
 
     def _update(self, op: Op, state: _State) -> None:
-        step, rate = state.asked.step, state.asked.learning_rate
+        step = state.asked.step
+        rate = state.asked.learning_rate
         self.engine.update(op.unit, step=step, learning_rate=rate, coefficient=state.coefficient)

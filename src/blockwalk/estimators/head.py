@@ -1,5 +1,5 @@
-"""The head without a graph: losses and next-token logits, a range of the vocabulary at a time where the loss is chunked. The
-head is then never decoded whole."""
+"""The head without a graph: losses and next-token logits, a range of the vocabulary at a time where
+the loss is chunked. The head is then never decoded whole."""
 
 from __future__ import annotations
 
@@ -33,30 +33,40 @@ Factors = tuple[Tensor, Weight, Tensor | None]
 
 
 def factors(head: HeadSpec, hidden_XD: Tensor, matrix: Matrix, vector: Vector) -> Factors:
-    """Return hidden states, matrix and bias whose product the logits are: what the head is given, and W. With a LoRA of
-    factor s W·h + s·B·A·h is the product of [h, s·A·h] and [W, B]."""
-    weight, bias = matrix(head.weight), vector(head.bias)
+    """Return hidden states, matrix and bias whose product the logits are: what the head is given,
+    and W. With a LoRA of factor s W·h + s·B·A·h is the product of [h, s·A·h] and [W, B]."""
+    weight = matrix(head.weight)
+    bias = vector(head.bias)
     if head.lora is None:
         return hidden_XD, weight, bias
     a, b, scale = head.lora
     a_RD = vector(a)
     assert a_RD is not None
-    return torch.cat([hidden_XD, scale * (hidden_XD @ a_RD.T)], -1), JoinedWeight(weight, matrix(b)), bias
+    return (
+        torch.cat([hidden_XD, scale * (hidden_XD @ a_RD.T)], -1),
+        JoinedWeight(weight, matrix(b)),
+        bias,
+    )
 
 
 def joined(of_passes: Mapping[int, Factors], count: int) -> Factors:
-    """Return the factors of some of a step's ``count`` forwards as those of one batch, so that the W that they share is
-    read once: where their heads are W + A·Bᵀ, the product of [h, h·B] and [W, A] with columns for each of the step's
-    forwards."""
+    """Return the factors of some of a step's ``count`` forwards as those of one batch, so that the
+    W that they share is read once: where their heads are W + A·Bᵀ, the product of [h, h·B] and [W,
+    A] with columns for each of the step's forwards."""
     hidden_XD, head, bias = next(iter(of_passes.values()))
     if not isinstance(head, LowRankSum):
         return torch.cat([hidden for hidden, _, _ in of_passes.values()]), head, bias
     rank = head.a_NR.shape[1]
-    rows, a_NK = [], head.a_NR.new_zeros(head.shape[0], count * rank)
+    rows = []
+    a_NK = head.a_NR.new_zeros(head.shape[0], count * rank)
     for p, (hidden_XD, each, _) in of_passes.items():
         assert isinstance(each, LowRankSum)
         a_NK[:, p * rank : (p + 1) * rank] = each.a_NR
-        rows.append(torch.cat([hidden_XD, F.pad(hidden_XD @ each.b_DR, (p * rank, (count - 1 - p) * rank))], -1))
+        rows.append(
+            torch.cat(
+                [hidden_XD, F.pad(hidden_XD @ each.b_DR, (p * rank, (count - 1 - p) * rank))], -1
+            )
+        )
     return torch.cat(rows), JoinedWeight(head.base, DenseWeight(a_NK)), bias
 
 
@@ -76,7 +86,8 @@ def own_loss(
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of one micro-batch's forward without a graph, and the parameters that the head reads."""
+    """The end of one micro-batch's forward without a graph, and the parameters that the head
+    reads."""
 
     cut: CutModel
     prologue: Prologue
@@ -94,19 +105,25 @@ class Ending:
 
     @torch.no_grad()
     def next_logits(self) -> Tensor:
-        """Return logits after each sequence's last position, float32 [B, V]. Where they are not ``chunked`` the model's
-        own, of every position first."""
-        cut, given = self.cut, (self.prologue, self.hidden_BSD, self.batch)
+        """Return logits after each sequence's last position, float32 [B, V]. Where they are not
+        ``chunked`` the model's own, of every position first."""
+        cut = self.cut
+        given = (self.prologue, self.hidden_BSD, self.batch)
         if not self.chunked:
             return cut.logits(*given)[:, -1].float()
-        hidden_BK, weight, bias = factors(cut.head, cut.head_input(*given)[:, -1], self.matrix, self.vector)
-        return head_logits(hidden_BK, weight, bias=bias, scale=cut.head.scale, soft_cap=cut.head.soft_cap)
+        hidden_BK, weight, bias = factors(
+            cut.head, cut.head_input(*given)[:, -1], self.matrix, self.vector
+        )
+        return head_logits(
+            hidden_BK, weight, bias=bias, scale=cut.head.scale, soft_cap=cut.head.soft_cap
+        )
 
     @torch.no_grad()
     def loss(self, *, by_row: bool) -> Tensor:
-        """Return the loss: chunked its sum, float64 0-d; otherwise the model's own mean, or what the objective makes of the
-        logits; ``by_row`` the sum over each sequence [B]."""
-        cut, given = self.cut, (self.prologue, self.hidden_BSD, self.batch)
+        """Return the loss: chunked its sum, float64 0-d; otherwise the model's own mean, or what
+        the objective makes of the logits; ``by_row`` the sum over each sequence [B]."""
+        cut = self.cut
+        given = (self.prologue, self.hidden_BSD, self.batch)
         if not self.chunked and by_row:
             return row_losses(cut.logits(*given), self.batch["labels"])
         if not self.chunked:
@@ -116,7 +133,8 @@ class Ending:
 
     @torch.no_grad()
     def factors(self) -> Factors:
-        """Return hidden states [B, S, D], matrix and bias whose product the logits are: the last norm's part of the forward."""
+        """Return hidden states [B, S, D], matrix and bias whose product the logits are: the last
+        norm's part of the forward."""
         normed_BSD = self.cut.head_input(self.prologue, self.hidden_BSD, self.batch)
         return factors(self.cut.head, normed_BSD, self.matrix, self.vector)
 
@@ -124,14 +142,20 @@ class Ending:
 def row_losses_of(
     head: HeadSpec, batches: Sequence[tuple[Factors, Tensor]], scratch: ScratchArena | None
 ) -> list[Tensor]:
-    """Return the chunked losses of batches that share one matrix and bias, which is read once for all: the sum over each
-    sequence, float64 [B], of each batch's factors and labels [B, S]."""
+    """Return the chunked losses of batches that share one matrix and bias, which is read once for
+    all: the sum over each sequence, float64 [B], of each batch's factors and labels [B, S]."""
     _, weight, bias = batches[0][0]
     pairs = [
-        (h_BSD[:, :-1].reshape(-1, h_BSD.shape[-1]), labels_BS[:, 1:].reshape(-1)) for (h_BSD, *_), labels_BS in batches
+        (h_BSD[:, :-1].reshape(-1, h_BSD.shape[-1]), labels_BS[:, 1:].reshape(-1))
+        for (h_BSD, *_), labels_BS in batches
     ]
-    of_batches = chunked_losses(pairs, weight, bias=bias, scale=head.scale, soft_cap=head.soft_cap, scratch=scratch)
-    return [each.view(len(labels_BS), -1).sum(1) for each, (_, labels_BS) in zip(of_batches, batches, strict=True)]
+    of_batches = chunked_losses(
+        pairs, weight, bias=bias, scale=head.scale, soft_cap=head.soft_cap, scratch=scratch
+    )
+    return [
+        each.view(len(labels_BS), -1).sum(1)
+        for each, (_, labels_BS) in zip(of_batches, batches, strict=True)
+    ]
 
 
 @dataclass(slots=True)
@@ -139,9 +163,11 @@ class Answers:
     """The answers of an evaluation."""
 
     row_losses: dict[int, Tensor] = field(default_factory=dict)
-    """Losses [B] of the micro-batches, summed over each sequence, float64; over all in one where it is the model's own."""
+    """Losses [B] of the micro-batches, summed over each sequence, float64; over all in one where it
+    is the model's own."""
     logits_BV: Tensor | None = None
-    """Logits [B, V] after the last position, where ``next_token`` asks for them instead of a loss."""
+    """Logits [B, V] after the last position, where ``next_token`` asks for them instead of a
+    loss."""
 
     def take(self, ending: Ending, asked: Asked, micro_batch: int, counted: int) -> None:
         """Answer for one micro-batch, in which so many labels count."""

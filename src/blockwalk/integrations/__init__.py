@@ -1,4 +1,5 @@
-"""Blockwalk behind the interfaces that people already use: transformers' Trainer, and the evaluation harness."""
+"""Blockwalk behind the interfaces that people already use: transformers' Trainer, and the
+evaluation harness."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""A ``transformers.Trainer`` whose training step is a walk. Arguments, data sets, collators, callbacks, schedulers, evaluation,
-checkpoints and hub uploads are transformers' own; weights, gradients and the optimizer are the walker's.
+"""A ``transformers.Trainer`` whose training step is a walk. Arguments, data sets, collators,
+callbacks, schedulers, evaluation, checkpoints and hub uploads are transformers' own; weights,
+gradients and the optimizer are the walker's.
 
-The Trainer holds a handle in the place of the model: one parameter that is never used, so that its optimizer and scheduler have
-something to count with, and nothing of it moves weights that the walk streams.
-"""
+The Trainer holds a handle in the place of the model: one parameter that is never used, so that its
+optimizer and scheduler have something to count with, and nothing of it moves weights that the walk
+streams."""
 
 from __future__ import annotations
 
@@ -57,9 +58,10 @@ class BlockwalkTrainer(Trainer):
 
     Args:
         model: a model's folder, its name on the hub, a block store, or a model in memory.
-        args: learning rate, scheduler, betas, weight decay, clipping, batch size, accumulation, seed and everything else but
-            the device and the precision.
-        plan: the method; see :func:`blockwalk.method`. ``mebp`` with adapters and ``plain`` without, unless given.
+        args: learning rate, scheduler, betas, weight decay, clipping, batch size, accumulation,
+            seed and everything else but the device and the precision.
+        plan: the method; see :func:`blockwalk.method`. ``mebp`` with adapters and ``plain``
+            without, unless given.
         lora: adapters; see :class:`blockwalk.Walker`.
         more: what ``transformers.Trainer`` takes besides.
 
@@ -82,44 +84,68 @@ class BlockwalkTrainer(Trainer):
         notes = read_arguments(args)
         for name, value in more.items():
             if name not in PASSED and value is not None and value != (None, None):
-                raise ValueError(f"{name} needs the model in memory, which the walk never has; leave it out")
+                raise ValueError(
+                    f"{name} needs the model in memory, which the walk never has; leave it out"
+                )
         plan, more_notes = _plan(args, plan, "mebp" if lora is not None else "plain", half=half)
         for note in (*notes, *more_notes):
             warnings.warn(note, stacklevel=2)
-        args.per_device_train_batch_size *= args.gradient_accumulation_steps  # a step is one walk, cut by the plan
-        args.gradient_accumulation_steps, args.max_grad_norm, args.neftune_noise_alpha = 1, 0.0, None
-        walker = Walker(model, plan, lora=lora, workdir=Path(str(args.output_dir)) / "scratch", device=args.device)
+        args.per_device_train_batch_size *= (
+            args.gradient_accumulation_steps
+        )  # a step is one walk, cut by the plan
+        args.gradient_accumulation_steps = 1
+        args.max_grad_norm = 0.0
+        args.neftune_noise_alpha = None
+        walker = Walker(
+            model,
+            plan,
+            lora=lora,
+            workdir=Path(str(args.output_dir)) / "scratch",
+            device=args.device,
+        )
         self.walker = walker
         super().__init__(model=_Handle(walker), args=args, **more)
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Keep the columns that the model takes: one that the walk does not follow is refused with its batch, by name."""
+        """Keep the columns that the model takes: one that the walk does not follow is refused with
+        its batch, by name."""
         if self._signature_columns is None:
             taken = inspect.signature(self.walker.engine.cut.base.forward).parameters
             columns: Any = [*dict.fromkeys([*taken, "label", "label_ids", *self.label_names])]
             self._signature_columns = columns
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Make the optimizer that transformers' schedulers count with; the walker's rule does the work."""
+        """Make the optimizer that transformers' schedulers count with; the walker's rule does the
+        work."""
         handle: Any = self.model
         self.optimizer = torch.optim.SGD([handle.unused], lr=self.args.learning_rate)
         return self.optimizer
 
-    def training_step(self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
+    def training_step(
+        self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
         """One walk over the batch, at the scheduler's learning rate. Answers the mean loss."""
         model.train()
         result = self.walker.step(
-            _batch(inputs, self.walker.plan.gradient_accumulation_steps), learning_rate=self._get_learning_rate()
+            _batch(inputs, self.walker.plan.gradient_accumulation_steps),
+            learning_rate=self._get_learning_rate(),
         )
         self.last_result = result
         return torch.tensor(result.loss, device=self.args.device)
 
-    def prediction_step(self, model: Any, inputs: Mapping[str, Any], *_: Any, **__: Any) -> tuple[Any, None, None]:
+    def prediction_step(
+        self, model: Any, inputs: Mapping[str, Any], *_: Any, **__: Any
+    ) -> tuple[Any, None, None]:
         """Return the loss of a batch, [], in evaluation mode."""
-        return torch.tensor(self.walker.evaluate(_batch(inputs)).loss, device=self.args.device), None, None
+        return (
+            torch.tensor(self.walker.evaluate(_batch(inputs)).loss, device=self.args.device),
+            None,
+            None,
+        )
 
     def log(self, logs: dict[str, float], *more: Any) -> None:
-        """Log as transformers does, with the step's gradient norm where the plan clips, and its bytes a lane."""
+        """Log as transformers does, with the step's gradient norm where the plan clips, and its
+        bytes a lane."""
         result = getattr(self, "last_result", None)
         if "loss" in logs and result is not None:
             logs.pop("grad_norm", None)
@@ -132,10 +158,11 @@ class BlockwalkTrainer(Trainer):
         """Return parameters that are trained."""
         return int(self.walker.spec.numel(trainable=True))
 
-    # ---- checkpoints --------------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write what was trained (an adapter in PEFT's format, or the model), the tokenizer and the arguments."""
+        """Write what was trained (an adapter in PEFT's format, or the model), the tokenizer and the
+        arguments."""
         folder = Path(output_dir or str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         self.walker.save_pretrained(folder)
@@ -145,8 +172,12 @@ class BlockwalkTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        if self.args.save_only_model and self.args.load_best_model_at_end:  # the best weights are loaded from it
-            self._save_state(Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}")
+        if (
+            self.args.save_only_model and self.args.load_best_model_at_end
+        ):  # the best weights are loaded from it
+            self._save_state(
+                Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -169,7 +200,8 @@ class BlockwalkTrainer(Trainer):
     def _load_state(self, checkpoint: Path) -> None:
         if not (checkpoint / STATE).is_dir():
             raise ValueError(
-                f"{checkpoint} has no folder {STATE}, which training goes on from: BlockwalkTrainer writes it unless"
+                f"{checkpoint} has no folder {STATE}, which training goes on from:"
+                " BlockwalkTrainer writes it unless"
                 " save_only_model is set"
             )
         self.walker.load_state(checkpoint / STATE)
@@ -192,21 +224,28 @@ def _batch(inputs: Mapping[str, Any], multiple: int = 1) -> dict[str, Tensor]:
             f"the data collator gives no {', '.join(sorted(missing))}; for language modelling take"
             " DataCollatorForLanguageModeling(tokenizer, mlm=False)"
         )
-    if unknown := [name for name, value in inputs.items() if name not in TAKEN and value is not None]:
+    if unknown := [
+        name for name, value in inputs.items() if name not in TAKEN and value is not None
+    ]:
         raise ValueError(
-            f"the batch has {', '.join(unknown)}, which BlockwalkTrainer does not follow; a walk takes"
+            f"the batch has {', '.join(unknown)}, which BlockwalkTrainer does not follow; a walk"
+            " takes"
             f" {', '.join(TAKEN)}: leave the others out of the data set or the collator"
         )
     batch = {name: inputs[name] for name in TAKEN if inputs.get(name) is not None}
-    if "position_ids" in batch and "attention_mask" not in batch and len(batch["input_ids"]) == 1 < multiple:
+    if (
+        "position_ids" in batch
+        and "attention_mask" not in batch
+        and len(batch["input_ids"]) == 1 < multiple
+    ):
         return _rows_of_documents(batch, multiple)
     return filled(batch, multiple)
 
 
 def _rows_of_documents(batch: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Return one row of documents, tensors [1, N], as ``count`` rows [count, S] of about as many tokens: each document
-    whole, the longest first into the shortest row. A token of padding is a document by itself, of which nothing is
-    learnt."""
+    """Return one row of documents, tensors [1, N], as ``count`` rows [count, S] of about as many
+    tokens: each document whole, the longest first into the shortest row. A token of padding is a
+    document by itself, of which nothing is learnt."""
     begins = (batch["position_ids"][0] == 0).nonzero().view(-1).tolist()
     ends = [*begins[1:], batch["position_ids"].shape[1]]
     if not begins or begins[0]:
@@ -239,9 +278,11 @@ def _placed(spans: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
     return placed
 
 
-def _plan(args: TrainingArguments, given: Plan | None, name: str, *, half: bool) -> tuple[Plan, list[str]]:
-    """Make the plan that is given, or the method of a name, with TrainingArguments' optimizer, seed and accumulation; beside it
-    notes. ``half`` is fp16.
+def _plan(
+    args: TrainingArguments, given: Plan | None, name: str, *, half: bool
+) -> tuple[Plan, list[str]]:
+    """Make the plan that is given, or the method of a name, with TrainingArguments' optimizer, seed
+    and accumulation; beside it notes. ``half`` is fp16.
 
     Raises:
         ValueError: an argument that the walk does not follow.
@@ -257,21 +298,29 @@ def _plan(args: TrainingArguments, given: Plan | None, name: str, *, half: bool)
     rule, _, implementation = optimizer.partition("_")
     if rule not in RULES or implementation not in _IMPLEMENTATIONS:
         known = [known_rule for known_rule, facts in RULES.items() if not facts.zeroth_order_only]
-        raise ValueError(f"optim is {optimizer}; the walk has {', '.join(known)}, and each with _torch behind it")
+        raise ValueError(
+            f"optim is {optimizer}; the walk has {', '.join(known)}, and each with _torch behind it"
+        )
     if args.dataloader_drop_last and args.gradient_accumulation_steps > 1:
         raise ValueError(
-            "dataloader_drop_last would leave out the rest of a step here, and of a micro-batch in a Trainer; set"
+            "dataloader_drop_last would leave out the rest of a step here, and of a micro-batch"
+            " in a Trainer; set"
             " gradient_accumulation_steps: 1, or leave it out"
         )
     clipping = args.max_grad_norm
     if plan.update.at_turn and clipping == TrainingArguments.max_grad_norm:
         clipping = 0.0
         notes.append(
-            f"max_grad_norm is {args.max_grad_norm}, its default, and this plan updates blocks at their turn, before the"
+            f"max_grad_norm is {args.max_grad_norm}, its default, and this plan updates blocks at"
+            " their turn, before the"
             " gradient's norm is known: nothing is clipped. Take update.timing: step to clip"
         )
     settings = {
-        **({"compute_dtype": "bfloat16"} if plan.compute_dtype == "auto" and (args.bf16 or half) else {}),
+        **(
+            {"compute_dtype": "bfloat16"}
+            if plan.compute_dtype == "auto" and (args.bf16 or half)
+            else {}
+        ),
         "optimizer.name": rule,
         "optimizer.learning_rate": args.learning_rate,
         "optimizer.betas": (args.adam_beta1, args.adam_beta2),

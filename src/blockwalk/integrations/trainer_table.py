@@ -1,9 +1,9 @@
-"""The table of what a walk makes of every field of ``TrainingArguments``, and of every method of ``transformers.Trainer``
-that a subclass may override.
+"""The table of what a walk makes of every field of ``TrainingArguments``, and of every method of
+``transformers.Trainer`` that a subclass may override.
 
-A field is followed; or it means nothing to a walk, which a note says where it is set; or it is refused. One that is not in the
-table comes from a newer transformers, or from a subclass: away from its default it is refused too.
-"""
+A field is followed; or it means nothing to a walk, which a note says where it is set; or it is
+refused. One that is not in the table comes from a newer transformers, or from a subclass: away from
+its default it is refused too."""
 
 from __future__ import annotations
 
@@ -258,13 +258,15 @@ METHODS_REFUSED = frozenset(
 )
 """Methods that a walk never calls: overriding one would change nothing."""
 
-PASSED = frozenset({"train_dataset", "eval_dataset", "data_collator", "processing_class", "callbacks"})
+PASSED = frozenset(
+    {"train_dataset", "eval_dataset", "data_collator", "processing_class", "callbacks"}
+)
 """Arguments of ``Trainer()`` that are followed, beside model and args."""
 
 
 def read_arguments(args: TrainingArguments) -> list[str]:
-    """Set the fields that mean nothing to a walk back to their defaults, in ``args`` itself; answer a note for each that was
-    set.
+    """Set the fields that mean nothing to a walk back to their defaults, in ``args`` itself; answer
+    a note for each that was set.
 
     Raises:
         ValueError: a field that the walk does not follow, or that this table does not know, is set.
@@ -281,7 +283,9 @@ def read_arguments(args: TrainingArguments) -> list[str]:
             continue
         if name not in MEANINGLESS:
             why = REFUSED.get(name, "this version of blockwalk does not know it")
-            raise ValueError(f"{name} is {value}, which BlockwalkTrainer does not follow: {why}; leave it out")
+            raise ValueError(
+                f"{name} is {value}, which BlockwalkTrainer does not follow: {why}; leave it out"
+            )
         setattr(args, name, default)
         notes.append(f"{name} means nothing here: {MEANINGLESS[name]}")
     return notes
@@ -296,11 +300,13 @@ def _defaults(args: TrainingArguments) -> Any:
 
 
 def refuse_methods(cls: type, ours: type) -> None:
-    """Raise ValueError where a subclass of ``ours`` overrides a method of Trainer that a walk never calls."""
+    """Raise ValueError where a subclass of ``ours`` overrides a method of Trainer that a walk never
+    calls."""
     for name in _overridden(cls, ours):
         if name not in METHODS_FOLLOWED:
             raise ValueError(
-                f"{cls.__name__} overrides {name}, which a walk never calls: it would change nothing; leave it out"
+                f"{cls.__name__} overrides {name}, which a walk never calls: it would change"
+                " nothing; leave it out"
                 " (Walker(objective=...) takes a loss that you write)"
             )
 
@@ -308,4 +314,8 @@ def refuse_methods(cls: type, ours: type) -> None:
 def _overridden(cls: type, ours: type) -> Iterator[str]:
     for base in cls.__mro__:
         if base not in ours.__mro__:
-            yield from (name for name, value in vars(base).items() if callable(value) and hasattr(Trainer, name))
+            yield from (
+                name
+                for name, value in vars(base).items()
+                if callable(value) and hasattr(Trainer, name)
+            )

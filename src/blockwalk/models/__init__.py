@@ -1,1 +1,2 @@
-"""The model that a user names: found on the hub, in a folder or in a GGUF file, and checked before anything is read."""
+"""The model that a user names: found on the hub, in a folder or in a GGUF file, and checked before
+anything is read."""

@@ -1,9 +1,8 @@
 """The model that a user names, and the folder that it is read from. No torch.
 
-A name is the folder of a model, a block store, a GGUF file, or a name of the hub: ``owner/name``, ``owner/name@revision``, or
-``owner/name/file.gguf``. Whoever reads something of a model asks :func:`model_folder` where it lies; what must lie there is
-checked by name.
-"""
+A name is the folder of a model, a block store, a GGUF file, or a name of the hub: ``owner/name``,
+``owner/name@revision``, or ``owner/name/file.gguf``. Whoever reads something of a model asks
+:func:`model_folder` where it lies; what must lie there is checked by name."""
 
 from __future__ import annotations
 
@@ -21,15 +20,16 @@ INDEX = "model.safetensors.index.json"
 STORE_INDEX = "store.json"
 """The file that makes a folder a block store."""
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
-"""The files that hold a whole checkpoint, best first; each may be cut in parts, which an index of its name lists."""
+"""The files that hold a whole checkpoint, best first; each may be cut in parts, which an index of
+its name lists."""
 _PART = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 """The name of a part of a checkpoint that an index lists."""
 _HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(?P<file>/[^@]+\.gguf)?(@(?P<revision>.+))?")
 
 
 def model_folder(name: StrPath, *, weights: bool = True) -> Path:
-    """Return the folder of a model: a folder itself, the hub's files in its cache, downloaded where they are not there yet,
-    or the one that stands for a GGUF file.
+    """Return the folder of a model: a folder itself, the hub's files in its cache, downloaded where
+    they are not there yet, or the one that stands for a GGUF file.
 
     ``weights=False`` is satisfied with the configuration and the tokenizer.
 
@@ -38,7 +38,8 @@ def model_folder(name: StrPath, *, weights: bool = True) -> Path:
     """
     if (file := _gguf_file(name)) is not None:
         return gguf.folder_of(file)
-    path, text = Path(name), os.fspath(name)
+    path = Path(name)
+    text = os.fspath(name)
     if path.is_dir():
         return path
     if path.is_file():
@@ -49,7 +50,8 @@ def model_folder(name: StrPath, *, weights: bool = True) -> Path:
 
 
 def lies_in(name: StrPath) -> Codec | None:
-    """Return the codec that most of a model's weights are in where it comes in codes, which are read as they lie; else None."""
+    """Return the codec that most of a model's weights are in where it comes in codes, which are
+    read as they lie; else None."""
     if (file := _gguf_file(name)) is not None:
         codec = gguf.read_header(file).main_codec
         return codec if codec.encoded else None
@@ -58,8 +60,8 @@ def lies_in(name: StrPath) -> Codec | None:
 
 
 def form_of(name: StrPath) -> str:
-    """Return the name of the form that most of a model's weights are in where it comes in codes, as its format has it; else
-    an empty text."""
+    """Return the name of the form that most of a model's weights are in where it comes in codes, as
+    its format has it; else an empty text."""
     if (file := _gguf_file(name)) is not None:
         return gguf.name_of(gguf.read_header(file).main_codec)
     codec = lies_in(name)
@@ -72,14 +74,19 @@ def _of_hub(name: StrPath) -> re.Match[str] | None:
 
 
 def _gguf_file(name: StrPath) -> Path | None:
-    """Return the GGUF file that a name says: itself, one of the hub's, or the only weights in a folder without configuration.
+    """Return the GGUF file that a name says: itself, one of the hub's, or the only weights in a
+    folder without configuration.
 
     Raises:
         ValueError: the hub has no such file, or a folder has several.
     """
-    path, found = Path(name), _of_hub(name)
+    path = Path(name)
+    found = _of_hub(name)
     if found and (file := found["file"]):
-        path = hub.download(found["repo"], found["revision"], gguf.pattern_of_parts(file[1:])) / file[1:]
+        path = (
+            hub.download(found["repo"], found["revision"], gguf.pattern_of_parts(file[1:]))
+            / file[1:]
+        )
         if not path.is_file():
             raise ValueError(f"model: the hub's {found['repo']} has no {file[1:]}")
     if path.is_file():
@@ -89,7 +96,8 @@ def _gguf_file(name: StrPath) -> Path | None:
     files = sorted({gguf.parts_of(file)[0] for file in path.glob("*.gguf")})
     if len(files) > 1:
         raise ValueError(
-            f"model: {path} holds several GGUF files, {', '.join(p.name for p in files)}: name one of them"
+            f"model: {path} holds several GGUF files, {', '.join(p.name for p in files)}: name"
+            " one of them"
         )
     made = (path / gguf.MADE).is_file()
     return Path(os.readlink(files[0])) if made else files[0] if files else None
@@ -111,14 +119,19 @@ def _snapshot(repo: str, revision: str | None, *, weights: bool) -> Path:
 
 
 def repository(name: StrPath) -> tuple[str, str | None]:
-    """Return the name that an adapter gives its base, and the revision: of a hub's repository, with the GGUF file in it
-    that was named, or the path as it is and None."""
+    """Return the name that an adapter gives its base, and the revision: of a hub's repository, with
+    the GGUF file in it that was named, or the path as it is and None."""
     found = _of_hub(name)
-    return (found["repo"] + (found["file"] or ""), found["revision"]) if found else (os.fspath(name), None)
+    return (
+        (found["repo"] + (found["file"] or ""), found["revision"])
+        if found
+        else (os.fspath(name), None)
+    )
 
 
 def file_of(name: StrPath, file: str) -> Path:
-    """Return a file that is named by its path, or by the repository of the hub that holds it as ``file``."""
+    """Return a file that is named by its path, or by the repository of the hub that holds it as
+    ``file``."""
     found = _of_hub(name)
     return hub.download(found["repo"], found["revision"], file) / file if found else Path(name)
 
@@ -127,11 +140,14 @@ def require_config(name: StrPath) -> Path:
     """Return the folder of a model, which holds its ``config.json``.
 
     Raises:
-        ValueError: there is no such folder or no ``config.json`` in it; what is there instead, and what to do.
+        ValueError: there is no such folder or no ``config.json`` in it; what is there instead, and
+            what to do.
     """
     folder = model_folder(name, weights=False)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"model: {folder} has no config.json; give the folder of a model ({_FORM})")
+        raise ValueError(
+            f"model: {folder} has no config.json; give the folder of a model ({_FORM})"
+        )
     return folder
 
 
@@ -147,8 +163,8 @@ def require_weights(name: StrPath) -> None:
 
 
 def checkpoint_files(name: StrPath) -> list[str]:
-    """Return the files that hold a model's weights, by name: one whole file, or the parts that an index lists; safetensors
-    where there are any, else ``.bin``.
+    """Return the files that hold a model's weights, by name: one whole file, or the parts that an
+    index lists; safetensors where there are any, else ``.bin``.
 
     Raises:
         ValueError: there are none, or the index lists one that is missing.
@@ -161,7 +177,8 @@ def checkpoint_files(name: StrPath) -> list[str]:
             missing = [part for part in parts if not (folder / part).is_file()]
             if missing:
                 raise ValueError(
-                    f"model: {folder} is incomplete: its index lists {', '.join(missing)}, which is not there"
+                    f"model: {folder} is incomplete: its index lists {', '.join(missing)}, which"
+                    " is not there"
                 )
             return parts
     if (folder / gguf.MADE).is_file():
@@ -169,14 +186,18 @@ def checkpoint_files(name: StrPath) -> list[str]:
     if parts := sorted(path.name for path in folder.iterdir() if _PART.fullmatch(path.name)):
         index = _PART.sub(r"\1.\2.index.json", parts[0])
         raise ValueError(
-            f"model: {folder} holds parts of a checkpoint, {parts[0]} and {len(parts) - 1} more, and not the index that lists"
+            f"model: {folder} holds parts of a checkpoint, {parts[0]} and {len(parts) - 1} more,"
+            " and not the index that lists"
             f" them ({index}): download it too"
         )
-    raise ValueError(f"model: {folder} has neither model.safetensors nor {INDEX}, and no pytorch_model.bin")
+    raise ValueError(
+        f"model: {folder} has neither model.safetensors nor {INDEX}, and no pytorch_model.bin"
+    )
 
 
 def listed_parts(folder: Path, whole: str) -> list[str]:
-    """Return the parts that a whole file is cut in, by the index of its name; none without an index.
+    """Return the parts that a whole file is cut in, by the index of its name; none without an
+    index.
 
     Raises:
         Damaged: the index lists no names of files beside it.

@@ -1,13 +1,14 @@
-"""GGUF files: the header, read here, and the folder that stands for one, with what transformers makes of its metadata.
+"""GGUF files: the header, read here, and the folder that stands for one, with what transformers
+makes of its metadata.
 
-A GGUF file holds a configuration, a tokenizer and a chat template as metadata, then a table of tensors, then their bytes. The
-first three are written once as the files of a model folder, in the cache, beside a link to the file itself: whatever reads a
-model's folder reads a GGUF. The tensors stay where they are. A model in several parts is several such files, the first of which
-has the metadata. No torch, but in transformers, when a folder is made.
+A GGUF file holds a configuration, a tokenizer and a chat template as metadata, then a table of
+tensors, then their bytes. The first three are written once as the files of a model folder, in the
+cache, beside a link to the file itself: whatever reads a model's folder reads a GGUF. The tensors
+stay where they are. A model in several parts is several such files, the first of which has the
+metadata. No torch, but in transformers, when a folder is made.
 
-Source of the layout: github.com/ggml-org/ggml, ``docs/gguf.md``; of type numbers, ``ggml.h``; of parts, llama.cpp's
-``gguf-split``.
-"""
+Source of the layout: github.com/ggml-org/ggml, ``docs/gguf.md``; of type numbers, ``ggml.h``; of
+parts, llama.cpp's ``gguf-split``."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ TYPES = {
     6: ("Q5_0", Codec.Q5_0), 7: ("Q5_1", Codec.Q5_1), 8: ("Q8_0", Codec.Q8_0), 12: ("Q4_K", Codec.Q4_K),
     13: ("Q5_K", Codec.Q5_K), 14: ("Q6_K", Codec.Q6_K),
 }  # fmt: skip
-"""The types of tensors that are read, by their numbers in a file: the format's name of each, and the codec that it is here."""
+"""The types of tensors that are read, by their numbers in a file: the format's name of each, and
+the codec that it is here."""
 _NAMES = {codec: name for name, codec in TYPES.values()}
 _OTHER_TYPES = {
     10: "Q2_K", 11: "Q3_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
@@ -49,15 +51,30 @@ _OTHER_TYPES = {
 _VERSIONS = (2, 3)
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """The names of a model's parts."""
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING = 8
+_ARRAY = 9
 _MOST = 4096
-"""Elements of an array that a configuration may need, one for each block; more are a vocabulary's."""
+"""Elements of an array that a configuration may need, one for each block; more are a
+vocabulary's."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor: its name in the file, and the place of its bytes there (offset from the start of the file)."""
+    """One tensor: its name in the file, and the place of its bytes there (offset from the start of
+    the file)."""
 
     file: str
     """The file's name."""
@@ -73,7 +90,8 @@ class Header:
     """All of a file, or of a model's parts, but the values of arrays and tensors."""
 
     metadata: dict[str, Any]
-    """Strings and numbers by key; arrays of numbers as tuples, of longer ones and of strings the number of their elements."""
+    """Strings and numbers by key; arrays of numbers as tuples, of longer ones and of strings the
+    number of their elements."""
     tensors: tuple[TensorInfo, ...]
 
     @property
@@ -96,7 +114,8 @@ def name_of(codec: Codec) -> str:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return the files that a GGUF consists of, by the name of any: itself alone, or the parts that llama.cpp cut it in.
+    """Return the files that a GGUF consists of, by the name of any: itself alone, or the parts that
+    llama.cpp cut it in.
 
     Raises:
         ValueError: one of the parts is not there.
@@ -104,14 +123,20 @@ def parts_of(path: Path) -> list[Path]:
     named = _PART.fullmatch(path.name)
     if named is None or not 1 <= int(named["number"]) <= int(named["count"]):
         return [path]
-    names = [f"{named['stem']}-{number:05}-of-{named['count']}.gguf" for number in range(1, int(named["count"]) + 1)]
+    names = [
+        f"{named['stem']}-{number:05}-of-{named['count']}.gguf"
+        for number in range(1, int(named["count"]) + 1)
+    ]
     if missing := [name for name in names if not (path.parent / name).is_file()]:
-        raise ValueError(f"model: {path} is one of {len(names)} parts, and {', '.join(missing)} is not beside it")
+        raise ValueError(
+            f"model: {path} is one of {len(names)} parts, and {', '.join(missing)} is not beside it"
+        )
     return [path.parent / name for name in names]
 
 
 def pattern_of_parts(name: str) -> str:
-    """Return the pattern that the names of all parts of a model have, by the name of any; of a whole one its own."""
+    """Return the pattern that the names of all parts of a model have, by the name of any; of a
+    whole one its own."""
     named = _PART.fullmatch(name)
     return name if named is None else f"{named['stem']}-*-of-{named['count']}.gguf"
 
@@ -120,8 +145,9 @@ def read_header(path: StrPath) -> Header:
     """Return the header of a GGUF file, or of all parts of a model by the name of any.
 
     Raises:
-        ValueError: another format or architecture, a type of tensor that is not read, a file that was cut off, or parts that
-            do not belong together: what was found, and what would be read.
+        ValueError: another format or architecture, a type of tensor that is not read, a file that
+            was cut off, or parts that do not belong together: what was found, and what would be
+            read.
     """
     files = parts_of(Path(path))
     states = [(os.fspath(file), file.stat()) for file in files]
@@ -130,7 +156,8 @@ def read_header(path: StrPath) -> Header:
     told = parts[0].metadata.get("split.tensors.count", len(tensors))
     if len(parts) > 1 and told != len(tensors):
         raise ValueError(
-            f"model: {files[0]} tells of {counted(told, 'tensor')} in {len(parts)} parts, which have {len(tensors)}"
+            f"model: {files[0]} tells of {counted(told, 'tensor')} in {len(parts)} parts, which"
+            f" have {len(tensors)}"
         )
     return replace(parts[0], tensors=tensors)
 
@@ -147,7 +174,8 @@ def _read_header(path: str, size: int, changed: int) -> Header:
                 return _parse(path, cursor, size)
             except (struct.error, LookupError, ArithmeticError, TypeError, RecursionError):
                 raise ValueError(
-                    f"model: {path} is cut off, or altered: its header does not end within {size} bytes; download it again"
+                    f"model: {path} is cut off, or altered: its header does not end within {size}"
+                    " bytes; download it again"
                 ) from None
 
 
@@ -155,7 +183,8 @@ class _Cursor:
     """A place in a file's bytes, which reading moves on."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at = data, 4
+        self.data = data
+        self.at = 4
 
     def number(self, form: str) -> Any:
         (value,) = struct.unpack_from(f"<{form}", self.data, self.at)
@@ -175,7 +204,8 @@ class _Cursor:
             return self.text()
         if kind != _ARRAY:
             return self.number(_SCALARS[kind])
-        kind, count = self.number("I"), self.number("Q")
+        kind = self.number("I")
+        count = self.number("Q")
         if kind in _SCALARS and count <= _MOST:
             return tuple(self.number(_SCALARS[kind]) for _ in range(count))
         if kind in _SCALARS:
@@ -192,19 +222,28 @@ class _Cursor:
 def _parse(path: str, cursor: _Cursor, size: int) -> Header:
     version = cursor.number("I")
     if version.to_bytes(4, "big") in [known.to_bytes(4, "little") for known in _VERSIONS]:
-        raise ValueError(f"model: {path} is big-endian GGUF, for other processors; take the little-endian file")
+        raise ValueError(
+            f"model: {path} is big-endian GGUF, for other processors; take the little-endian file"
+        )
     if version not in _VERSIONS:
-        raise ValueError(f"model: {path} is of GGUF's version {version}; read are {_VERSIONS[0]} and {_VERSIONS[1]}")
-    tensors, keys = cursor.number("Q"), cursor.number("Q")
+        raise ValueError(
+            f"model: {path} is of GGUF's version {version}; read are {_VERSIONS[0]} and"
+            f" {_VERSIONS[1]}"
+        )
+    tensors = cursor.number("Q")
+    keys = cursor.number("Q")
     metadata = {}
     for _ in range(keys):
-        key, kind = cursor.text(), cursor.number("I")
+        key = cursor.text()
+        kind = cursor.number("I")
         if kind not in (*_SCALARS, _STRING, _ARRAY):
             raise ValueError(
-                f"model: {path} is altered: the value of {key} is of kind {kind}, which GGUF does not have"
+                f"model: {path} is altered: the value of {key} is of kind {kind}, which GGUF does"
+                " not have"
             )
         metadata[key] = cursor.value(kind)
-    number, count = metadata.get("split.no", 0) + 1, max(metadata.get("split.count", 1), 1)
+    number = metadata.get("split.no", 0) + 1
+    count = max(metadata.get("split.count", 1), 1)
     named = _PART.fullmatch(Path(path).name)
     if (number, count) != (tuple(map(int, named.group("number", "count"))) if named else (1, 1)):
         raise ValueError(
@@ -214,22 +253,27 @@ def _parse(path: str, cursor: _Cursor, size: int) -> Header:
     kind = metadata.get("general.type", "model")
     if number == 1 and kind != "model":
         raise ValueError(
-            f"model: {path} is no model: its general.type is {kind!r} (a LoRA adapter is one of 'adapter', the picture half of"
+            f"model: {path} is no model: its general.type is {kind!r} (a LoRA adapter is one of"
+            " 'adapter', the picture half of"
             " a model one of 'mmproj'); name the file of the model that it belongs to"
         )
     architecture = metadata.get("general.architecture")
     if number == 1 and architecture not in ARCHITECTURES:
         raise ValueError(
-            f"model: {path} is a model of architecture {architecture!r}; read are {', '.join(ARCHITECTURES)}"
+            f"model: {path} is a model of architecture {architecture!r}; read are"
+            f" {', '.join(ARCHITECTURES)}"
         )
-    blocks, told = metadata.get(f"{architecture}.block_count", 0), metadata.get("split.tensors.count", tensors)
+    blocks = metadata.get(f"{architecture}.block_count", 0)
+    told = metadata.get("split.tensors.count", tensors)
     if number == 1 and not 0 < blocks <= told:
         raise ValueError(
-            f"model: {path} is altered: it tells of {counted(blocks, 'block')}, and of {counted(told, 'tensor')}"
+            f"model: {path} is altered: it tells of {counted(blocks, 'block')}, and of"
+            f" {counted(told, 'tensor')}"
         )
     table = []
     for _ in range(tensors):
-        name, dimensions = cursor.text(), cursor.number("I")
+        name = cursor.text()
+        dimensions = cursor.number("I")
         shape = tuple(reversed([cursor.number("Q") for _ in range(dimensions)]))
         table.append((name, shape, cursor.number("I"), cursor.number("Q")))
     alignment = metadata.get("general.alignment", 32)
@@ -237,32 +281,44 @@ def _parse(path: str, cursor: _Cursor, size: int) -> Header:
     return Header(metadata, tuple(_tensor(path, size, begin, *entry) for entry in table))
 
 
-def _tensor(path: str, size: int, begin: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
+def _tensor(
+    path: str, size: int, begin: int, name: str, shape: tuple[int, ...], kind: int, offset: int
+) -> TensorInfo:
     if kind not in TYPES:
-        found, known = _OTHER_TYPES.get(kind, str(kind)), ", ".join(name for name, _ in TYPES.values())
-        raise ValueError(f"model: {path}: {name} is of type {found}; read are {known}. Take a file in one of those")
+        found = _OTHER_TYPES.get(kind, str(kind))
+        known = ", ".join(name for name, _ in TYPES.values())
+        raise ValueError(
+            f"model: {path}: {name} is of type {found}; read are {known}. Take a file in one of"
+            " those"
+        )
     word, codec = TYPES[kind]
     group = codec.facts.group_sizes[0] if codec.encoded else 1
     if not shape or shape[-1] % group:
-        raise ValueError(f"model: {path} is altered: {name} {shape} does not consist of {word}'s blocks of {group}")
+        raise ValueError(
+            f"model: {path} is altered: {name} {shape} does not consist of {word}'s blocks of"
+            f" {group}"
+        )
     nbytes = encoded_nbytes(shape, "float32", codec, group)
     if begin + offset + nbytes > size:
         raise ValueError(
-            f"model: {path} is cut off: {name} ends at byte {begin + offset + nbytes}, the file has {size}; download it again"
+            f"model: {path} is cut off: {name} ends at byte {begin + offset + nbytes}, the file"
+            f" has {size}; download it again"
         )
     return TensorInfo(Path(path).name, name, shape, codec, begin + offset, nbytes)
 
 
 def folder_of(path: Path) -> Path:
-    """Return the model folder that stands for a GGUF file: configuration, tokenizer, chat template, and a link to the file,
-    or to each of its parts.
+    """Return the model folder that stands for a GGUF file: configuration, tokenizer, chat template,
+    and a link to the file, or to each of its parts.
 
-    It is made once, in the cache folder, and again when the file changes; where the cache cannot be written, for this process.
+    It is made once, in the cache folder, and again when the file changes; where the cache cannot be
+    written, for this process.
 
     Raises:
         ValueError: as :func:`read_header`; or metadata that transformers cannot use.
     """
-    header, parts = read_header(path), parts_of(path.absolute())
+    header = read_header(path)
+    parts = parts_of(path.absolute())
     seen = [[str(part), part.stat().st_size, part.stat().st_mtime_ns, _FORM] for part in parts]
     path = parts[0]
     try:
@@ -311,7 +367,9 @@ def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
         config.dtype = header.main_codec.facts.dtype or "bfloat16"
         config.save_pretrained(folder)
         if header.metadata.get("tokenizer.ggml.tokens"):
-            PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=path.name).save_pretrained(folder)
+            PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=path.name).save_pretrained(
+                folder
+            )
             _split_in_order(folder / "tokenizer.json", header.metadata)
     except ImportError:
         raise ValueError(
@@ -329,11 +387,16 @@ def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
 
 
 def _split_in_order(file: Path, metadata: Mapping[str, Any]) -> None:
-    """Write how text is split as llama.cpp does it: transformers leaves out some names, and the blank before pieces."""
-    values = {key: metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre", "add_space_prefix")}
+    """Write how text is split as llama.cpp does it: transformers leaves out some names, and the
+    blank before pieces."""
+    values = {
+        key: metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre", "add_space_prefix")
+    }
     blank = values["add_space_prefix"] is not False
     tokenizer = atomic_files.read_json(file)
-    split = gguf_splits.in_order(tokenizer, str(values["model"]), str(values["pre"] or ""), blank=blank)
+    split = gguf_splits.in_order(
+        tokenizer, str(values["model"]), str(values["pre"] or ""), blank=blank
+    )
     atomic_files.write_json(file, split)
 
 
@@ -341,7 +404,9 @@ def _settings(path: Path, header: Header) -> dict[str, Any]:
     """Return the settings of transformers' configuration, ``model_type`` among them."""
     tensors = {tensor.name: tensor for tensor in header.tensors}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    factors = {name: _numbers(path, tensors[name]) for name in gguf_config.FACTORS if name in tensors}
+    factors = {
+        name: _numbers(path, tensors[name]) for name in gguf_config.FACTORS if name in tensors
+    }
     try:
         return gguf_config.settings_of(f"model: {path}", header.metadata, shapes, factors)
     except (TypeError, ArithmeticError, LookupError) as error:
@@ -354,7 +419,8 @@ def _numbers(path: Path, tensor: TensorInfo) -> tuple[float, ...]:
     """Return the values of a vector in float32."""
     if tensor.codec is not Codec.FP32 or len(tensor.shape) != 1:
         raise ValueError(
-            f"model: {path}: {tensor.name} is read as a vector in F32, and this one is {tensor.shape} in {tensor.codec}"
+            f"model: {path}: {tensor.name} is read as a vector in F32, and this one is"
+            f" {tensor.shape} in {tensor.codec}"
         )
     with open(path.parent / tensor.file, "rb") as file:
         file.seek(tensor.offset)

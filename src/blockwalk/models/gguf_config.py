@@ -1,11 +1,13 @@
-"""The transformers configuration of a GGUF file, made of its metadata: a row for each architecture, and a rule for each key.
+"""The transformers configuration of a GGUF file, made of its metadata: a row for each architecture,
+and a rule for each key.
 
-A key under the architecture's name is either a setting of the model, or it is known to change nothing here, or the file is
-refused by that key's name: a model with a forgotten scale or window is another model. The meaning of a key is what llama.cpp
-computes with it (``tests/peer/test_gguf_config.py`` compares losses). No torch, no transformers.
+A key under the architecture's name is either a setting of the model, or it is known to change
+nothing here, or the file is refused by that key's name: a model with a forgotten scale or window is
+another model. The meaning of a key is what llama.cpp computes with it
+(``tests/peer/test_gguf_config.py`` compares losses). No torch, no transformers.
 
-Source of the keys: ``gguf-py/gguf/constants.py`` of llama.cpp; of their defaults, ``src/llama-model.cpp`` and ``src/models``.
-"""
+Source of the keys: ``gguf-py/gguf/constants.py`` of llama.cpp; of their defaults,
+``src/llama-model.cpp`` and ``src/models``."""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ _GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A row: one of llama.cpp's architectures, and the model of transformers that computes the same."""
+    """A row: one of llama.cpp's architectures, and the model of transformers that computes the
+    same."""
 
     model_type: str
     settings: Mapping[str, str]
@@ -42,7 +45,8 @@ class Architecture:
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys with the values that say what is computed anyway; any other value is refused."""
     form: str = ""
-    """The change that llama.cpp's converter made to tensors: queries' and keys' rows *permuted*, or norms *shifted* by one."""
+    """The change that llama.cpp's converter made to tensors: queries' and keys' rows *permuted*, or
+    norms *shifted* by one."""
     free_head_width: bool = False
     """Whether a head's width is a setting, or the hidden size over the number of heads."""
     biases: Mapping[str, str] = field(default_factory=dict)
@@ -67,22 +71,37 @@ _LLAMA = Architecture(
 )
 ARCHITECTURES = {
     "llama": _LLAMA,
-    "qwen2": Architecture("qwen2", {**_RMS, **_DENSE}, fixed={"hidden_act": "silu", "use_sliding_window": False}),
+    "qwen2": Architecture(
+        "qwen2", {**_RMS, **_DENSE}, fixed={"hidden_act": "silu", "use_sliding_window": False}
+    ),
     "qwen2moe": Architecture(
         "qwen2_moe",
         {**_RMS, **_EXPERTS},
         optional=_DENSE,
-        fixed={"hidden_act": "silu", "norm_topk_prob": False, "decoder_sparse_step": 1, "use_sliding_window": False},
+        fixed={
+            "hidden_act": "silu",
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "use_sliding_window": False,
+        },
         neutral={"expert_weights_norm": (False,), "expert_shared_count": (1,)},
     ),
     "qwen3": Architecture(
-        "qwen3", {**_RMS, **_DENSE}, fixed={"hidden_act": "silu", "use_sliding_window": False}, free_head_width=True
+        "qwen3",
+        {**_RMS, **_DENSE},
+        fixed={"hidden_act": "silu", "use_sliding_window": False},
+        free_head_width=True,
     ),
     "qwen3moe": Architecture(
         "qwen3_moe",
         {**_RMS, **_EXPERTS},
         optional=_DENSE,
-        fixed={"hidden_act": "silu", "norm_topk_prob": True, "decoder_sparse_step": 1, "use_sliding_window": False},
+        fixed={
+            "hidden_act": "silu",
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "use_sliding_window": False,
+        },
         neutral={"expert_weights_norm": (True,)},
         free_head_width=True,
     ),
@@ -124,7 +143,12 @@ ARCHITECTURES = {
 """The architectures that are read, by ``general.architecture``."""
 _MIXTRAL = Architecture(
     "mixtral",
-    {**_RMS, **_DENSE, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    {
+        **_RMS,
+        **_DENSE,
+        "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
+    },
     form="permuted",
     fixed={"hidden_act": "silu", "sliding_window": None},
     neutral={"expert_weights_norm": (True,)},
@@ -133,7 +157,8 @@ _MIXTRAL = Architecture(
 )
 """A llama with experts."""
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-"""The number of blocks by which llama.cpp knows a Gemma whose queries are scaled by the hidden size over the heads."""
+"""The number of blocks by which llama.cpp knows a Gemma whose queries are scaled by the hidden size
+over the heads."""
 
 _WIDEST_HEAD = 1 << 16
 """Dimensions; more are a damaged file's."""
@@ -169,7 +194,9 @@ class _Keys:
         self.where = where
         self.architecture = architecture
         prefix = f"{architecture}."
-        self.values = {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
+        self.values = {
+            key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)
+        }
         self.used: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -178,13 +205,18 @@ class _Keys:
         value = self.values.get(key, default)
         if isinstance(value, tuple) and key != "attention.sliding_window_pattern":
             if len(set(value)) != 1:
-                raise self.error(key, "and every block must have the same: models whose blocks differ are not read")
+                raise self.error(
+                    key,
+                    "and every block must have the same: models whose blocks differ are not read",
+                )
             return value[0]
         return value
 
     def need(self, key: str) -> Any:
         if key not in self.values:
-            raise ValueError(f"{self.where} lacks {self.architecture}.{key}, without which its model is unknown")
+            raise ValueError(
+                f"{self.where} lacks {self.architecture}.{key}, without which its model is unknown"
+            )
         value = self.get(key)
         if not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self.error(key, "which is no positive number")
@@ -215,7 +247,11 @@ class _Keys:
 def row(metadata: Mapping[str, Any]) -> Architecture:
     """Return the row of a file: experts in a llama make it a Mixtral."""
     architecture = str(metadata["general.architecture"])
-    return _MIXTRAL if architecture == "llama" and metadata.get("llama.expert_count") else ARCHITECTURES[architecture]
+    return (
+        _MIXTRAL
+        if architecture == "llama" and metadata.get("llama.expert_count")
+        else ARCHITECTURES[architecture]
+    )
 
 
 def settings_of(
@@ -233,7 +269,8 @@ def settings_of(
         factors: the values of the row's tensors with frequency factors that are there.
 
     Raises:
-        ValueError: a key is missing; or one is there that is not known to change nothing: its name and value.
+        ValueError: a key is missing; or one is there that is not known to change nothing: its name
+            and value.
     """
     architecture = str(metadata["general.architecture"])
     known = row(metadata)
@@ -244,10 +281,16 @@ def settings_of(
     for key, setting in known.optional.items():
         if key in keys.values:
             settings[setting] = keys.need(key)
-    settings["num_key_value_heads"] = keys.get("attention.head_count_kv", settings["num_attention_heads"])
+    settings["num_key_value_heads"] = keys.get(
+        "attention.head_count_kv", settings["num_attention_heads"]
+    )
     settings |= _head_width(keys, known, settings)
     settings |= _widths_of_experts(known, shapes)
-    settings |= {setting: True for part, setting in known.biases.items() if any(part in name for name in shapes)}
+    settings |= {
+        setting: True
+        for part, setting in known.biases.items()
+        if any(part in name for name in shapes)
+    }
     for name in ("bos", "eos", "pad"):
         spelt = "padding" if name == "pad" else name
         settings[f"{name}_token_id"] = metadata.get(f"tokenizer.ggml.{spelt}_token_id")
@@ -270,25 +313,42 @@ def _head_width(keys: _Keys, known: Architecture, settings: Mapping[str, Any]) -
     even = hidden // heads
     width = keys.get("attention.key_length", even)
     if not isinstance(width, int) or not 0 < width <= _WIDEST_HEAD:
-        raise ValueError(f"{keys.where} has heads of {width} dimensions, which is no width from 1 to {_WIDEST_HEAD}")
+        raise ValueError(
+            f"{keys.where} has heads of {width} dimensions, which is no width from 1 to"
+            f" {_WIDEST_HEAD}"
+        )
     if not known.free_head_width:
-        keys.must("attention.key_length", even, why=f"and its architecture has heads of {hidden} / {heads}")
+        keys.must(
+            "attention.key_length",
+            even,
+            why=f"and its architecture has heads of {hidden} / {heads}",
+        )
     for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
         keys.must(key, width, why=f"and every head is {width} wide, as its queries are")
     keys.must("embedding_length_out", hidden, why=f"and the model is {hidden} wide")
     return {"head_dim": width} if known.free_head_width else {}
 
 
-def _widths_of_experts(known: Architecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _widths_of_experts(
+    known: Architecture, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
     """Return the widths of experts, which are those of the tensors."""
-    widths = {name.partition("ffn_")[2]: shape[-2] for name, shape in shapes.items() if len(shape) > 1}
-    names = {"moe_intermediate_size": "gate_exps.weight", "shared_expert_intermediate_size": "gate_shexp.weight"}
+    widths = {
+        name.partition("ffn_")[2]: shape[-2] for name, shape in shapes.items() if len(shape) > 1
+    }
+    names = {
+        "moe_intermediate_size": "gate_exps.weight",
+        "shared_expert_intermediate_size": "gate_shexp.weight",
+    }
     mixture = known.model_type in ("qwen2_moe", "qwen3_moe")
-    return {setting: widths[tensor] for setting, tensor in names.items() if mixture and tensor in widths}
+    return {
+        setting: widths[tensor] for setting, tensor in names.items() if mixture and tensor in widths
+    }
 
 
 def _gemma(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return windows and the scale of queries, which llama.cpp derives from the number of blocks."""
+    """Return windows and the scale of queries, which llama.cpp derives from the number of
+    blocks."""
     blocks = settings["num_hidden_layers"]
     large = blocks == _GEMMA_27B[keys.architecture]
     even = settings["hidden_size"] // settings["num_attention_heads"]
@@ -310,21 +370,24 @@ def _gemma(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(blocks: int, period: int) -> list[str]:
-    """Return kinds of attention where every ``period``-th block sees all; 0: every block has a window, as llama.cpp reads
-    it."""
+    """Return kinds of attention where every ``period``-th block sees all; 0: every block has a
+    window, as llama.cpp reads it."""
     slides = [period == 0 or block % period < period - 1 for block in range(blocks)]
     return ["sliding_attention" if slide else "full_attention" for slide in slides]
 
 
 def _windows(keys: _Keys, settings: Mapping[str, Any]) -> None:
-    """Refuse a window that llama.cpp does not open in this architecture, where a text could be longer."""
+    """Refuse a window that llama.cpp does not open in this architecture, where a text could be
+    longer."""
     key = "attention.sliding_window"
     if key in keys.used or key not in keys.values or keys.architecture in ("phi3", "gemma2"):
         keys.used.add(key)
         return
     if not (keys.get(key) == 0 or keys.get(key) >= settings["max_position_embeddings"]):
         raise keys.error(
-            key, f"and llama.cpp has no windows in {keys.architecture}: it is unclear which model is meant"
+            key,
+            f"and llama.cpp has no windows in {keys.architecture}: it is unclear which model is"
+            " meant",
         )
 
 
@@ -332,41 +395,58 @@ def _refuse_others(keys: _Keys, known: Architecture) -> None:
     keys.used.update(_HARMLESS)
     for key, allowed in {**_OFF, **known.neutral}.items():
         if key not in keys.used:
-            keys.must(key, *allowed, why="which is not read here, and changes what the model computes")
+            keys.must(
+                key, *allowed, why="which is not read here, and changes what the model computes"
+            )
     others = sorted(keys.values.keys() - keys.used)
     if others:
-        raise keys.error(others[0], "which is not read here, and may change what the model computes")
+        raise keys.error(
+            others[0], "which is not read here, and may change what the model computes"
+        )
 
 
 def _rotary(
-    keys: _Keys, known: Architecture, settings: Mapping[str, Any], factors: Mapping[str, Sequence[float]]
+    keys: _Keys,
+    known: Architecture,
+    settings: Mapping[str, Any],
+    factors: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    """Return rotary positions: base, scaling, frequency factors and the part of a head that is turned."""
+    """Return rotary positions: base, scaling, frequency factors and the part of a head that is
+    turned."""
     width = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
     turned = keys.get("rope.dimension_count", width)
-    keys.must("rope.dimension_count_swa", turned, why=f"and {turned} dimensions are turned in all blocks")
+    keys.must(
+        "rope.dimension_count_swa", turned, why=f"and {turned} dimensions are turned in all blocks"
+    )
     if turned != width and (not known.partial_rotary or not 0 < turned < width or turned % 2):
         raise keys.error(
-            "rope.dimension_count", f"and a head of {width} dimensions is turned whole in this architecture"
+            "rope.dimension_count",
+            f"and a head of {width} dimensions is turned whole in this architecture",
         )
     base = keys.need("rope.freq_base") if "rope.freq_base" in keys.values else 10000.0
     scaling = _scaling(keys, known, settings["max_position_embeddings"], factors, turned)
     full = scaling.parameters(base)
     sliding_base = keys.get("rope.freq_base_swa", 10000.0)
     if keys.architecture == "gemma3":
-        sliding = scaling.unscaled().parameters(sliding_base if settings["sliding_window"] else base)
+        sliding = scaling.unscaled().parameters(
+            sliding_base if settings["sliding_window"] else base
+        )
         return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
     keys.must("rope.freq_base_swa", base, why=f"and the model has one base, {base:g}")
     if known.partial_rotary:
         full["partial_rotary_factor"] = turned / width
-        return {"rope_parameters": full, "original_max_position_embeddings": scaling.original_length}
+        return {
+            "rope_parameters": full,
+            "original_max_position_embeddings": scaling.original_length,
+        }
     return {"rope_parameters": full}
 
 
 @dataclass(frozen=True, slots=True)
 class _Scaling:
-    """The scaling of rotary frequencies, as llama.cpp applies it: a frequency is divided by ``factor`` and by its dimension's
-    factor, and cosines and sines are multiplied by ``attention``."""
+    """The scaling of rotary frequencies, as llama.cpp applies it: a frequency is divided by
+    ``factor`` and by its dimension's factor, and cosines and sines are multiplied by
+    ``attention``."""
 
     kind: str
     factor: float
@@ -392,7 +472,11 @@ class _Scaling:
         if plain and self.attention == 1 and "linear" in self.types:
             return {"rope_type": "linear", **scaled}
         one_set = self.short == self.long and self.attention == 1 == self.factor
-        published = _llama3(self.short, base, self.original_length) if one_set and "llama3" in self.types else None
+        published = (
+            _llama3(self.short, base, self.original_length)
+            if one_set and "llama3" in self.types
+            else None
+        )
         if published is not None:
             return {"rope_theta": base, **published}
         return {
@@ -410,10 +494,14 @@ class _Scaling:
 
 
 def _scaling(
-    keys: _Keys, known: Architecture, length: int, factors: Mapping[str, Sequence[float]], turned: int
+    keys: _Keys,
+    known: Architecture,
+    length: int,
+    factors: Mapping[str, Sequence[float]],
+    turned: int,
 ) -> _Scaling:
-    """Return the scaling that a file says. ``length``: tokens of the model's context; ``turned``: rotary dimensions of a
-    head."""
+    """Return the scaling that a file says. ``length``: tokens of the model's context; ``turned``:
+    rotary dimensions of a head."""
     kind = keys.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise keys.error("rope.scaling.type", "and read are none, linear, yarn and longrope")
@@ -422,35 +510,43 @@ def _scaling(
     if kind == "none" and factor != 1:
         if keys.architecture == "gemma2":
             raise keys.error(
-                "rope.scaling.type", f"and a factor of {factor:g}, which llama.cpp applies in some blocks then"
+                "rope.scaling.type",
+                f"and a factor of {factor:g}, which llama.cpp applies in some blocks then",
             )
         factor = 1.0
     attention = keys.number("rope.scaling.attn_factor", 1)
     length = int(keys.number("rope.scaling.original_context_length", length))
     if not (0 < factor < math.inf and 0 < attention < math.inf and length > 1):
         numbers = f"factor {factor:g}, attn_factor {attention:g}, original_context_length {length}"
-        raise ValueError(f"{keys.where} has {keys.architecture}.rope.scaling.* that are no positive numbers: {numbers}")
+        raise ValueError(
+            f"{keys.where} has {keys.architecture}.rope.scaling.* that are no positive numbers:"
+            f" {numbers}"
+        )
     names = LONG_FACTORS if kind == "longrope" and known.factors else known.factors
     if factors and set(factors) != set(names):
         raise ValueError(
-            f"{keys.where} has {' and '.join(sorted(factors))}, and with scaling of type {kind} its architecture reads"
+            f"{keys.where} has {' and '.join(sorted(factors))}, and with scaling of type {kind}"
+            " its architecture reads"
             f" {' with '.join(names) or 'no such tensor'}"
         )
     for name, values in factors.items():
         if len(values) != turned // 2 or not all(0 < value < math.inf for value in values):
             raise ValueError(
-                f"{keys.where}: {name} must have {turned // 2} positive numbers, half of a head's {turned}"
+                f"{keys.where}: {name} must have {turned // 2} positive numbers, half of a head's"
+                f" {turned}"
             )
     ones = (1.0,) * (turned // 2)
     short, long = (tuple(factors.get(name, ones)) for name in (names[:1] + names[-1:] or ("", "")))
     if kind == "yarn" and factor != 1 and (factors or "yarn" not in known.rotary_types):
-        raise keys.error("rope.scaling.type", "which is read neither in phi3 nor together with frequency factors")
+        raise keys.error(
+            "rope.scaling.type", "which is read neither in phi3 nor together with frequency factors"
+        )
     return _Scaling(kind, factor, attention, length, short, long, known.rotary_types)
 
 
 def _llama3(factors: Sequence[float], base: float, length: int) -> dict[str, Any] | None:
-    """Return the scaling of Llama 3.1 to 3.3 by whose published constants the factors were computed; None where they were
-    not."""
+    """Return the scaling of Llama 3.1 to 3.3 by whose published constants the factors were
+    computed; None where they were not."""
     factor = max(factors)
     low = 1.0
     high = 4.0
@@ -460,7 +556,14 @@ def _llama3(factors: Sequence[float], base: float, length: int) -> dict[str, Any
             turns = original * base ** (-pair / len(factors)) / (2 * math.pi)
             smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
             expected.append(1 / ((1 - smooth) / factor + smooth))
-        if all(math.isclose(one, two, rel_tol=1e-5) for one, two in zip(expected, factors, strict=True)):
-            kind = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+        if all(
+            math.isclose(one, two, rel_tol=1e-5) for one, two in zip(expected, factors, strict=True)
+        ):
+            kind = {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+            }
             return {**kind, "original_max_position_embeddings": original}
     return None

@@ -1,11 +1,11 @@
-"""The ways in which llama.cpp splits text before it joins byte pairs, by their names in GGUF, as steps of a tokenizer.json.
+"""The ways in which llama.cpp splits text before it joins byte pairs, by their names in GGUF, as
+steps of a tokenizer.json.
 
-A table for both directions: ``blockwalk gguf`` finds the name of a tokenizer's steps, and a file that is read gets the
-steps of its name. No torch, no transformers.
+A table for both directions: ``blockwalk gguf`` finds the name of a tokenizer's steps, and a file
+that is read gets the steps of its name. No torch, no transformers.
 
-Source: the patterns of the models' own tokenizers (Llama 3, Qwen2, Qwen3.5, Mistral Nemo, GPT-4o), which llama.cpp knows by
-``tokenizer.ggml.pre``.
-"""
+Source: the patterns of the models' own tokenizers (Llama 3, Qwen2, Qwen3.5, Mistral Nemo, GPT-4o),
+which llama.cpp knows by ``tokenizer.ggml.pre``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ _ALIASES = {
 }
 _NAMES = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
 WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
-"""The names under which llama.cpp takes a word that is a token as it is, whether or not merges lead to it."""
+"""The names under which llama.cpp takes a word that is a token as it is, whether or not merges lead
+to it."""
 _UNSAID = ("", "default")
 """The names under which a file leaves open how it splits, as those of before May 2024 do."""
 
@@ -71,16 +72,29 @@ def pre_tokenizer(name: str) -> dict[str, Any] | None:
     steps = SPLITS.get(_NAMES.get(name, name))
     if steps is None:
         raise ValueError(
-            f"splits text as {name!r} (tokenizer.ggml.pre), which is not known here, and its tokens would be others; known"
+            f"splits text as {name!r} (tokenizer.ggml.pre), which is not known here, and its"
+            " tokens would be others; known"
             f" are {', '.join(sorted({*SPLITS, *_NAMES}))}"
         )
     parts: list[dict[str, Any]] = []
     for kind, pattern in steps:
         if kind == "Split":
-            parts.append({"type": kind, "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False})
+            parts.append(
+                {
+                    "type": kind,
+                    "pattern": {"Regex": pattern},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+            )
         elif kind == "Digits":
             parts.append({"type": kind, "individual_digits": True})
-    letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": _GPT2 in steps}
+    letters = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": _GPT2 in steps,
+    }
     return {"type": "Sequence", "pretokenizers": [*parts, letters]}
 
 
@@ -114,4 +128,9 @@ def in_order(tokenizer: dict[str, Any], model: str, name: str, *, blank: bool) -
     decoder: dict[str, Any] = dict(tokenizer.get("decoder") or {})
     if "decoders" in decoder:  # a Strip takes off the blank that was put before
         decoder["decoders"] = [step for step in decoder["decoders"] if step["type"] != "Strip"]
-    return {**tokenizer, "normalizer": normalizer, "pre_tokenizer": None, "decoder": decoder or None}
+    return {
+        **tokenizer,
+        "normalizer": normalizer,
+        "pre_tokenizer": None,
+        "decoder": decoder or None,
+    }

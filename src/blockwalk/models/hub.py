@@ -1,8 +1,8 @@
 """Files of a repository of the hub: read, in huggingface_hub's cache, and written.
 
-The cache, the token (``HF_TOKEN``, ``hf auth login``) and the endpoint (``HF_ENDPOINT``) are huggingface_hub's own. Without a
-network, or with ``HF_HUB_OFFLINE=1``, what the cache holds is taken.
-"""
+The cache, the token (``HF_TOKEN``, ``hf auth login``) and the endpoint (``HF_ENDPOINT``) are
+huggingface_hub's own. Without a network, or with ``HF_HUB_OFFLINE=1``, what the cache holds is
+taken."""
 
 from __future__ import annotations
 
@@ -16,33 +16,44 @@ from typing import Any
 
 
 def without_password(text: str) -> str:
-    """Return the text without the user and the password of addresses in it: ``https://user:password@host`` becomes
-    ``https://host``."""
+    """Return the text without the user and the password of addresses in it:
+    ``https://user:password@host`` becomes ``https://host``."""
     return re.sub(r"(\w+://)[^/\s]*@", r"\1", text)
 
 
 @lru_cache
 def download(repo: str, revision: str | None, *files: str) -> Path:
-    """Return the folder in the hub's cache that holds these files of a repository (patterns), those of them that there are;
-    asked of the hub once in a process.
+    """Return the folder in the hub's cache that holds these files of a repository (patterns), those
+    of them that there are; asked of the hub once in a process.
 
     Raises:
-        ValueError: the hub has no such repository or revision, does not show it to this user, or cannot be reached while the
-            cache does not have it.
+        ValueError: the hub has no such repository or revision, does not show it to this user, or
+            cannot be reached while the cache does not have it.
     """
     from huggingface_hub import constants, errors, snapshot_download
 
-    # It warns of a pattern that no file has: which of two kinds of weights there is, is found out so.
+    # It warns of a pattern that no file has: which of two kinds of weights there is, is found out
+    # so.
     logging.getLogger("huggingface_hub._snapshot_download").setLevel(logging.ERROR)
     folders = [] if any("/" in name for name in files) else ["*/*"]
     endpoint = without_password(constants.ENDPOINT)
     page = f"{endpoint}/{repo}"
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(files), ignore_patterns=folders))
+        return Path(
+            snapshot_download(
+                repo, revision=revision, allow_patterns=list(files), ignore_patterns=folders
+            )
+        )
     except errors.GatedRepoError:
-        reason = f"its owners ask who reads it: accept their terms at {page}, then run hf auth login, or set HF_TOKEN"
+        reason = (
+            f"its owners ask who reads it: accept their terms at {page}, then run hf auth login,"
+            " or set HF_TOKEN"
+        )
     except errors.RepositoryNotFoundError:
-        reason = f"{endpoint} has none, or it is private: run hf auth login, or set HF_TOKEN; or give a folder"
+        reason = (
+            f"{endpoint} has none, or it is private: run hf auth login, or set HF_TOKEN; or give"
+            " a folder"
+        )
     except errors.RevisionNotFoundError:
         reason = f"it has no revision {revision}; its branches and tags stand at {page}/tree/main"
     except errors.LocalEntryNotFoundError as error:
@@ -52,7 +63,9 @@ def download(repo: str, revision: str | None, *files: str) -> Path:
             if offline
             else f"{endpoint} cannot be reached: {without_password(str(error.__cause__))}"
         )
-        reason = f"{why}, and the cache does not have all of it; give the folder of a downloaded model"
+        reason = (
+            f"{why}, and the cache does not have all of it; give the folder of a downloaded model"
+        )
     except OSError as error:  # what else the hub answers
         reason = f"{endpoint} says: {without_password(str(error).partition(chr(10))[0])}"
     raise ValueError(f"model: there is no folder {repo}, and as a name of the hub: {reason}")
@@ -76,7 +89,9 @@ def upload(repo: str, files: Mapping[str, Path]) -> str:
     from huggingface_hub import CommitOperationAdd, constants
 
     added = [CommitOperationAdd(name, path) for name, path in files.items()]
-    _asked(repo, lambda api: api.create_commit(repo, added, commit_message="Trained with Blockwalk"))
+    _asked(
+        repo, lambda api: api.create_commit(repo, added, commit_message="Trained with Blockwalk")
+    )
     return f"{without_password(constants.ENDPOINT)}/{repo}"
 
 
@@ -93,5 +108,6 @@ def _asked(repo: str, ask: Callable[[Any], object]) -> None:
         why = without_password(str(error).partition("\n")[0])
         where = without_password(str(api.endpoint))
         raise ValueError(
-            f"{repo} cannot be written at {where}: {why}; run hf auth login, or set HF_TOKEN, for an account that may"
+            f"{repo} cannot be written at {where}: {why}; run hf auth login, or set HF_TOKEN, for"
+            " an account that may"
         ) from error

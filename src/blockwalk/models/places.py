@@ -1,4 +1,5 @@
-"""Places of outputs, compared with what is read to make them: a result must not lie over its own sources."""
+"""Places of outputs, compared with what is read to make them: a result must not lie over its own
+sources."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
 
 Identity = tuple[int, int]
-"""Device and inode: equal for hard links, bind mounts, and spellings that a file system takes for one."""
+"""Device and inode: equal for hard links, bind mounts, and spellings that a file system takes for
+one."""
 
 
 def model_paths(model: StrPath) -> list[Path]:
-    """Return the folder of a model, its GGUF file if it is one, and every file that a link in them leads to.
+    """Return the folder of a model, its GGUF file if it is one, and every file that a link in them
+    leads to.
 
     Raises:
         ValueError: there is no such model.
@@ -38,11 +41,19 @@ def data_paths(source: str) -> list[Path]:
 
 
 def _with_targets(folders: list[Path]) -> list[Path]:
-    links = [file for folder in folders if folder.is_dir() for file in folder.iterdir() if file.is_symlink()]
+    links = [
+        file
+        for folder in folders
+        if folder.is_dir()
+        for file in folder.iterdir()
+        if file.is_symlink()
+    ]
     return [*folders, *(link.resolve() for link in links)]
 
 
-def refuse_overlap(place: StrPath, sources: Mapping[str, list[Path]], setting: str, *, inside: bool = True) -> None:
+def refuse_overlap(
+    place: StrPath, sources: Mapping[str, list[Path]], setting: str, *, inside: bool = True
+) -> None:
     """Refuse an output whose place is a source, holds one, or lies in one.
 
     Args:
@@ -59,13 +70,15 @@ def refuse_overlap(place: StrPath, sources: Mapping[str, list[Path]], setting: s
             relation = _relation(Path(place), path, inside)
             if relation is not None:
                 raise ValueError(
-                    f"{os.fspath(place)} {relation} {kind} ({path}), which is read and never written over: choose another"
+                    f"{os.fspath(place)} {relation} {kind} ({path}), which is read and never"
+                    " written over: choose another"
                     f" {setting}"
                 )
 
 
 def refuse_output(out: StrPath, setting: str = "output", **sources: list[Path]) -> None:
-    """Refuse an output that exists already, or lies over ``sources``, as :func:`refuse_overlap` says.
+    """Refuse an output that exists already, or lies over ``sources``, as :func:`refuse_overlap`
+    says.
 
     Raises:
         ValueError: it does.
@@ -75,20 +88,25 @@ def refuse_output(out: StrPath, setting: str = "output", **sources: list[Path]) 
 
 
 def _relation(place: Path, source: Path, inside: bool) -> str | None:
-    """Return the relation of a place to a source, as a verb; None: they have nothing to do with one another."""
+    """Return the relation of a place to a source, as a verb; None: they have nothing to do with one
+    another."""
     real_place = Path(os.path.realpath(place))
     real_source = Path(os.path.realpath(source))
     taken = _identity(real_place)
     read = _identity(real_source)
     if real_place == real_source or (taken is not None and taken == read):
         return "is"
-    if real_source.is_relative_to(real_place) or (taken is not None and taken in _around(real_source)):
+    if real_source.is_relative_to(real_place) or (
+        taken is not None and taken in _around(real_source)
+    ):
         return "holds"
     if read is not None and read in _below(real_place):
         return "holds"
     if not inside:
         return None
-    if real_place.is_relative_to(real_source) or not _below(real_source).isdisjoint(_around(real_place)):
+    if real_place.is_relative_to(real_source) or not _below(real_source).isdisjoint(
+        _around(real_place)
+    ):
         return "lies in"
     return None
 
@@ -107,7 +125,8 @@ def _around(path: Path) -> set[Identity]:
 
 
 def _below(path: Path) -> set[Identity]:
-    """Return a folder, if it is one, and the folders in it: one of them may be mounted elsewhere too."""
+    """Return a folder, if it is one, and the folders in it: one of them may be mounted elsewhere
+    too."""
     return set(_identities(path)) if path.is_dir() else set()
 
 

@@ -17,7 +17,8 @@ def text_config(model: StrPath) -> dict[str, Any]:
 
 
 def positions_of(model: StrPath) -> int:
-    """Return tokens of the longest sequence that a model was made for; 0 where its configuration does not say."""
+    """Return tokens of the longest sequence that a model was made for; 0 where its configuration
+    does not say."""
     found = text_config(model)
     positions = int(found.get("max_position_embeddings") or found.get("n_positions") or 0)
     rotary = found.get("rope_parameters") or found.get("rope_scaling") or {}

@@ -18,7 +18,8 @@ KEYS = ("quantization_config", "compression_config")
 
 
 def quantisation(folder: Path) -> tuple[Codec, dict[str, Any]] | None:
-    """Return the codec of a model folder's quantised matrices, and what its tool says of them; None where nothing is quantised.
+    """Return the codec of a model folder's quantised matrices, and what its tool says of them; None
+    where nothing is quantised.
 
     A composite model's configuration tells it outside, or in the part of the text model.
 
@@ -35,11 +36,15 @@ def quantisation(folder: Path) -> tuple[Codec, dict[str, Any]] | None:
         if found is None:
             return None
         method = found.get("quant_method", "no name")
-        method = "bitsandbytes" if method == "no name" and "bnb_4bit_quant_type" in found else method
+        method = (
+            "bitsandbytes" if method == "no name" and "bnb_4bit_quant_type" in found else method
+        )
         codec = METHODS.get(method)
     if codec is None:
         raise ValueError(
-            f"{config}: the weights are quantised already (quant_method {method}), which is not read; read are"
-            f" {', '.join(METHODS)}, and GGUF files: take the model that it was made from, or one of those"
+            f"{config}: the weights are quantised already (quant_method {method}), which is not"
+            " read; read are"
+            f" {', '.join(METHODS)}, and GGUF files: take the model that it was made from, or one"
+            " of those"
         )
     return codec, found

@@ -1,4 +1,5 @@
-"""The folders that a run leaves, found from its own: the adapter, the model, and the file of its settings."""
+"""The folders that a run leaves, found from its own: the adapter, the model, and the file of its
+settings."""
 
 from __future__ import annotations
 
@@ -13,10 +14,15 @@ SETTINGS = "config.yaml"
 
 
 def adapter_of(folder: StrPath) -> Path:
-    """Return the adapter that a folder is, or that the run in it has trained; the folder itself where it holds neither."""
+    """Return the adapter that a folder is, or that the run in it has trained; the folder itself
+    where it holds neither."""
     path = Path(folder).expanduser()
     inner = path / "adapter"
-    return inner if not (path / ADAPTER_CONFIG).is_file() and (inner / ADAPTER_CONFIG).is_file() else path
+    return (
+        inner
+        if not (path / ADAPTER_CONFIG).is_file() and (inner / ADAPTER_CONFIG).is_file()
+        else path
+    )
 
 
 def is_model(folder: StrPath) -> bool:

@@ -1,5 +1,6 @@
-"""A safetensors file, written a piece at a time (github.com/huggingface/safetensors): 8 bytes little-endian length, a JSON
-header, the bytes. Its mode is that of every other file: what the umask leaves of 0666."""
+"""A safetensors file, written a piece at a time (github.com/huggingface/safetensors): 8 bytes
+little-endian length, a JSON header, the bytes. Its mode is that of every other file: what the umask
+leaves of 0666."""
 
 from __future__ import annotations
 
@@ -50,13 +51,18 @@ def write(path: StrPath, entries: Mapping[str, Entry], pieces: Iterable[Tensor])
     Args:
         path: the file; it is not synced.
         entries: the tensors, in the order of the file.
-        pieces: their values in that order, each tensor in one piece or several; a piece is of its tensor's dtype.
+        pieces: their values in that order, each tensor in one piece or several; a piece is of its
+            tensor's dtype.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, entry in entries.items():
         stop = offset + entry.nbytes
-        header[name] = {"dtype": _NAME[entry.dtype], "shape": list(entry.shape), "data_offsets": [offset, stop]}
+        header[name] = {
+            "dtype": _NAME[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, stop],
+        }
         offset = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data starts aligned

@@ -22,11 +22,15 @@ def read_template(path: Path) -> str:
         ValueError: it is too large for one, or no text.
     """
     if path.stat().st_size > LARGEST:
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes; a chat template has {LARGEST:,} at most")
+        raise ValueError(
+            f"{path} has {path.stat().st_size:,} bytes; a chat template has {LARGEST:,} at most"
+        )
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is a chat template that is not UTF-8 text: save it as UTF-8") from None
+        raise ValueError(
+            f"{path} is a chat template that is not UTF-8 text: save it as UTF-8"
+        ) from None
 
 
 def saved_with(folder: StrPath | None) -> str:

@@ -1,8 +1,9 @@
-"""Pending zeroth-order entries applied to whole tensors as operators: many tensors in one launch of an accelerator's kernel.
+"""Pending zeroth-order entries applied to whole tensors as operators: many tensors in one launch of
+an accelerator's kernel.
 
-The arithmetic is that of zeroth-order updates by a rule that is a sum of the queries' noise: of each entry in turn θ ← θ·decay,
-then θ ← θ + factor·z for each query, then rounded as the tensor's tier keeps it.
-"""
+The arithmetic is that of zeroth-order updates by a rule that is a sum of the queries' noise: of
+each entry in turn θ ← θ·decay, then θ ← θ + factor·z for each query, then rounded as the tensor's
+tier keeps it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def _advance(
 ) -> None:
     assert not (entries and outs), "entries change the masters, or a perturbation goes into others"
     if kernels:
-        kernels.updates.advance(masters, outs, starts, words, factors, entries, queries, rounding, kind)
+        kernels.updates.advance(
+            masters, outs, starts, words, factors, entries, queries, rounding, kind
+        )
         return
     numbers = zip(_pairs(words), factors, strict=True)
     for n, (master, start) in enumerate(zip(masters, starts, strict=True)):
@@ -41,7 +44,9 @@ def _advance(
         flat = master.view(-1)
         for _ in range(entries):
             x, key = _entry_(flat.float(), start, numbers, queries, kind)
-            cpu.write(Write(x, flat, None, start, 0.0, None, key if rounding else None, place, None))
+            cpu.write(
+                Write(x, flat, None, start, 0.0, None, key if rounding else None, place, None)
+            )
         if outs:
             key, scale = next(numbers)
             cpu.write(Write(flat, outs[n].view(-1), key, start, scale, kind, None, place, None))
@@ -61,10 +66,13 @@ def _advance_rows(
     kind: NoiseKind,
 ) -> None:
     if kernels:
-        kernels.updates.advance_rows(scales, codes, origin, words, factors, entries, queries, rounding, kind)
+        kernels.updates.advance_rows(
+            scales, codes, origin, words, factors, entries, queries, rounding, kind
+        )
         return
     numbers = zip(_pairs(words), factors, strict=True)
-    layout, encode = Layout(tuple(codes.shape), Codec(codec)), matrix_codec(Codec(codec)).encode
+    layout = Layout(tuple(codes.shape), Codec(codec))
+    encode = matrix_codec(Codec(codec)).encode
     assert encode is not None
     for _ in range(entries):
         x, key = _entry_(codes.float() * scales, origin, numbers, queries, kind)
@@ -78,12 +86,25 @@ def _pairs(words: Sequence[int]) -> list[Words]:
 def _entry_(
     x: Tensor, start: int, numbers: Iterator[tuple[Words, float]], queries: int, kind: NoiseKind
 ) -> tuple[Tensor, Words]:
-    """Return ``x`` (float32, in place) after the next entry of ``numbers``, and the key of its rounding."""
+    """Return ``x`` (float32, in place) after the next entry of ``numbers``, and the key of its
+    rounding."""
     rounding, decay = next(numbers)
     x.mul_(decay)
     for _ in range(queries):
         key, factor = next(numbers)
-        cpu.write(Write(x.view(-1), x.view(-1), key, start, factor, kind, None, Window(1, x.numel(), 0), None))
+        cpu.write(
+            Write(
+                x.view(-1),
+                x.view(-1),
+                key,
+                start,
+                factor,
+                kind,
+                None,
+                Window(1, x.numel(), 0),
+                None,
+            )
+        )
     return x, rounding
 
 

@@ -1,9 +1,10 @@
-"""The device that blocks compute on, a CPU or one accelerator of any kind that torch knows, and the host memory beside it.
+"""The device that blocks compute on, a CPU or one accelerator of any kind that torch knows, and the
+host memory beside it.
 
-Streams and events are torch's own for all accelerators. Host memory that copies need not wait for is torch's pinned memory, or,
-on a device with a row in :data:`REGISTRARS`, mapped and registered: torch rounds each pinned allocation up to a power of two,
-which for a model of 350 GB takes 200 GB more.
-"""
+Streams and events are torch's own for all accelerators. Host memory that copies need not wait for
+is torch's pinned memory, or, on a device with a row in :data:`REGISTRARS`, mapped and registered:
+torch rounds each pinned allocation up to a power of two, which for a model of 350 GB takes 200 GB
+more."""
 
 from __future__ import annotations
 
@@ -19,16 +20,19 @@ from torch import Tensor
 from blockwalk.system.card import Card
 
 PIECE = 32 << 30
-"""Bytes of host memory that are registered at once, at most: drivers refuse 512 GiB in small pages."""
+"""Bytes of host memory that are registered at once, at most: drivers refuse 512 GiB in small
+pages."""
 
 
-BY_NAME = {"mps": "Apple's GPU computes without float64 and without our kernels, and nothing was tried on it"}
+BY_NAME = {
+    "mps": "Apple's GPU computes without float64 and without our kernels, and nothing was tried on it"
+}
 """Types of accelerators that are taken only where somebody names them, with the reason."""
 
 
 def chosen(named: str | torch.device | None = None) -> torch.device:
-    """Return the device that is named, or else ``BLOCKWALK_DEVICE``, or else torch's accelerator where there is one, or
-    else the CPU. A device of :data:`BY_NAME` is never taken unnamed.
+    """Return the device that is named, or else ``BLOCKWALK_DEVICE``, or else torch's accelerator
+    where there is one, or else the CPU. A device of :data:`BY_NAME` is never taken unnamed.
 
     An accelerator always has its number: without one it would be another device in each thread.
 
@@ -41,11 +45,18 @@ def chosen(named: str | torch.device | None = None) -> torch.device:
     device = torch.device(asked or unnamed)
     if device.type == "cpu":
         return torch.device("cpu")
-    count = torch.accelerator.device_count() if there is not None and there.type == device.type else 0
-    index = torch.accelerator.current_device_index() if device.index is None and count else device.index or 0
+    count = (
+        torch.accelerator.device_count() if there is not None and there.type == device.type else 0
+    )
+    index = (
+        torch.accelerator.current_device_index()
+        if device.index is None and count
+        else device.index or 0
+    )
     if index >= count:
         raise ValueError(
-            f"device {asked} is not here: torch {torch.__version__} finds {count} of its type; set --device or BLOCKWALK_DEVICE"
+            f"device {asked} is not here: torch {torch.__version__} finds {count} of its type;"
+            " set --device or BLOCKWALK_DEVICE"
             " to one that is, or to cpu"
         )
     return torch.device(device.type, index)
@@ -56,35 +67,47 @@ def is_cpu(device: torch.device) -> bool:
 
 
 def described(device: torch.device) -> str:
-    """Return a run's device in words: an accelerator with its model, a processor with the reason why no accelerator was
-    taken."""
+    """Return a run's device in words: an accelerator with its model, a processor with the reason
+    why no accelerator was taken."""
     if device.type in BY_NAME:
         return f"{device}; {BY_NAME[device.type]}"
     if not is_cpu(device):
-        rocm = "; ROCm: our kernels compile for it, and nothing was tried on it" if torch.version.hip else ""
+        rocm = (
+            "; ROCm: our kernels compile for it, and nothing was tried on it"
+            if torch.version.hip
+            else ""
+        )
         return ", ".join(filter(None, (str(device), model_of(device)))) + rocm
     if os.environ.get("BLOCKWALK_DEVICE"):  # by its user's wish
         return str(device)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type in BY_NAME:
-        return f"{device}; {BY_NAME[accelerator.type]}: --device {accelerator.type} takes it all the same"
+        return (
+            f"{device}; {BY_NAME[accelerator.type]}: --device {accelerator.type} takes it all the"
+            " same"
+        )
     kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
     built = next((kind for kind, version in kinds.items() if version), None)
     if accelerator is None and built is not None:
         container = "; docker run needs --gpus all" if built == "CUDA" else ""
-        return f"{device}; torch {torch.__version__} is built for {built} and sees no such device{container}"
+        return (
+            f"{device}; torch {torch.__version__} is built for {built} and sees no such"
+            f" device{container}"
+        )
     return str(device)
 
 
 def model_of(device: torch.device) -> str:
-    """Return the name of an accelerator's model; empty where torch's module of its type does not tell it."""
+    """Return the name of an accelerator's model; empty where torch's module of its type does not
+    tell it."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return "" if name is None else str(name(device))
 
 
 def left_on(device: torch.device) -> int:
-    """Return bytes of an accelerator that a step's tensors may take: what the driver's context, loaded kernels,
-    communicators and other processes leave; 0 on a CPU, and where torch does not tell it."""
+    """Return bytes of an accelerator that a step's tensors may take: what the driver's context,
+    loaded kernels, communicators and other processes leave; 0 on a CPU, and where torch does not
+    tell it."""
     if is_cpu(device):
         return 0
     try:
@@ -118,7 +141,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-# ---- host memory ----------------------------------------------------------------------------------------------------
+# ---- host memory ---------------------------------------------------------------------------------
 
 
 def _cuda() -> tuple[Callable[[int, int], object], Callable[[int], object]]:
@@ -126,19 +149,24 @@ def _cuda() -> tuple[Callable[[int, int], object], Callable[[int], object]]:
 
     def register(address: int, nbytes: int) -> None:
         if code := int(runtime.cudaHostRegister(address, nbytes, 0)):
-            raise RuntimeError(f"cudaHostRegister of {nbytes / 1e9:.1f} GB of host memory failed with code {code}")
+            raise RuntimeError(
+                f"cudaHostRegister of {nbytes / 1e9:.1f} GB of host memory failed with code {code}"
+            )
 
     return register, runtime.cudaHostUnregister
 
 
-REGISTRARS: dict[str, Callable[[], tuple[Callable[[int, int], object], Callable[[int], object]]]] = {"cuda": _cuda}
-"""Functions, by type of device, that answer how pages (address, bytes) are registered with its driver, and (address) let go."""
+REGISTRARS: dict[
+    str, Callable[[], tuple[Callable[[int, int], object], Callable[[int], object]]]
+] = {"cuda": _cuda}
+"""Functions, by type of device, that answer how pages (address, bytes) are registered with its
+driver, and (address) let go."""
 
 
 def host_buffers(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Return zeroed buffers (CPU uint8) of these sizes in bytes, each at the beginning of a page where pages are
-    registered, of a cache line elsewhere, which copies to and from ``device`` need not wait for. Their memory goes with the
-    last of them."""
+    """Return zeroed buffers (CPU uint8) of these sizes in bytes, each at the beginning of a page
+    where pages are registered, of a cache line elsewhere, which copies to and from ``device`` need
+    not wait for. Their memory goes with the last of them."""
     out: list[Tensor] = []
     grain = mmap.PAGESIZE if device.type in REGISTRARS else 64
     rounded = [-(-size // grain) * grain for size in sizes]
@@ -153,7 +181,8 @@ def host_buffers(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
 
 
 def pieces(sizes: Sequence[int], most: int = PIECE) -> list[int]:
-    """Return the numbers of consecutive buffers that share a piece of at most ``most`` bytes; a larger buffer has its own."""
+    """Return the numbers of consecutive buffers that share a piece of at most ``most`` bytes; a
+    larger buffer has its own."""
     counts: list[int] = []
     room = 0
     for size in sizes:

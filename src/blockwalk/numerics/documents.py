@@ -1,9 +1,10 @@
-"""Attention of a packed row by its documents: each attends to itself alone, so that nothing is computed of the pairs of tokens
-that a mask would take away, nor, where the mask is causal within a document, of those above the diagonal.
+"""Attention of a packed row by its documents: each attends to itself alone, so that nothing is
+computed of the pairs of tokens that a mask would take away, nor, where the mask is causal within a
+document, of those above the diagonal.
 
-S tokens of the row, n documents of one length L (in 16 bits filled up to one of few, :mod:`blockwalk.numerics.row_tiles`), P
-tokens of all documents filled up, H heads, D features of a head.
-"""
+S tokens of the row, n documents of one length L (in 16 bits filled up to one of few,
+:mod:`blockwalk.numerics.row_tiles`), P tokens of all documents filled up, H heads, D features of a
+head."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ from torch.overrides import TorchFunctionMode
 from blockwalk.numerics.row_tiles import filled
 
 
-def by_document(position_ids_BS: Tensor | None, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Return the mode for blocks that compute in ``dtype`` on a batch of these positions: where it is one row of several
-    documents, on a processor."""
+def by_document(
+    position_ids_BS: Tensor | None, dtype: torch.dtype
+) -> AbstractContextManager[object]:
+    """Return the mode for blocks that compute in ``dtype`` on a batch of these positions: where it
+    is one row of several documents, on a processor."""
     if position_ids_BS is None or len(position_ids_BS) > 1 or position_ids_BS.device.type != "cpu":
         return nullcontext()
     begins = (position_ids_BS[0] == 0).nonzero().view(-1).tolist()
@@ -34,11 +37,12 @@ def by_document(position_ids_BS: Tensor | None, dtype: torch.dtype) -> AbstractC
 
 
 class ByDocument(TorchFunctionMode):
-    """A mode in which ``F.scaled_dot_product_attention`` of a row with itself, [1, H, S, D] under a boolean mask [1, 1, S, S],
-    is computed by documents, those of one length together.
+    """A mode in which ``F.scaled_dot_product_attention`` of a row with itself, [1, H, S, D] under a
+    boolean mask [1, 1, S, S], is computed by documents, those of one length together.
 
     Args:
-        spans: each document's first token and the one after its last, side by side; each token of padding is one.
+        spans: each document's first token and the one after its last, side by side; each token of
+            padding is one.
     """
 
     def __init__(self, spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
@@ -61,7 +65,13 @@ class ByDocument(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _attention(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
         row = (1, 1, self._tokens, self._tokens)
         own = len(query) == 1 and query.shape[-2] == key.shape[-2] == self._tokens and not args
@@ -73,11 +83,15 @@ class ByDocument(TorchFunctionMode):
             kwargs["is_causal"] = mask is None
             out_nHLD = F.scaled_dot_product_attention(q_nHLD, k_nHLD, v_nHLD, mask, **kwargs)
             outs.append(out_nHLD.transpose(1, 2).flatten(0, 1))
-        return _taken(torch.cat(outs), self._back_S, self._there_P, self._filling).transpose(0, 1)[None]
+        return _taken(torch.cat(outs), self._back_S, self._there_P, self._filling).transpose(0, 1)[
+            None
+        ]
 
     def _apart(self, row_1HSD: Tensor) -> list[Tensor]:
         """Return the documents of each group, [n, H, L, D]."""
-        rows_PHD = _taken(row_1HSD[0].transpose(0, 1), self._there_P, self._back_S, self._filling[:0])
+        rows_PHD = _taken(
+            row_1HSD[0].transpose(0, 1), self._there_P, self._back_S, self._filling[:0]
+        )
         parts = torch.split(rows_PHD, [index_nL.numel() for index_nL, _ in self._groups])
         return [
             part_pHD.view(*index_nL.shape, *part_pHD.shape[1:]).transpose(1, 2)
@@ -85,21 +99,26 @@ class ByDocument(TorchFunctionMode):
         ]
 
     def _within(self, mask_11SS: Tensor) -> list[Tensor | None]:
-        """Return the mask of each group's documents, [n, 1, L, L]; None where it is the causal one."""
+        """Return the mask of each group's documents, [n, 1, L, L]; None where it is the causal
+        one."""
         place = mask_11SS.data_ptr(), mask_11SS.stride()
         if place not in self._masks:
             found: list[Tensor | None] = []
             for index_nL, own_nL in self._groups:
-                mask_nLL = mask_11SS[0, 0][index_nL[:, :, None], index_nL[:, None, :]] & own_nL[:, None, :]
+                mask_nLL = (
+                    mask_11SS[0, 0][index_nL[:, :, None], index_nL[:, None, :]] & own_nL[:, None, :]
+                )
                 causal_nLL = torch.ones_like(mask_nLL).tril_()
-                found.append(None if torch.equal(mask_nLL[own_nL], causal_nLL[own_nL]) else mask_nLL[:, None])
+                found.append(
+                    None if torch.equal(mask_nLL[own_nL], causal_nLL[own_nL]) else mask_nLL[:, None]
+                )
             self._masks[place] = mask_11SS, found
         return self._masks[place][1]
 
 
 def _places(spans: list[tuple[int, int]], length: int) -> tuple[Tensor, Tensor]:
-    """Return places [n, L] in the row of documents' tokens, after the end the last token's again, and which are the
-    document's own."""
+    """Return places [n, L] in the row of documents' tokens, after the end the last token's again,
+    and which are the document's own."""
     begins_n1, ends_n1 = (torch.tensor(each)[:, None] for each in zip(*spans, strict=True))
     index_nL = begins_n1 + torch.arange(length)
     return index_nL.minimum(ends_n1 - 1), index_nL < ends_n1
@@ -110,7 +129,8 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, unread: Tensor) -> Tensor:
-        ctx.back, ctx.unread = back, unread
+        ctx.back = back
+        ctx.unread = unread
         return x.index_select(0, index)
 
     @staticmethod

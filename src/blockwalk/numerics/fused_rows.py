@@ -1,4 +1,5 @@
-"""The rows of a product up to which a card decodes a weight inside it, as ``benchmarks/gpu.sh`` measured them on this one."""
+"""The rows of a product up to which a card decodes a weight inside it, as ``benchmarks/gpu.sh``
+measured them on this one."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from blockwalk.system.card import facts_of
 
 
 def fused_rows(codec: Codec, device: torch.device, unmeasured: int) -> int:
-    """Return the most rows of a product whose weight, in ``codec``, is decoded inside it; ``unmeasured`` where the file of
-    figures does not tell."""
+    """Return the most rows of a product whose weight, in ``codec``, is decoded inside it;
+    ``unmeasured`` where the file of figures does not tell."""
     return int(_measured(device).get(codec, unmeasured))
 
 

@@ -1,8 +1,9 @@
-"""Linear layers whose frozen weight is never whole: it is decoded a chunk at a time, forward and backward.
+"""Linear layers whose frozen weight is never whole: it is decoded a chunk at a time, forward and
+backward.
 
-Each chunk is a range of *output* features of the product at hand, so that a slice of the result is complete in one
-matrix product: sums are never split over chunks. Forward, y = x·Wᵀ walks the rows of W [N, D]; backward, dX = dY·W walks
-its columns. Nothing is saved for backward but the provider.
+Each chunk is a range of *output* features of the product at hand, so that a slice of the result is
+complete in one matrix product: sums are never split over chunks. Forward, y = x·Wᵀ walks the rows
+of W [N, D]; backward, dX = dY·W walks its columns. Nothing is saved for backward but the provider.
 """
 
 from __future__ import annotations
@@ -29,23 +30,27 @@ from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import DECODE_BYTES
 
 _ALIGN = 64
-"""Chunks are multiples of this many output features for each thread: narrower products are up to a third slower."""
+"""Chunks are multiples of this many output features for each thread: narrower products are up to a
+third slower."""
 
 
 FUSED_ROWS = 128
-"""Rows of the input up to which an accelerator decodes inside the product: a guess until it is measured. Inside, the matrix is
-decoded anew for every 64 rows, in 8 to 10 instructions an element on an H100 (14 to 20 on an RTX 4090) by the compiled kernels;
-before, it is decoded once, in 22 to 24, written and read once more. So counted, inside is the cheaper to beyond 512 rows on an
-H100. A library's product keeps its units busier than ours does, by nobody knows how much, so the number is low until then."""
+"""Rows of the input up to which an accelerator decodes inside the product: a guess until it is
+measured. Inside, the matrix is decoded anew for every 64 rows, in 8 to 10 instructions an element
+on an H100 (14 to 20 on an RTX 4090) by the compiled kernels; before, it is decoded once, in 22 to
+24, written and read once more. So counted, inside is the cheaper to beyond 512 rows on an H100. A
+library's product keeps its units busier than ours does, by nobody knows how much, so the number is
+low until then."""
 
 _unread: ContextVar[tuple[Weight, ...]] = ContextVar("unread", default=())
-"""Weights, by identity, whose products' values nobody reads for now: those of the thread that recomputes, and of no other."""
+"""Weights, by identity, whose products' values nobody reads for now: those of the thread that
+recomputes, and of no other."""
 
 
 @contextmanager
 def unread(weights: Iterable[Weight]) -> Iterator[None]:
-    """Inside, zeros stand for the products with these weights (:mod:`blockwalk.cutting.verify` tells which they may be); their
-    gradients are those of the products."""
+    """Inside, zeros stand for the products with these weights (:mod:`blockwalk.cutting.verify`
+    tells which they may be); their gradients are those of the products."""
     token = _unread.set(tuple(weights))
     try:
         yield
@@ -53,43 +58,64 @@ def unread(weights: Iterable[Weight]) -> Iterator[None]:
         _unread.reset(token)
 
 
-def lazy_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
-    """Return ``F.linear(x, W, bias)`` for a frozen W [N, D] that ``weight`` materialises a range at a time.
+def lazy_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None = None, *, transposed: bool = False
+) -> Tensor:
+    """Return ``F.linear(x, W, bias)`` for a frozen W [N, D] that ``weight`` materialises a range at
+    a time.
 
     Args:
         x: [..., D] in the weight's dtype.
         weight: the provider of W.
         bias: [N], may be trained.
-        transposed: y = x·W instead of x·Wᵀ, for layers that keep W as [in, out] (D and N change places).
+        transposed: y = x·W instead of x·Wᵀ, for layers that keep W as [in, out] (D and N change
+            places).
 
     Returns:
-        [..., N]: ``F.linear`` on the decoded weight, and in backward its gradients with respect to ``x`` and ``bias``.
-        Each sum is one product's, as in the undivided layer; its bits are the same wherever the processor's library adds
-        up a product in the same order for every number of outputs. AVX512 with oneDNN does for all but one to three
+        [..., N]: ``F.linear`` on the decoded weight, and in backward its gradients with respect to
+            ``x`` and ``bias``.
+        Each sum is one product's, as in the undivided layer; its bits are the same wherever the
+            processor's library adds
+        up a product in the same order for every number of outputs. AVX512 with oneDNN does for all
+            but one to three
         rows of ``x``; AMX does not.
     """
     if isinstance(weight, LowRankSum):
         return lazy_linear_by_part(x, [weight], [bias], transposed=transposed)
     n_in, n_out = weight.shape if transposed else weight.shape[::-1]
-    assert (x.shape[-1], x.dtype) == (n_in, weight.dtype), (x.shape, x.dtype, weight.shape, weight.dtype)
+    assert (x.shape[-1], x.dtype) == (n_in, weight.dtype), (
+        x.shape,
+        x.dtype,
+        weight.shape,
+        weight.dtype,
+    )
     assert bias is None or (bias.shape, bias.dtype) == ((n_out,), x.dtype), (bias.shape, bias.dtype)
     return lora_linear(x, weight, bias, None, None, 1.0, transposed=transposed)
 
 
 def lazy_linear_by_part(
-    x: Tensor, weights: Sequence[LowRankSum | None], biases: Sequence[Tensor | None], *, transposed: bool = False
+    x: Tensor,
+    weights: Sequence[LowRankSum | None],
+    biases: Sequence[Tensor | None],
+    *,
+    transposed: bool = False,
 ) -> Tensor:
-    """:func:`lazy_linear` of equal parts of ``x`` along its first dimension, each with a weight and a bias of its own,
-    without a graph. The weights are one W, read once, and thin factors of each; None is W alone."""
+    """:func:`lazy_linear` of equal parts of ``x`` along its first dimension, each with a weight and
+    a bias of its own, without a graph. The weights are one W, read once, and thin factors of each;
+    None is W alone."""
     base = next(weight.base for weight in weights if weight is not None)
     y = lazy_linear(x, base, transposed=transposed)
     with torch._C.DisableTorchFunction():  # as below
         parts = zip(y.chunk(len(weights)), x.chunk(len(weights)), weights, biases, strict=True)
         for y_part, x_part, weight, bias in parts:
             if weight is not None:
-                into, out_of = (weight.a_NR, weight.b_DR) if transposed else (weight.b_DR, weight.a_NR)
+                into, out_of = (
+                    (weight.a_NR, weight.b_DR) if transposed else (weight.b_DR, weight.a_NR)
+                )
                 thin_PR = row_tiles.product(x_part.reshape(-1, x.shape[-1]), into)
-                row_tiles.add_product(y_part.view(-1, y.shape[-1]), thin_PR, out_of.t().contiguous())
+                row_tiles.add_product(
+                    y_part.view(-1, y.shape[-1]), thin_PR, out_of.t().contiguous()
+                )
             if bias is not None:
                 y_part += bias
     return y
@@ -107,8 +133,9 @@ def lora_linear(
 ) -> Tensor:
     """Return ``lazy_linear(x, W, bias) + scaling·(x·Aᵀ)·Bᵀ``, the adapter's part added in place.
 
-    PEFT's own forward makes three more tensors of the output's size for it, and keeps one for backward; here the largest
-    tensors beside the output are [P, R]. Differs from it by the rounding of those intermediates.
+    PEFT's own forward makes three more tensors of the output's size for it, and keeps one for
+    backward; here the largest tensors beside the output are [P, R]. Differs from it by the rounding
+    of those intermediates.
 
     Args:
         x: [..., D] in the weight's dtype; ``a_RD`` and ``b_NR`` in the same dtype, or both None.
@@ -120,11 +147,14 @@ def lora_linear(
     return y
 
 
-def grouped_linear(x_SD: Tensor, experts: Experts, offs_E: Tensor, *, transposed: bool = False) -> Tensor:
-    """Return ``F.grouped_mm``: rows of ``x_SD`` [S, D], sorted by expert, each multiplied with its own expert's W [N, D]
-    (transposed: as in :func:`lazy_linear`). ``offs_E`` says where each expert's rows end. On a processor an expert without
-    a row is not read; an accelerator decodes a layer's experts in one launch, where they are few enough, and waits for
-    ``offs_E`` no longer where torch has a grouped kernel for it (bfloat16 on CUDA).
+def grouped_linear(
+    x_SD: Tensor, experts: Experts, offs_E: Tensor, *, transposed: bool = False
+) -> Tensor:
+    """Return ``F.grouped_mm``: rows of ``x_SD`` [S, D], sorted by expert, each multiplied with its
+    own expert's W [N, D] (transposed: as in :func:`lazy_linear`). ``offs_E`` says where each
+    expert's rows end. On a processor an expert without a row is not read; an accelerator decodes a
+    layer's experts in one launch, where they are few enough, and waits for ``offs_E`` no longer
+    where torch has a grouped kernel for it (bfloat16 on CUDA).
 
     Returns:
         [S, N]; rows after the last expert's are as they came.
@@ -136,14 +166,23 @@ def grouped_linear(x_SD: Tensor, experts: Experts, offs_E: Tensor, *, transposed
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, experts: Experts, offs_E: Tensor, transposed: bool) -> Tensor:
-        ctx.experts, ctx.offs_E, ctx.transposed = experts, offs_E, transposed
+    def forward(
+        ctx: Any, x_SD: Tensor, experts: Experts, offs_E: Tensor, transposed: bool
+    ) -> Tensor:
+        ctx.experts = experts
+        ctx.offs_E = offs_E
+        ctx.transposed = transposed
         return _grouped_product(x_SD, experts, offs_E, by_rows=not transposed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        return _grouped_product(grad_y, ctx.experts, ctx.offs_E, by_rows=ctx.transposed), None, None, None
+        return (
+            _grouped_product(grad_y, ctx.experts, ctx.offs_E, by_rows=ctx.transposed),
+            None,
+            None,
+            None,
+        )
 
 
 def _grouped_product(a_SI: Tensor, experts: Experts, offs_E: Tensor, *, by_rows: bool) -> Tensor:
@@ -154,17 +193,19 @@ def _grouped_product(a_SI: Tensor, experts: Experts, offs_E: Tensor, *, by_rows:
     out_SO = a_SI.new_empty(a_SI.shape[0], experts.shape[-2 if by_rows else -1])
     for expert, (start, stop) in enumerate(pairwise([0, *experts.ends(offs_E, a_SI.shape[0])])):
         if stop > start:
-            out_SO[start:stop] = _product(a_SI[start:stop], experts.expert(expert), None, by_rows=by_rows)
+            out_SO[start:stop] = _product(
+                a_SI[start:stop], experts.expert(expert), None, by_rows=by_rows
+            )
     return out_SO
 
 
 class _LazyLinear(torch.autograd.Function):
     """A product with a weight, and with an adapter's A and B where there are any.
 
-    Every thin matrix lies row by row, [D, R] or [R, D], forward and backward: a processor's library keeps a program of half a
-    megabyte for each shape and layout of a product. An accelerator multiplies the same layouts, so that its bits are those of
-    the processor where it sums in the same order.
-    """
+    Every thin matrix lies row by row, [D, R] or [R, D], forward and backward: a processor's library
+    keeps a program of half a megabyte for each shape and layout of a product. An accelerator
+    multiplies the same layouts, so that its bits are those of the processor where it sums in the
+    same order."""
 
     @staticmethod
     def forward(
@@ -177,13 +218,17 @@ class _LazyLinear(torch.autograd.Function):
         scaling: float,
         transposed: bool,
     ) -> Tensor:
-        ctx.weight, ctx.scaling, ctx.transposed = weight, scaling, transposed
+        ctx.weight = weight
+        ctx.scaling = scaling
+        ctx.transposed = transposed
         if skipped := any(weight is each for each in _unread.get()):
             y = x.new_zeros(*x.shape[:-1], weight.shape[1 if transposed else 0])
         else:
             y = _product(x, weight, bias, by_rows=not transposed)
         if a_RD is not None and b_NR is not None:
-            t_PR = row_tiles.product(x.reshape(-1, x.shape[-1]), a_RD.t().contiguous()).mul_(scaling)
+            t_PR = row_tiles.product(x.reshape(-1, x.shape[-1]), a_RD.t().contiguous()).mul_(
+                scaling
+            )
             if not skipped:
                 row_tiles.add_product(y.view(-1, y.shape[-1]), t_PR, b_NR.t().contiguous())
             ctx.save_for_backward(x, a_RD, b_NR, t_PR)
@@ -211,7 +256,8 @@ class _LazyLinear(torch.autograd.Function):
 
 
 def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool) -> Tensor:
-    """a·Wᵀ over chunks of W's rows, or a·W over chunks of its columns, written into slices of one new tensor."""
+    """a·Wᵀ over chunks of W's rows, or a·W over chunks of its columns, written into slices of one
+    new tensor."""
     n_in, n_out = weight.shape[::-1] if by_rows else weight.shape
     # An expanded gradient (that of a sum) would be copied again by each product.
     a_PI = a.reshape(-1, n_in).contiguous()
@@ -225,13 +271,16 @@ def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool) -
         and weight.layout.order is None  # its rows lie in their order
         and has_kernel(weight.layout, weight.buffer)
     ):
-        layout, shape = weight.layout, weight.shape
+        layout = weight.layout
+        shape = weight.shape
         arguments = (a_PI, weight.buffer, bias, layout.codec, shape, layout.group_size, by_rows)
         torch.ops.blockwalk.product_(out_PO, *arguments)
         return out
     for start, stop in pairwise(_borders(n_in, n_out, a_PI)):
         part_IO = weight.rows(start, stop).t() if by_rows else weight.columns(start, stop)
-        row_tiles.mm(a_PI, part_IO, out_PO[:, start:stop], None if bias is None else bias[start:stop])
+        row_tiles.mm(
+            a_PI, part_IO, out_PO[:, start:stop], None if bias is None else bias[start:stop]
+        )
     return out
 
 
@@ -258,14 +307,17 @@ register("product_", _multiply, "out_PO")
 
 
 def _borders(n_in: int, n_out: int, a_PI: Tensor) -> list[int]:
-    """Return borders of the chunks of output features: chunk i is features borders[i] … borders[i + 1].
+    """Return borders of the chunks of output features: chunk i is features borders[i] … borders[i +
+    1].
 
-    Chunks are equal where up to half as many more make them so, and nearly equal elsewhere, so that a layer has few shapes of
-    product (the BLAS plans each once, and keeps that) and none so narrow that another kernel, with another order of additions,
-    would take it.
-    """
+    Chunks are equal where up to half as many more make them so, and nearly equal elsewhere, so that
+    a layer has few shapes of product (the BLAS plans each once, and keeps that) and none so narrow
+    that another kernel, with another order of additions, would take it."""
     align = min(_ALIGN * torch.get_num_threads(), 1024) if is_cpu(a_PI.device) else _ALIGN
     chunks = -(-n_out * n_in * a_PI.itemsize // DECODE_BYTES[a_PI.device.type])
     chunks = max(min(chunks, n_out // align), 1)
-    chunks = next((more for more in range(chunks, chunks + chunks // 2 + 1) if n_out % (more * align) == 0), chunks)
+    chunks = next(
+        (more for more in range(chunks, chunks + chunks // 2 + 1) if n_out % (more * align) == 0),
+        chunks,
+    )
     return [round(i * n_out / chunks / align) * align for i in range(chunks)] + [n_out]

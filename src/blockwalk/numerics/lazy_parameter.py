@@ -1,8 +1,8 @@
-"""A parameter that is not there: it stands in a module's place and is decoded a range at a time when it is used.
+"""A parameter that is not there: it stands in a module's place and is decoded a range at a time
+when it is used.
 
-A tensor subclass rather than another ``forward`` per class of module, so that every module keeps its own code:
-scaled embeddings, routers that call ``F.linear`` themselves, ``x @ weight.T``.
-"""
+A tensor subclass rather than another ``forward`` per class of module, so that every module keeps
+its own code: scaled embeddings, routers that call ``F.linear`` themselves, ``x @ weight.T``."""
 
 from __future__ import annotations
 
@@ -19,30 +19,52 @@ _TURNED = (Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__)  # type: igno
 _SWAPPED = (Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes)
 _GROUPED = (F.grouped_mm, torch._grouped_mm)
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
-_FACTS = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn", "grad", "layout")
+_FACTS = (
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "requires_grad",
+    "is_leaf",
+    "grad_fn",
+    "grad",
+    "layout",
+)
 _KINDS = ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized")
 _METADATA = {getattr(Tensor, name).__get__ for name in (*_FACTS, *_KINDS)}
-_METADATA |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point}
+_METADATA |= {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.is_floating_point,
+    torch.is_floating_point,
+}
 
 
 class LazyParameter(Tensor):
-    """Stands for a frozen 2-D weight [N, D] (or its transpose, ``turned``) that a :class:`Weight` materialises, or for a
-    layer's experts [E, N, D], of which those are materialised that rows are routed to.
+    """Stands for a frozen 2-D weight [N, D] (or its transpose, ``turned``) that a :class:`Weight`
+    materialises, or for a layer's experts [E, N, D], of which those are materialised that rows are
+    routed to.
 
-    ``F.linear``, ``F.embedding``, ``addmm``, ``x @ weight``, ``F.grouped_mm`` and ``experts[e]`` never hold it whole; any other
-    operation decodes it whole for that operation.
-    """
+    ``F.linear``, ``F.embedding``, ``addmm``, ``x @ weight``, ``F.grouped_mm`` and ``experts[e]``
+    never hold it whole; any other operation decodes it whole for that operation."""
 
     weight: Any
-    """A :class:`Weight`; in three dimensions :class:`~blockwalk.numerics.codecs.weights.Experts`."""
+    """A :class:`Weight`; in three dimensions
+    :class:`~blockwalk.numerics.codecs.weights.Experts`."""
     turned: bool
 
     @staticmethod
-    def __new__(cls, weight: Weight | Experts, device: torch.device, turned: bool = False) -> LazyParameter:
+    def __new__(
+        cls, weight: Weight | Experts, device: torch.device, turned: bool = False
+    ) -> LazyParameter:
         *stack, rows, columns = weight.shape
         shape = (*stack, columns, rows) if turned else weight.shape
-        made: LazyParameter = Tensor._make_wrapper_subclass(cls, shape, dtype=weight.dtype, device=device)
-        made.weight, made.turned = weight, turned
+        made: LazyParameter = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=weight.dtype, device=device
+        )
+        made.weight = weight
+        made.turned = turned
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -81,16 +103,24 @@ class LazyParameter(Tensor):
             return lazy_linear(args[0], args[1].weight, None, transposed=not args[1].turned)
         given = {name for name, value in kwargs.items() if value is not None}
         if func in _GROUPED and _only(args[1], args[0]) and given == {"offs"}:
-            return grouped_linear(args[0], args[1].weight, kwargs["offs"], transposed=not args[1].turned)
-        if func in _TURNED or (func in _SWAPPED and not kwargs and (args[0].ndim == 2 or set(args[1:]) == {-2, -1})):
+            return grouped_linear(
+                args[0], args[1].weight, kwargs["offs"], transposed=not args[1].turned
+            )
+        if func in _TURNED or (
+            func in _SWAPPED and not kwargs and (args[0].ndim == 2 or set(args[1:]) == {-2, -1})
+        ):
             lazy = args[0]
             return cls(lazy.weight, lazy.device, not lazy.turned)
-        plain_args, plain_kwargs = torch.utils._pytree.tree_map_only(cls, cls.decoded, (args, kwargs))
+        plain_args, plain_kwargs = torch.utils._pytree.tree_map_only(
+            cls, cls.decoded, (args, kwargs)
+        )
         return func(*plain_args, **plain_kwargs)
 
 
 def _index(value: Any) -> bool:
-    return isinstance(value, int) or (isinstance(value, Tensor) and value.ndim == 0 and value.dtype == torch.int64)
+    return isinstance(value, int) or (
+        isinstance(value, Tensor) and value.ndim == 0 and value.dtype == torch.int64
+    )
 
 
 def _only(weight: Any, other: Any) -> bool:
@@ -113,8 +143,11 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Return the remaining arguments of ``F.embedding`` concern the gradient, which a frozen weight has not."""
+    """Return the remaining arguments of ``F.embedding`` concern the gradient, which a frozen weight
+    has not."""
     if max_norm is not None or weight.turned:
-        return F.embedding(input, weight.decoded(), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        return F.embedding(
+            input, weight.decoded(), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        )
     rows: Tensor = weight.weight.gather(input)
     return rows

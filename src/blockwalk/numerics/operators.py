@@ -1,8 +1,9 @@
-"""Our kernels as operators of torch, ``torch.ops.blockwalk``: what other devices than a CPU call, and what they queue.
+"""Our kernels as operators of torch, ``torch.ops.blockwalk``: what other devices than a CPU call,
+and what they queue.
 
-CUDA and XPU have them as Triton's kernels (:mod:`blockwalk.numerics.kernels`). A device whose backend queues a CPU's operators
-(as the tests' simulated one) has the CPU's. Keys come as their two words, signed.
-"""
+CUDA and XPU have them as Triton's kernels (:mod:`blockwalk.numerics.kernels`). A device whose
+backend queues a CPU's operators (as the tests' simulated one) has the CPU's. Keys come as their two
+words, signed."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def received(words: Sequence[int]) -> Words | None:
 
 
 def register(name: str, function: Callable[..., None], *changed: str) -> None:
-    """Make an operator of a function that gets the kernels, or None on a CPU, before the operator's own arguments. The
-    operator's schema is the function's signature.
+    """Make an operator of a function that gets the kernels, or None on a CPU, before the operator's
+    own arguments. The operator's schema is the function's signature.
 
     Args:
         changed: the arguments that it writes to.
@@ -64,7 +65,10 @@ def register(name: str, function: Callable[..., None], *changed: str) -> None:
 
     typed = inspect.signature(partial(function, None), eval_str=True)
     words = {NoiseKind: str, NoiseKind | None: str | None}
-    own = [each.replace(annotation=words.get(each.annotation, each.annotation)) for each in typed.parameters.values()]
+    own = [
+        each.replace(annotation=words.get(each.annotation, each.annotation))
+        for each in typed.parameters.values()
+    ]
     on_cpu.__signature__ = typed.replace(parameters=own)  # type: ignore[attr-defined]
     schema = library.infer_schema(on_cpu, mutates_args=changed)
     LIBRARY.define(name + schema.replace("SymInt", "int"))

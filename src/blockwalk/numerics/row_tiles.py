@@ -1,16 +1,18 @@
-"""Products of 16-bit matrices on a processor: in tiles of a few fixed numbers of rows, or in float32.
+"""Products of 16-bit matrices on a processor: in tiles of a few fixed numbers of rows, or in
+float32.
 
-oneDNN compiles a program for every shape of a 16-bit product and keeps it: 0.3 to 0.6 MB for each of a block's thirty
-products, and 3.4 MB more for attention's backward, at every new length of a batch. Here the rows of a product are split
-into tiles whose sizes come from one short list, the last one filled up with zeros, so that no batch brings a new shape.
-Rows are independent of one another in a product, so no sum is split; where the sum itself runs over the tokens, the
-tiles' sums are added up in float32. Numbers in float32, and other devices, are left as they are: their
+oneDNN compiles a program for every shape of a 16-bit product and keeps it: 0.3 to 0.6 MB for each
+of a block's thirty products, and 3.4 MB more for attention's backward, at every new length of a
+batch. Here the rows of a product are split into tiles whose sizes come from one short list, the
+last one filled up with zeros, so that no batch brings a new shape. Rows are independent of one
+another in a product, so no sum is split; where the sum itself runs over the tokens, the tiles' sums
+are added up in float32. Numbers in float32, and other devices, are left as they are: their
 libraries keep nothing.
 
-Most laptops' processors have no instructions for 16-bit products, and torch's own loops take 10 to 100 times as long as
-a library in float32. There every product, attention's too, is made of float32 copies, a part of the matrix at a time,
-and rounded once: a 16-bit product is added up in float32 as well, so the numbers are as good.
-"""
+Most laptops' processors have no instructions for 16-bit products, and torch's own loops take 10 to
+100 times as long as a library in float32. There every product, attention's too, is made of float32
+copies, a part of the matrix at a time, and rounded once: a 16-bit product is added up in float32 as
+well, so the numbers are as good."""
 
 from __future__ import annotations
 
@@ -28,7 +30,14 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from blockwalk.plan.sizes import ROW_TILE, UNTILED_ROWS, WIDENED_ROWS, multiplied_rows, spans, widened_columns
+from blockwalk.plan.sizes import (
+    ROW_TILE,
+    UNTILED_ROWS,
+    WIDENED_ROWS,
+    multiplied_rows,
+    spans,
+    widened_columns,
+)
 
 R = TypeVar("R")
 _SIZES = (512, 256, ROW_TILE)
@@ -37,17 +46,21 @@ _NARROW = (torch.bfloat16, torch.float16)
 _THIN_SIDE = 256
 """The most columns (or rows) that a matrix called thin has."""
 
-os.environ.setdefault("LRU_CACHE_CAPACITY", "1")  # torch's own copy of what oneDNN keeps: half of the memory of a shape
+os.environ.setdefault(
+    "LRU_CACHE_CAPACITY", "1"
+)  # torch's own copy of what oneDNN keeps: half of the memory of a shape
 
 
 @cache
 def multiplied_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that this processor multiplies numbers of ``dtype`` in: float32 where it has no instructions for 16
-    bits."""
+    """Return the dtype that this processor multiplies numbers of ``dtype`` in: float32 where it has
+    no instructions for 16 bits."""
     if dtype not in _NARROW:
         return dtype
     known = torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None  # type: ignore[no-untyped-call]
-    has = getattr(known, f"_is_mkldnn_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_supported", bool)
+    has = getattr(
+        known, f"_is_mkldnn_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_supported", bool
+    )
     return dtype if has() else torch.float32
 
 
@@ -56,14 +69,16 @@ _stands_for: ContextVar[str] = ContextVar("stands for", default="cpu")
 
 
 def standing_for(device: str, work: Callable[[], R]) -> R:
-    """Return the answer of ``work``, in which products of a processor's tensors are made as those of ``device`` are."""
+    """Return the answer of ``work``, in which products of a processor's tensors are made as those
+    of ``device`` are."""
     context = copy_context()
     context.run(_stands_for.set, device)
     return context.run(work)
 
 
 def narrow(tensor: Tensor) -> bool:
-    """Whether products of this tensor are made as this module makes them: in 16 bits, on a processor."""
+    """Whether products of this tensor are made as this module makes them: in 16 bits, on a
+    processor."""
     return tensor.dtype in _NARROW and tensor.device.type == "cpu" == _stands_for.get()
 
 
@@ -78,8 +93,8 @@ def widened(tensor: Tensor) -> bool:
 
 
 def rows_of(tensor: Tensor, rows: int) -> int:
-    """Return the number of rows that a matrix of ``tensor``'s kind has with its last tile filled up; one made so needs no
-    copies."""
+    """Return the number of rows that a matrix of ``tensor``'s kind has with its last tile filled
+    up; one made so needs no copies."""
     return multiplied_rows(rows, tensor.itemsize, tensor.device.type)
 
 
@@ -112,7 +127,8 @@ def add_product(out_PO: Tensor, a_PI: Tensor, b_IO: Tensor, alpha: float = 1.0) 
 
 
 def sum_of_outer(a_PI: Tensor, b_PO: Tensor) -> Tensor:
-    """aᵀ·b, [I, O]: a sum over the rows, by tiles where one side is thin, over rows filled up with zeros elsewhere."""
+    """aᵀ·b, [I, O]: a sum over the rows, by tiles where one side is thin, over rows filled up with
+    zeros elsewhere."""
     if not keeps_shapes(a_PI):
         return product(a_PI.t(), b_PO)
     if min(a_PI.shape[1], b_PO.shape[1]) > _THIN_SIDE:
@@ -120,16 +136,24 @@ def sum_of_outer(a_PI: Tensor, b_PO: Tensor) -> Tensor:
         a_PI, b_PO = (F.pad(each, (0, 0, 0, missing)) if missing else each for each in (a_PI, b_PO))
         return a_PI.t() @ b_PO
     parts = [a_pI.t() @ b_pO for a_pI, b_pO in zip(_cut(a_PI), _cut(b_PO), strict=True)]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=torch.float32).to(a_PI.dtype)
+    return (
+        parts[0]
+        if len(parts) == 1
+        else torch.stack(parts).sum(0, dtype=torch.float32).to(a_PI.dtype)
+    )
 
 
-def _in_float32(a_PI: Tensor, b_IO: Tensor, out_PO: Tensor, onto: Tensor | None = None, alpha: float = 1.0) -> None:
-    """Write ``onto`` ([O], or ``out_PO`` itself) + ``alpha``·a·b into ``out_PO``, a part of b and of the rows at a time."""
+def _in_float32(
+    a_PI: Tensor, b_IO: Tensor, out_PO: Tensor, onto: Tensor | None = None, alpha: float = 1.0
+) -> None:
+    """Write ``onto`` ([O], or ``out_PO`` itself) + ``alpha``·a·b into ``out_PO``, a part of b and
+    of the rows at a time."""
     (rows, inner), columns = a_PI.shape, b_IO.shape[1]
     for start, stop in spans(0, columns, widened_columns(inner)):
         b_Io = b_IO[:, start:stop].float()
         for first, last in spans(0, rows, WIDENED_ROWS):
-            a_pI, out_po = a_PI[first:last].float(), out_PO[first:last, start:stop]
+            a_pI = a_PI[first:last].float()
+            out_po = out_PO[first:last, start:stop]
             if onto is None:
                 out_po.copy_(a_pI @ b_Io)
             else:
@@ -146,7 +170,8 @@ def _cut(a_PI: Tensor) -> Iterator[Tensor]:
 
 
 def filled(length: int, dtype: torch.dtype) -> int:
-    """Return the number of tokens that a length is filled up to on a processor where it cannot be split."""
+    """Return the number of tokens that a length is filled up to on a processor where it cannot be
+    split."""
     step = 1 if multiplied_in(dtype) not in _NARROW else 128 if length <= 1024 else 256
     return length + -length % step
 
@@ -164,7 +189,8 @@ def _tiles(a_PI: Tensor, out_PO: Tensor, *, reads: bool = False) -> Iterator[tup
 
 
 def _spans(a_PI: Tensor) -> tuple[tuple[int, int], ...]:
-    """Return the first row and the number of rows of each tile; the last one may reach beyond the matrix."""
+    """Return the first row and the number of rows of each tile; the last one may reach beyond the
+    matrix."""
     rows = a_PI.shape[0]
     return _split(rows) if rows > UNTILED_ROWS and keeps_shapes(a_PI) else ((0, rows),)
 
@@ -172,7 +198,8 @@ def _spans(a_PI: Tensor) -> tuple[tuple[int, int], ...]:
 @lru_cache(4096)
 def _split(rows: int) -> tuple[tuple[int, int], ...]:
     """Return spans of :data:`_SIZES`, the largest first, that cover so many rows."""
-    spans, at = [], 0
+    spans = []
+    at = 0
     for size in _SIZES:
         while rows - at > size - ROW_TILE:
             spans.append((at, size))
@@ -180,10 +207,14 @@ def _split(rows: int) -> tuple[tuple[int, int], ...]:
     return tuple(spans)
 
 
-def _filled_up(a_pI: Tensor, out_pO: Tensor, size: int, *, reads: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a tile with rows of zeros at its end; what is written into its own rows reaches ``out_pO`` afterwards."""
+def _filled_up(
+    a_pI: Tensor, out_pO: Tensor, size: int, *, reads: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a tile with rows of zeros at its end; what is written into its own rows reaches
+    ``out_pO`` afterwards."""
     rows = len(a_pI)
-    a_tI, out_tO = a_pI.new_zeros(size, a_pI.shape[1]), out_pO.new_zeros(size, out_pO.shape[1])
+    a_tI = a_pI.new_zeros(size, a_pI.shape[1])
+    out_tO = out_pO.new_zeros(size, out_pO.shape[1])
     a_tI[:rows] = a_pI
     if reads:
         out_tO[:rows] = out_pO
@@ -219,8 +250,12 @@ class _Linear(torch.autograd.Function):
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether torch's functions are as they are for a tensor: for a parameter and one without data, and for no lazy matrix."""
-    return type(tensor) is Tensor or type(tensor).__torch_function__ is torch._C._disabled_torch_function_impl
+    """Whether torch's functions are as they are for a tensor: for a parameter and one without data,
+    and for no lazy matrix."""
+    return (
+        type(tensor) is Tensor
+        or type(tensor).__torch_function__ is torch._C._disabled_torch_function_impl
+    )
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -231,41 +266,63 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
-    """Return ``F.scaled_dot_product_attention`` of a sequence with itself, [..., S, D], filled up to one of few lengths.
+    """Return ``F.scaled_dot_product_attention`` of a sequence with itself, [..., S, D], filled up
+    to one of few lengths.
 
-    Nothing attends to what is appended: it comes after every query of a causal mask, and is masked in an explicit one.
-    Its own queries attend to everything, which gives them numbers (never NaN); their outputs are cut off.
-    """
+    Nothing attends to what is appended: it comes after every query of a causal mask, and is masked
+    in an explicit one. Its own queries attend to everything, which gives them numbers (never NaN);
+    their outputs are cut off."""
     length = query.shape[-2]
     missing = filled(length, query.dtype) - length
     causal = kwargs.get("is_causal", args[1] if len(args) > 1 else False)
-    if not missing or length <= UNTILED_ROWS or key.shape[-2] != length or (attn_mask is None and not causal):
-        whole: Tensor = _of_float32(F.scaled_dot_product_attention, query, key, value, attn_mask, *args, **kwargs)
+    if (
+        not missing
+        or length <= UNTILED_ROWS
+        or key.shape[-2] != length
+        or (attn_mask is None and not causal)
+    ):
+        whole: Tensor = _of_float32(
+            F.scaled_dot_product_attention, query, key, value, attn_mask, *args, **kwargs
+        )
         return whole
     if attn_mask is not None:
         nothing = False if attn_mask.dtype == torch.bool else float("-inf")
         everything = True if attn_mask.dtype == torch.bool else 0.0
-        attn_mask = F.pad(attn_mask.expand(*attn_mask.shape[:-1], length), (0, missing), value=nothing)
+        attn_mask = F.pad(
+            attn_mask.expand(*attn_mask.shape[:-1], length), (0, missing), value=nothing
+        )
         if attn_mask.shape[-2] == length:
             attn_mask = F.pad(attn_mask, (0, 0, 0, missing), value=everything)
     query, key, value = (F.pad(each, (0, 0, 0, missing)) for each in (query, key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)[..., :length, :]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)[
+        ..., :length, :
+    ]
 
 
 def _of_float32(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the answer of ``func``; where this processor multiplies in float32, made of float32 copies and rounded."""
+    """Return the answer of ``func``; where this processor multiplies in float32, made of float32
+    copies and rounded."""
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     dtype = given[0].dtype
     if not widened(given[0]) or not all(map(_plain, given)):
         return func(*args, **kwargs)
-    wide = partial(tree_map, lambda each: each.float() if isinstance(each, Tensor) and each.dtype == dtype else each)
+    wide = partial(
+        tree_map,
+        lambda each: each.float() if isinstance(each, Tensor) and each.dtype == dtype else each,
+    )
     return func(*wide(args), **wide(kwargs)).to(dtype)
 
 
 class NarrowProducts(TorchFunctionMode):
-    """A mode in which linear layers, attention and other products of 16 bits, of any module, are made as here."""
+    """A mode in which linear layers, attention and other products of 16 bits, of any module, are
+    made as here."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         other = _INSTEAD.get(func)
@@ -287,7 +344,10 @@ _PRODUCTS = (
 _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     F.linear: _linear,
     F.scaled_dot_product_attention: _attention,
-    **{func: partial(_of_float32, func) for func in (*_PRODUCTS, F.grouped_mm, torch._grouped_mm, F.conv1d)},
+    **{
+        func: partial(_of_float32, func)
+        for func in (*_PRODUCTS, F.grouped_mm, torch._grouped_mm, F.conv1d)
+    },
 }
 
 

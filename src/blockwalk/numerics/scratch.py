@@ -1,4 +1,5 @@
-"""Scratch buffers that are kept from call to call and grow to the largest size that was asked for."""
+"""Scratch buffers that are kept from call to call and grow to the largest size that was asked
+for."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from blockwalk.numerics.device import is_cpu
 
 
 class ScratchArena:
-    """Buffers by name and device, kept from call to call, each grown to the largest that was asked of it.
+    """Buffers by name and device, kept from call to call, each grown to the largest that was asked
+    of it.
 
     One thread (on CUDA, one stream) at a time.
     """
@@ -21,13 +23,19 @@ class ScratchArena:
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
 
     def take(self, name: str, *shape: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised contiguous tensor [*shape] on ``like``'s device: valid until ``name`` is taken again."""
-        nbytes, key = math.prod(shape) * dtype.itemsize, (name, like.device)
+        """Return an uninitialised contiguous tensor [*shape] on ``like``'s device: valid until
+        ``name`` is taken again."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        key = (name, like.device)
         buffer_P = self._buffers.get(key)
         if buffer_P is None or buffer_P.numel() < nbytes:
-            self._buffers.pop(key, None)  # free before allocating: the old and the new one never stand side by side
+            self._buffers.pop(
+                key, None
+            )  # free before allocating: the old and the new one never stand side by side
             del buffer_P
-            buffer_P = self._buffers[key] = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+            buffer_P = self._buffers[key] = torch.empty(
+                nbytes, dtype=torch.uint8, device=like.device
+            )
         return buffer_P[:nbytes].view(dtype).view(shape)
 
     @property
@@ -48,6 +56,7 @@ _OF_ACCELERATORS = ScratchArena()
 
 
 def shared_arena(device: torch.device) -> ScratchArena:
-    """Return the arena that weights decode into unless they are given another: on a CPU the calling thread's; on
-    accelerators one for all threads, for autograd's decode on the streams of the forwards."""
+    """Return the arena that weights decode into unless they are given another: on a CPU the calling
+    thread's; on accelerators one for all threads, for autograd's decode on the streams of the
+    forwards."""
     return _SHARED.arena if is_cpu(device) else _OF_ACCELERATORS

@@ -1,13 +1,14 @@
 """Update rules: what one step does to a parameter, element by element.
 
-A rule is a value without state. The tensors that it keeps from step to step are the caller's, on whatever tier, in float32.
-So is the arithmetic: a parameter in 16 bits is lifted a chunk at a time, and rounded once: stochastically
-where a key is given, so that updates below half a unit in the last place move it in expectation instead of never. Since
-every element is updated by itself, any slice of a parameter may be updated alone, at any time, by any rank: the bits are
-those of the whole. The arithmetic is, operation by operation, that of ``torch.optim`` with ``foreach=False, fused=False``.
+A rule is a value without state. The tensors that it keeps from step to step are the caller's, on
+whatever tier, in float32. So is the arithmetic: a parameter in 16 bits is lifted a chunk at a time,
+and rounded once: stochastically where a key is given, so that updates below half a unit in the last
+place move it in expectation instead of never. Since every element is updated by itself, any slice
+of a parameter may be updated alone, at any time, by any rank: the bits are those of the whole. The
+arithmetic is, operation by operation, that of ``torch.optim`` with ``foreach=False, fused=False``.
 
-Learning rate and step come with each call. The gradient may be any estimate g: a zeroth-order rule hands over g·z.
-"""
+Learning rate and step come with each call. The gradient may be any estimate g: a zeroth-order rule
+hands over g·z."""
 
 from __future__ import annotations
 
@@ -34,20 +35,23 @@ DEVICE_UPDATE_CHUNK = 1 << 22
 """Elements of a chunk on an accelerator, where each chunk costs a few kernel launches."""
 
 NORM_CHUNK = 1 << 14
-"""Elements under one float64 sum of squares. Below the size from which torch spreads a reduction over threads, so that the
-sum is the same for any number of them."""
+"""Elements under one float64 sum of squares. Below the size from which torch spreads a reduction
+over threads, so that the sum is the same for any number of them."""
 
 _NORM_ROWS = ByDevice(cpu=8, cuda=512)
-"""Chunks that are squared at a time: 1 MiB of float64, which stays in a processor's cache; 64 MiB on an accelerator, where each
-time costs three launches. A chunk's sum has the same bits either way."""
+"""Chunks that are squared at a time: 1 MiB of float64, which stays in a processor's cache; 64 MiB
+on an accelerator, where each time costs three launches. A chunk's sum has the same bits either
+way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The update rule that ``settings.name`` (``optimizer.name``) names, with those of the settings that are its own.
+    """The update rule that ``settings.name`` (``optimizer.name``) names, with those of the settings
+    that are its own.
 
-    Its arithmetic is the function of its name below: (settings, scratch, parameter, gradient, its states in the order of its
-    row, step, lr), flat float32 of one length, the parameter and the states changed in place.
+    Its arithmetic is the function of its name below: (settings, scratch, parameter, gradient, its
+    states in the order of its row, step, lr), flat float32 of one length, the parameter and the
+    states changed in place.
 
     Raises:
         ValueError: an unknown rule, or a number out of range.
@@ -57,7 +61,9 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.settings.name not in RULES:
-            raise ValueError(f"optimizer.name is {self.settings.name!r}; there are {', '.join(RULES)}")
+            raise ValueError(
+                f"optimizer.name is {self.settings.name!r}; there are {', '.join(RULES)}"
+            )
         for name in RULES[self.settings.name].settings:
             holds, meaning = _RANGES[name]
             if not holds(value := getattr(self.settings, name)):
@@ -82,8 +88,10 @@ class Rule:
             state: the same slice of each tensor that the rule's row names, contiguous.
             step: the update's number, from 1.
             lr: its learning rate.
-            rounding: the draws by which a whole parameter in 16 bits is rounded stochastically; None rounds to nearest.
-            scale: on a processor, a factor of the gradient: pages of a file map are not dirtied for it.
+            rounding: the draws by which a whole parameter in 16 bits is rounded stochastically;
+                None rounds to nearest.
+            scale: on a processor, a factor of the gradient: pages of a file map are not dirtied for
+                it.
         """
         piece = globals()[self.settings.name]
         states = [state[name] for name in RULES[self.settings.name].states]
@@ -92,33 +100,62 @@ class Rule:
             numbers = (lr, *s.betas, s.eps, s.weight_decay)
             torch.ops.blockwalk.adamw_(param, *states, grad, step, numbers, sent(rounding))
             return
-        scaled = torch.empty(min(UPDATE_CHUNK, param.numel()), dtype=torch.float32) if scale != 1.0 else param
+        scaled = (
+            torch.empty(min(UPDATE_CHUNK, param.numel()), dtype=torch.float32)
+            if scale != 1.0
+            else param
+        )
         for work, (rounding_key, gradient, *others) in _chunks(rounding, param, grad, *states):
-            used = gradient if scale == 1.0 else torch.mul(gradient, scale, out=scaled[: len(gradient)])
+            used = (
+                gradient
+                if scale == 1.0
+                else torch.mul(gradient, scale, out=scaled[: len(gradient)])
+            )
             piece(self.settings, work, rounding_key, used, *others, step=step, lr=lr)
 
 
-def sgd(settings: OptimizerSettings, work: Tensor, p: Tensor, g: Tensor, *, step: int, lr: float) -> None:
+def sgd(
+    settings: OptimizerSettings, work: Tensor, p: Tensor, g: Tensor, *, step: int, lr: float
+) -> None:
     """θ ← θ − lr·(g + weight_decay·θ), as ``torch.optim.SGD``."""
     p.add_(_decayed(settings, work, p, g), alpha=-lr)
 
 
-def sign(settings: OptimizerSettings, work: Tensor, p: Tensor, g: Tensor, *, step: int, lr: float) -> None:
-    """θ ← θ − lr·(sign(g) + weight_decay·θ): sign descent, for zeroth order (Bernstein et al. 2018, with one vote)."""
+def sign(
+    settings: OptimizerSettings, work: Tensor, p: Tensor, g: Tensor, *, step: int, lr: float
+) -> None:
+    """θ ← θ − lr·(sign(g) + weight_decay·θ): sign descent, for zeroth order (Bernstein et al. 2018,
+    with one vote)."""
     p.add_(_decayed(settings, work, p, torch.sign(g, out=work)), alpha=-lr)
 
 
 def momentum(
-    settings: OptimizerSettings, work: Tensor, p: Tensor, g: Tensor, b: Tensor, *, step: int, lr: float
+    settings: OptimizerSettings,
+    work: Tensor,
+    p: Tensor,
+    g: Tensor,
+    b: Tensor,
+    *,
+    step: int,
+    lr: float,
 ) -> None:
     """b ← momentum·b + g + weight_decay·θ, θ ← θ − lr·b, as ``torch.optim.SGD``."""
     p.add_(b.mul_(settings.momentum).add_(_decayed(settings, work, p, g)), alpha=-lr)
 
 
 def adamw(
-    settings: OptimizerSettings, work: Tensor, p: Tensor, g: Tensor, m: Tensor, v: Tensor, *, step: int, lr: float
+    settings: OptimizerSettings,
+    work: Tensor,
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    *,
+    step: int,
+    lr: float,
 ) -> None:
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2), as ``torch.optim.AdamW``."""
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2), as
+    ``torch.optim.AdamW``."""
     beta1, beta2 = settings.betas
     if settings.weight_decay:
         p.mul_(1 - lr * settings.weight_decay)
@@ -143,12 +180,21 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _adamw(
-    kernels: Any, param: Tensor, m: Tensor, v: Tensor, grad: Tensor, step: int, numbers: list[float], words: list[int]
+    kernels: Any,
+    param: Tensor,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    step: int,
+    numbers: list[float],
+    words: list[int],
 ) -> None:
-    """:func:`adamw` of a whole parameter: on an accelerator in one launch, each operation rounded by itself."""
+    """:func:`adamw` of a whole parameter: on an accelerator in one launch, each operation rounded
+    by itself."""
     lr, beta1, beta2, eps, weight_decay = numbers
     if kernels:
-        root, rate = (1 - beta2**step) ** 0.5, -(lr / (1 - beta1**step))
+        root = (1 - beta2**step) ** 0.5
+        rate = -(lr / (1 - beta1**step))
         sent_as = (1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, root, eps, rate)
         kernels.updates.adamw(param, grad, m, v, sent_as, words)
         return
@@ -161,19 +207,20 @@ register("adamw_", _adamw, "param", "m", "v")
 
 
 def square_sums(tensor: Tensor) -> Tensor:
-    """Return sums of squares of each :data:`NORM_CHUNK` elements (the last chunk may be shorter), float64 [chunks], on its
-    device.
+    """Return sums of squares of each :data:`NORM_CHUNK` elements (the last chunk may be shorter),
+    float64 [chunks], on its device.
 
-    A slice that begins at a multiple of NORM_CHUNK has the sums that the whole tensor has there: ranks compute their own
-    and hand them to :func:`norm_of_sums`.
-    """
+    A slice that begins at a multiple of NORM_CHUNK has the sums that the whole tensor has there:
+    ranks compute their own and hand them to :func:`norm_of_sums`."""
     flat = tensor.detach().reshape(-1)
     full = flat.numel() // NORM_CHUNK
     sums = torch.zeros(-(-flat.numel() // NORM_CHUNK), dtype=torch.float64, device=flat.device)
     at_once = max(min(_NORM_ROWS[flat.device.type], len(sums)), 1)
     work = torch.empty(at_once, NORM_CHUNK, dtype=torch.float64, device=flat.device)
     for first, last in spans(0, full, at_once):
-        rows = work[: last - first].copy_(flat[first * NORM_CHUNK : last * NORM_CHUNK].view(last - first, NORM_CHUNK))
+        rows = work[: last - first].copy_(
+            flat[first * NORM_CHUNK : last * NORM_CHUNK].view(last - first, NORM_CHUNK)
+        )
         torch.sum(rows.mul_(rows), 1, out=sums[first:last])
     if full < len(sums):
         rest = work[0, : flat.numel() - full * NORM_CHUNK].copy_(flat[full * NORM_CHUNK :])
@@ -182,27 +229,32 @@ def square_sums(tensor: Tensor) -> Tensor:
 
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
-    """Return the sum of a float32 tensor's squares, 0-d float32: infinite or NaN where an element is, or where it overflows."""
+    """Return the sum of a float32 tensor's squares, 0-d float32: infinite or NaN where an element
+    is, or where it overflows."""
     flat_P = gradient.reshape(-1)
     return torch.dot(flat_P, flat_P)
 
 
 def norm_of_sums(sums: Iterable[Tensor]) -> float:
-    """√(Σ sums). The sum is exactly rounded, so that neither the order of the chunks nor who computed them matters."""
+    """√(Σ sums). The sum is exactly rounded, so that neither the order of the chunks nor who
+    computed them matters."""
     parts = list(sums)
     values: list[float] = torch.cat(parts).tolist() if parts else []
-    return math.sqrt(math.fsum(values)) if all(map(math.isfinite, values)) else math.sqrt(sum(values))
+    return (
+        math.sqrt(math.fsum(values)) if all(map(math.isfinite, values)) else math.sqrt(sum(values))
+    )
 
 
 def global_norm(tensors: Iterable[Tensor]) -> float:
-    """Return the Euclidean norm of all elements of all tensors: the same for any number of threads and any slicing at
-    multiples of :data:`NORM_CHUNK`. Gradients that hold an infinity or a NaN have that as their norm."""
+    """Return the Euclidean norm of all elements of all tensors: the same for any number of threads
+    and any slicing at multiples of :data:`NORM_CHUNK`. Gradients that hold an infinity or a NaN
+    have that as their norm."""
     return norm_of_sums(square_sums(tensor) for tensor in tensors)
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return the factor that gradients of this norm are multiplied with, as ``torch.nn.utils.clip_grad_norm_``:
-    max_norm/(norm + 1e-6), at most 1. A NaN stays one."""
+    """Return the factor that gradients of this norm are multiplied with, as
+    ``torch.nn.utils.clip_grad_norm_``: max_norm/(norm + 1e-6), at most 1. A NaN stays one."""
     coefficient = max_norm / (norm + 1e-6)
     return 1.0 if coefficient > 1.0 else coefficient
 
@@ -210,13 +262,17 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 def _chunks(
     rounding: Key | None, param: Tensor, grad: Tensor, *state: Tensor
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-    """Yield scratch and flat slices of parameter, gradient and state, a chunk at a time: views, so that in-place work reaches
-    their owners. For a parameter in 16 bits it reaches a float32 copy, which is written back before the next chunk."""
+    """Yield scratch and flat slices of parameter, gradient and state, a chunk at a time: views, so
+    that in-place work reaches their owners. For a parameter in 16 bits it reaches a float32 copy,
+    which is written back before the next chunk."""
     for tensor in (grad, *state):
         assert tensor.dtype == torch.float32, f"updates are computed in float32, not {tensor.dtype}"
-        assert tensor.numel() == param.numel(), f"{tensor.numel()} elements for {param.numel()} of a parameter"
+        assert tensor.numel() == param.numel(), (
+            f"{tensor.numel()} elements for {param.numel()} of a parameter"
+        )
     flat = [grad.detach().reshape(-1), *(tensor.detach().view(-1) for tensor in state)]
-    whole, narrow = param.detach().view(-1), param.dtype != torch.float32
+    whole = param.detach().view(-1)
+    narrow = param.dtype != torch.float32
     chunk = UPDATE_CHUNK if param.device.type == "cpu" else DEVICE_UPDATE_CHUNK
     scratch = torch.empty(min(chunk, param.numel()), dtype=torch.float32, device=param.device)
     lifted = torch.empty_like(scratch) if narrow else scratch

@@ -1,5 +1,6 @@
-"""Products of 16-bit matrices with float32 results, on devices whose library writes those itself: nothing is rounded to 16 bits
-on the way, and neither a copy in 16 bits nor a lift of it takes memory or launches."""
+"""Products of 16-bit matrices with float32 results, on devices whose library writes those itself:
+nothing is rounded to 16 bits on the way, and neither a copy in 16 bits nor a lift of it takes
+memory or launches."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 @cache
 def has(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device makes such products of numbers of ``dtype``: a small one is tried, once a process."""
+    """Whether a device makes such products of numbers of ``dtype``: a small one is tried, once a
+    process."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     side = 16

@@ -1,5 +1,5 @@
-"""The settings of a plan by group, each a frozen value with its defaults: ``optimizer.*``, ``update.*``, ``zo.*``, ``cache.*``,
-``mesh.*``, ``lora.*`` and ``prefix.*``."""
+"""The settings of a plan by group, each a frozen value with its defaults: ``optimizer.*``,
+``update.*``, ``zo.*``, ``cache.*``, ``mesh.*``, ``lora.*`` and ``prefix.*``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from typing import Any
 
 from blockwalk.plan.placement import Codec
 
-OF_PEFT = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules"}
+OF_PEFT = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "target_modules": "target_modules",
+}
 """PEFT's names of the fields of :class:`LoraSettings`."""
 
 
@@ -26,44 +31,58 @@ class LoraSettings:
     dropout: float = 0.0
     """The share of an adapter's inputs that a training step leaves out; none under zeroth order."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Names of the modules that get an adapter, or a pattern. all-linear: every linear layer that text passes but the head,
-    experts and routers. []: none, so that ``lora.options.modules_to_save`` alone are trained."""
+    """Names of the modules that get an adapter, or a pattern. all-linear: every linear layer that
+    text passes but the head, experts and routers. []: none, so that
+    ``lora.options.modules_to_save`` alone are trained."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of PEFT's ``LoraConfig``, under its own names: ``{use_rslora: true}``."""
     from_: str = ""
-    """The folder of a trained adapter, or of its run, that training goes on from. Its rank, alpha, dropout, modules and options
-    are taken too."""
+    """The folder of a trained adapter, or of its run, that training goes on from. Its rank, alpha,
+    dropout, modules and options are taken too."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ValueError(f"lora.rank is {self.rank}; it must be at least 1 (lora: false trains everything)")
+            raise ValueError(
+                f"lora.rank is {self.rank}; it must be at least 1 (lora: false trains everything)"
+            )
         name = self.target_modules
-        if isinstance(name, str) and re.fullmatch(r"\w+", name):  # as a pattern it would be that of a whole name
+        if isinstance(name, str) and re.fullmatch(
+            r"\w+", name
+        ):  # as a pattern it would be that of a whole name
             object.__setattr__(self, "target_modules", (name,))
         for theirs, ours in OF_PEFT.items():
             if theirs in self.options:
                 raise ValueError(f"lora.options.{theirs} is PEFT's name of lora.{ours}; set that")
         if not self.target_modules and not self.options.get("modules_to_save"):
-            raise ValueError("lora.target_modules is empty; name some, or set lora.options.modules_to_save")
+            raise ValueError(
+                "lora.target_modules is empty; name some, or set lora.options.modules_to_save"
+            )
 
     def __str__(self) -> str:
         modules = ", ".join(self.options.get("modules_to_save") or ())
-        return f"LoRA adapters of rank {self.rank}" if self.target_modules else f"the modules {modules}"
+        return (
+            f"LoRA adapters of rank {self.rank}"
+            if self.target_modules
+            else f"the modules {modules}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixSettings:
-    """Keys and values that every layer reads before those of the text (``prefix.*``); see PEFT's ``PrefixTuningConfig``."""
+    """Keys and values that every layer reads before those of the text (``prefix.*``); see PEFT's
+    ``PrefixTuningConfig``."""
 
     num_virtual_tokens: int = 0
     """The tokens of the prefix (5 in MeZO); 0: there is none."""
     init_weights: str = "tokens"
-    """The first values of a prefix. tokens: keys and values of tokens drawn from the vocabulary, as in MeZO. random: normal
-    ones, as in PEFT. zero: zeros."""
+    """The first values of a prefix. tokens: keys and values of tokens drawn from the vocabulary, as
+    in MeZO. random: normal ones, as in PEFT. zero: zeros."""
 
     def __post_init__(self) -> None:
         if self.init_weights not in ("tokens", "random", "zero"):
-            raise ValueError(f"prefix.init_weights is {self.init_weights!r}; it must be tokens, random or zero")
+            raise ValueError(
+                f"prefix.init_weights is {self.init_weights!r}; it must be tokens, random or zero"
+            )
 
     def __bool__(self) -> bool:
         """Whether there is one."""
@@ -85,7 +104,8 @@ class Estimator(StrEnum):
 
 
 class Timing(StrEnum):
-    """The time at which an update is applied: inside the backward walk, after it, or at the next step's fetch."""
+    """The time at which an update is applied: inside the backward walk, after it, or at the next
+    step's fetch."""
 
     BLOCK = "block"
     STEP = "step"
@@ -99,10 +119,11 @@ class OptimizerSettings:
     name: str = "adamw"
     """The update rule; sign with zeroth order alone."""
     learning_rate: float = 1e-4
-    """The highest learning rate of the schedule. Zeroth order needs far smaller ones: 1e-7 to 1e-6 for billions of
-    parameters."""
+    """The highest learning rate of the schedule. Zeroth order needs far smaller ones: 1e-7 to 1e-6
+    for billions of parameters."""
     lora_b_ratio: float = 1.0
-    """The learning rate of adapters' B over that of the rest. LoRA+ takes about 16 (Hayou et al. 2024)."""
+    """The learning rate of adapters' B over that of the rest. LoRA+ takes about 16 (Hayou et al.
+    2024)."""
     betas: tuple[float, float] = (0.9, 0.999)
     """adamw: the decay of the mean of the gradient, and of its square."""
     eps: float = 1e-8
@@ -110,15 +131,18 @@ class OptimizerSettings:
     momentum: float = 0.9
     """momentum: the share of the last step's direction that is kept."""
     weight_decay: float = 0.0
-    """The weight decay. adamw: the share of a parameter, times the learning rate, that an update takes off. Other rules add
-    this share to the gradient."""
+    """The weight decay. adamw: the share of a parameter, times the learning rate, that an update
+    takes off. Other rules add this share to the gradient."""
     decay: str = "matrices"
-    """First order: the parameters that ``weight_decay`` reaches. matrices: all but norms and biases, as in transformers'
-    Trainer. all: every one. Zeroth order spares the original's names: those with bias, layer_norm or layernorm in them."""
+    """First order: the parameters that ``weight_decay`` reaches. matrices: all but norms and
+    biases, as in transformers' Trainer. all: every one. Zeroth order spares the original's names:
+    those with bias, layer_norm or layernorm in them."""
     schedule: str = "constant"
-    """The way of the learning rate after ``warmup_steps``, by transformers' names. constant: it stays."""
+    """The way of the learning rate after ``warmup_steps``, by transformers' names. constant: it
+    stays."""
     warmup_steps: int | float = 0
-    """Steps over which the learning rate climbs from 0 to its highest; below 1, a share of ``total_steps``."""
+    """Steps over which the learning rate climbs from 0 to its highest; below 1, a share of
+    ``total_steps``."""
     total_steps: int = 0
     """Steps that the schedule spans; 0: those of the run."""
     min_ratio: float = 0.0
@@ -128,9 +152,11 @@ class OptimizerSettings:
     power: float = 1.0
     """polynomial: the power of the share of steps that are left."""
     cooldown_steps: int | float = 0.1
-    """warmup_stable_decay: the last steps, in which the rate falls along half a cosine; below 1, a share of ``total_steps``."""
+    """warmup_stable_decay: the last steps, in which the rate falls along half a cosine; below 1, a
+    share of ``total_steps``."""
     max_grad_norm: float = 0.0
-    """The global norm that gradients are clipped to; 0: no clipping. Zeroth order clips each projected gradient by its size."""
+    """The global norm that gradients are clipped to; 0: no clipping. Zeroth order clips each
+    projected gradient by its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +164,14 @@ class UpdateSettings:
     """The time of updates and their rounding (``update.*``)."""
 
     timing: Timing = Timing.STEP
-    """The time of a block's update. block: at its turn of the backward walk. step: at the step's end. deferred: at its next
-    fetch (zeroth order)."""
+    """The time of a block's update. block: at its turn of the backward walk. step: at the step's
+    end. deferred: at its next fetch (zeroth order)."""
     flush_every: int = 1
-    """Deferred updates: the steps between writes of a block. In between, updates wait and are applied at each fetch."""
+    """Deferred updates: the steps between writes of a block. In between, updates wait and are
+    applied at each fetch."""
     rounding: str = "stochastic"
-    """The rounding of a 16- or 8-bit master after an update: stochastic (counter-based, reproducible) or nearest."""
+    """The rounding of a 16- or 8-bit master after an update: stochastic (counter-based,
+    reproducible) or nearest."""
 
     @property
     def at_turn(self) -> bool:
@@ -161,30 +189,35 @@ class ZerothOrderSettings:
     """The zeroth-order estimator (``zo.*``)."""
 
     kind: str = "spsa"
-    """The forwards of a step, and what is made of their losses: two-point estimates are spsa (MeZO)."""
+    """The forwards of a step, and what is made of their losses: two-point estimates are spsa
+    (MeZO)."""
     target: str = "weights"
-    """The values that are trained: weights, or scales. scales: those of matrices whose 4- or 8-bit codes stay as they are."""
+    """The values that are trained: weights, or scales. scales: those of matrices whose 4- or 8-bit
+    codes stay as they are."""
     epsilon: float = 1e-3
-    """The size of the perturbation: losses are taken at the parameters plus and minus epsilon times the noise."""
+    """The size of the perturbation: losses are taken at the parameters plus and minus epsilon times
+    the noise."""
     queries: int = 1
     """Independent directions a step: q pairs for spsa, N one-sided losses for fzoo."""
     noise: str = "gaussian"
-    """The noise of perturbations: gaussian, rademacher, lowrank, torch or mezo. lowrank: a matrix's noise is a product of thin
-    factors. torch: the original's draws. mezo: its draws and its in-place arithmetic."""
+    """The noise of perturbations: gaussian, rademacher, lowrank, torch or mezo. lowrank: a matrix's
+    noise is a product of thin factors. torch: the original's draws. mezo: its draws and its
+    in-place arithmetic."""
     noise_rank: int = 1
     """lowrank: the columns of the factors."""
     noise_interval: int = 1
     """lowrank: steps for which the factor of a matrix's inputs stays (50 to 100 in LOZO)."""
     seed_pool: int = 0
-    """The number of directions that queries are drawn from; 0: every query has its own. K numbers then say what a run
-    learnt."""
+    """The number of directions that queries are drawn from; 0: every query has its own. K numbers
+    then say what a run learnt."""
     hessian_alpha: float = 1e-8
     """HiZOO's smoothing of the diagonal curvature; 0 would leave it inert."""
     hessian_codec: Codec = Codec.FP32
     """The codec that HiZOO's curvature is kept in: fp32, bf16 or fp16."""
     rounding: str = "nearest"
-    """The rounding of perturbed weights to a forward's 16 bits: nearest, or stochastic. stochastic uses the same draws in all
-    forwards of a step. An epsilon far below a weight's last place then moves it in expectation."""
+    """The rounding of perturbed weights to a forward's 16 bits: nearest, or stochastic. stochastic
+    uses the same draws in all forwards of a step. An epsilon far below a weight's last place then
+    moves it in expectation."""
     objective: str = "loss"
     """loss, label_words, accuracy or f1; a Python function may be given to the walker instead."""
 
@@ -194,28 +227,30 @@ class CacheSettings:
     """The cache that keeps forward-gathered parameters for the backward walk (``cache.*``)."""
 
     tier: str = "none"
-    """The place of gathered parameters from one use to the next. none: every use gathers them from all ranks (zero3, mics).
-    host: a rank's slices stay in RAM (fcdp). device: they stay on the device (zeropp, hzp)."""
+    """The place of gathered parameters from one use to the next. none: every use gathers them from
+    all ranks (zero3, mics). host: a rank's slices stay in RAM (fcdp). device: they stay on the
+    device (zeropp, hzp)."""
     threshold: float = 0.0
-    """Adaptive cache, ``tier: host``: the share of the budget, 0 to 1, within which slices stay on the device. Beyond it they
-    go to the host."""
+    """Adaptive cache, ``tier: host``: the share of the budget, 0 to 1, within which slices stay on
+    the device. Beyond it they go to the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshSettings:
-    """The ranks (``mesh.*``): sizes of named axes. Over ``node``, ``world`` and ``groups`` state is spread, as its placement
-    says; over ``data`` and ``perturb`` a zeroth-order step's work is shared."""
+    """The ranks (``mesh.*``): sizes of named axes. Over ``node``, ``world`` and ``groups`` state is
+    spread, as its placement says; over ``data`` and ``perturb`` a zeroth-order step's work is
+    shared."""
 
     data: int = 1
     """Parts that the global batch is cut into, the outer axis."""
     perturb: int = 1
     """Ranks that share the forwards of a step, the inner axis: neighbours."""
     check_every: int = 100
-    """The steps between comparisons of the copies of weights and moments that ranks hold. The run ends where two differ.
-    Backpropagation compares them before every checkpoint as well."""
+    """The steps between comparisons of the copies of weights and moments that ranks hold. The run
+    ends where two differ. Backpropagation compares them before every checkpoint as well."""
     groups: tuple[str, ...] = ()
-    """Further groups of neighbours that placements may name, beside node and world: ``[half=4, island=16]``. Each is
-    name=ranks. Each size divides the next larger one."""
+    """Further groups of neighbours that placements may name, beside node and world: ``[half=4,
+    island=16]``. Each is name=ranks. Each size divides the next larger one."""
     ranks_per_node: int = 1
     """Ranks that share a machine; the launcher says how many."""
     world: int = 1

@@ -1,4 +1,5 @@
-"""A source of a data set with settings of its own, as ``data.train`` and ``data.eval`` take it beside plain names."""
+"""A source of a data set with settings of its own, as ``data.train`` and ``data.eval`` take it
+beside plain names."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ class Source:
     path: str
     """The source itself."""
     weight: float | None = None
-    """Its share in a mixture, relative to the other sources'; None: 1, where another source has one."""
+    """Its share in a mixture, relative to the other sources'; None: 1, where another source has
+    one."""
     format: str = ""
     columns: tuple[str, ...] = ()
     subset: str = ""
@@ -52,14 +54,17 @@ def plain(source: Source) -> dict[str, Any]:
     """Return a source as a mapping of the settings that it has, in YAML's types."""
     values = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
     kept = {name: value for name, value in values.items() if value not in ("", None, ())}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()
+    }
 
 
 def columns_of(value: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a mapping of fields to columns as the list that ``data.columns`` is.
 
     Raises:
-        TypeError: a field without a column, which YAML reads in ``{prompt:question}``: a colon needs a space.
+        TypeError: a field without a column, which YAML reads in ``{prompt:question}``: a colon
+            needs a space.
     """
     if None in value.values():
         raise TypeError
@@ -77,7 +82,11 @@ def joined(sources: Sources) -> str:
 
 
 def shown(sources: Sequence[Any] | str, name: Callable[[str], str]) -> Any:
-    """Return sources in plain types (texts, and mappings with a ``path``) with each path as the function ``name`` gives it."""
+    """Return sources in plain types (texts, and mappings with a ``path``) with each path as the
+    function ``name`` gives it."""
     if isinstance(sources, str):
         return name(sources)
-    return [{**each, "path": name(each["path"])} if isinstance(each, Mapping) else name(each) for each in sources]
+    return [
+        {**each, "path": name(each["path"])} if isinstance(each, Mapping) else name(each)
+        for each in sources
+    ]

@@ -19,21 +19,32 @@ _KINDS = is_word("lora", "qlora", "dora", "qdora", "full", "none", "freeze")
 
 VALUES: dict[str, tuple[Foreign, Callable[[Any], bool]]] = {
     "frozen": (
-        replace(BY_NAME["quantization"], line=to.placed, sentence="A placement is tier × codec, or one part of it."),
+        replace(
+            BY_NAME["quantization"],
+            line=to.placed,
+            sentence="A placement is tier × codec, or one part of it.",
+        ),
         to.is_a_part,
     ),
     "optimizer.name": (BY_NAME["optim"], to.other_rule),
     "optimizer.schedule": (BY_NAME["lr_scheduler_type"], to.other_schedule),
-    "recompute": (BY_NAME["gradient_checkpointing"], is_word("true", "false", "unsloth", "full", "selective")),
+    "recompute": (
+        BY_NAME["gradient_checkpointing"],
+        is_word("true", "false", "unsloth", "full", "selective"),
+    ),
     "method": (BY_NAME["adapter"], _KINDS),
     "lora": (BY_NAME["adapter"], _KINDS),
     "lora.target_modules": (BY_NAME["lora_target"], is_word("all", "all_linear", "true")),
-    "push_to_hub": (replace(BY_NAME["hub_model_id"], line=to.repository), is_word("true", "false", "none")),
+    "push_to_hub": (
+        replace(BY_NAME["hub_model_id"], line=to.repository),
+        is_word("true", "false", "none"),
+    ),
     "max_steps": (replace(BY_NAME["iters"], line=to.always("max_steps", 0)), is_word("-1", "none")),
     "save_every": (BY_NAME["save_strategy"], is_word("epoch", "steps", "no", "best")),
     "eval_every": (BY_NAME["eval_strategy"], is_word("epoch", "steps", "no")),
 }
-"""Settings of our names, each with the row for values that people bring from elsewhere, and whether a value is such."""
+"""Settings of our names, each with the row for values that people bring from elsewhere, and whether
+a value is such."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +53,13 @@ class Match:
 
     row: Foreign
     exact: bool
-    """Whether nothing stands around the name but a section of ours: then a row may be taken as it is."""
+    """Whether nothing stands around the name but a section of ours: then a row may be taken as it
+    is."""
 
 
 def find(key: str) -> Match | None:
-    """Return the row of a name, with whatever sections around it (``training_args.learning_rate``, ``lora.target``), with
-    dashes or underscores; None where the table has none."""
+    """Return the row of a name, with whatever sections around it (``training_args.learning_rate``,
+    ``lora.target``), with dashes or underscores; None where the table has none."""
     name = key.replace("-", "_").lower()
     joined = name.replace(".", "_")
     for candidate in (name, joined):

@@ -1,5 +1,5 @@
-"""Rows for the names of settings in other tools: the one table that parsing asks (:mod:`blockwalk.plan.foreign_names`) and
-that the page *Coming from* is written from."""
+"""Rows for the names of settings in other tools: the one table that parsing asks
+(:mod:`blockwalk.plan.foreign_names`) and that the page *Coming from* is written from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 
 from blockwalk.plan import foreign_values as to
 
-TRANSFORMERS, TRL, AXOLOTL, FACTORY, MLX = "transformers", "TRL and PEFT", "axolotl", "LLaMA-Factory", "mlx-lm"
+TRANSFORMERS = "transformers"
+TRL = "TRL and PEFT"
+AXOLOTL = "axolotl"
+FACTORY = "LLaMA-Factory"
+MLX = "mlx-lm"
 OTHERS = "unsloth, DeepSpeed, bitsandbytes and others"
 TOOLS = (TRANSFORMERS, TRL, AXOLOTL, FACTORY, MLX, OTHERS)
 """The tools whose names the table has, as the page heads them."""
@@ -32,7 +36,8 @@ class Foreign:
     same: Callable[[Any], bool] | None = None
     """Whether a value means the same here, so that the name is taken, with a note; None: never."""
     idle: Callable[[Any], bool] | None = None
-    """Whether a value asks for what is so here anyway, so that it is left out, with a note; None: never."""
+    """Whether a value asks for what is so here anyway, so that it is left out, with a note; None:
+    never."""
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -58,7 +63,9 @@ def is_word(*words: str) -> Callable[[Any], bool]:
     return lambda value: to.word(value) in words
 
 
-def _taken(ours: str, sentence: str, example: Any, same: Callable[[Any], bool] = _any, **tools: str) -> Foreign:
+def _taken(
+    ours: str, sentence: str, example: Any, same: Callable[[Any], bool] = _any, **tools: str
+) -> Foreign:
     """Return a row whose names mean the same as ours."""
     return Foreign(ours, sentence, _names(**tools), to.same(ours), example, same)
 
@@ -80,7 +87,9 @@ def _other(
 def _of_peft(name: str, example: Any, **tools: str) -> Foreign:
     """Return a row for a field of PEFT's LoraConfig."""
     sentence = "PEFT's own fields stand in lora.options."
-    return Foreign("lora.options", sentence, _names(**tools), to.option(name), example, idle=to.is_off)
+    return Foreign(
+        "lora.options", sentence, _names(**tools), to.option(name), example, idle=to.is_off
+    )
 
 
 def _none(sentence: str, idle: Callable[[Any], bool] | None = None, **tools: str) -> Foreign:
@@ -155,7 +164,8 @@ _OPTIMIZER = (
     ),
     _other(
         "optimizer.schedule",
-        "The names are those of transformers; constant, the default, climbs through a warm-up as well.",
+        "The names are those of transformers; constant, the default, climbs through a warm-up as"
+        " well.",
         to.schedule,
         "cosine",
         same=to.same_schedule,
@@ -266,7 +276,8 @@ _OPTIMIZER = (
     ),
     _other(
         "optimizer.name",
-        "AdamW keeps its moments in 32 bits, which are small for adapters; optimizer_state says where they live.",
+        "AdamW keeps its moments in 32 bits, which are small for adapters; optimizer_state says"
+        " where they live.",
         to.rule,
         "adamw_8bit",
         same=to.same_rule,
@@ -283,7 +294,11 @@ _OPTIMIZER = (
         factory="loraplus_lr_ratio",
     ),
     _taken(
-        "neftune_noise_alpha", "The alpha is the same.", 5.0, axolotl="noisy_embedding_alpha", other="neftune_alpha"
+        "neftune_noise_alpha",
+        "The alpha is the same.",
+        5.0,
+        axolotl="noisy_embedding_alpha",
+        other="neftune_alpha",
     ),
     _none(
         "No rule has such options; adamw, sgd and momentum are what there is.",
@@ -300,7 +315,8 @@ _OPTIMIZER = (
         other="label_smoothing",
     ),
     _none(
-        "All trained matrices have one learning rate, B of an adapter apart (optimizer.lora_b_ratio).",
+        "All trained matrices have one learning rate, B of an adapter apart"
+        " (optimizer.lora_b_ratio).",
         to.is_off,
         axolotl="lr_groups embedding_lr embedding_lr_scale loraplus_lr_embedding",
         factory="loraplus_lr_embedding",
@@ -351,9 +367,18 @@ _RUN = (
         axolotl="eval_strategy evals_per_epoch",
     ),
     _taken(
-        "keep_checkpoints", "It counts the newest, which stay.", 2, hf="save_total_limit", axolotl="save_total_limit"
+        "keep_checkpoints",
+        "It counts the newest, which stay.",
+        2,
+        hf="save_total_limit",
+        axolotl="save_total_limit",
     ),
-    _taken("eval_first", "It evaluates before the first step, which is the default here.", True, hf="eval_on_start"),
+    _taken(
+        "eval_first",
+        "It evaluates before the first step, which is the default here.",
+        True,
+        hf="eval_on_start",
+    ),
     _other(
         "report_to",
         "Trackers are named in one list.",
@@ -380,7 +405,12 @@ _RUN = (
         idle=to.is_off,
         factory="use_swanlab",
     ),
-    _taken("report_to", "The names of trackers are the same.", ["tensorboard"], other="log_with trackers logger"),
+    _taken(
+        "report_to",
+        "The names of trackers are the same.",
+        ["tensorboard"],
+        other="log_with trackers logger",
+    ),
     _none(
         "The environment names a tracker's project, as WANDB_PROJECT does.",
         to.is_off,
@@ -414,14 +444,19 @@ _RUN = (
     ),
     _other(
         "keep_best",
-        "The checkpoint of the best evaluation is kept. adapter/ stays the last step's; --adapter CHECKPOINT uses the best.",
+        "The checkpoint of the best evaluation is kept. adapter/ stays the last step's;"
+        " --adapter CHECKPOINT uses the best.",
         to.switch("keep_best", "loss"),
         True,
         idle=to.is_off,
         hf="load_best_model_at_end metric_for_best_model",
         axolotl="load_best_model_at_end",
     ),
-    _none("Losses count as better the lower they are, accuracies the higher.", _any, hf="greater_is_better"),
+    _none(
+        "Losses count as better the lower they are, accuracies the higher.",
+        _any,
+        hf="greater_is_better",
+    ),
     _taken(
         "early_stopping",
         "It counts evaluations without a better one.",
@@ -463,7 +498,8 @@ _RUN = (
     _none(
         "Curves and logs lie in output_dir, every figure of every step.",
         hf="logging_dir logging_strategy logging_first_step log_level log_level_replica log_on_each_node"
-        " logging_nan_inf_filter disable_tqdm include_num_input_tokens_seen skip_memory_metrics debug",
+        " logging_nan_inf_filter disable_tqdm include_num_input_tokens_seen skip_memory_metrics"
+        " debug",
         factory="plot_loss",
     ),
     _none(
@@ -524,10 +560,16 @@ _MEMORY = (
         axolotl="torch_dtype",
         other="precision mixed_precision model_dtype",
     ),
-    _none("Products are PyTorch's own; nothing here changes their precision.", to.is_off, hf="tf32", axolotl="tf32"),
+    _none(
+        "Products are PyTorch's own; nothing here changes their precision.",
+        to.is_off,
+        hf="tf32",
+        axolotl="tf32",
+    ),
     _other(
         "frozen",
-        "A codec of frozen weights does it, int4a in four bits; unless named, a run takes what fits memory.",
+        "A codec of frozen weights does it, int4a in four bits; unless named, a run takes what"
+        " fits memory.",
         to.switch("frozen", "disk × int4a", "disk"),
         True,
         trl="load_in_4bit",
@@ -569,7 +611,8 @@ _MEMORY = (
         idle=is_word("false", "none", "null", "0"),
         axolotl="layer_offloading",
         other="cpu_offload offload_param offload_param.device zero_optimization.offload_param.device offload blocks_to_swap"
-        " block_swap fsdp_offload_params fsdp_config.offload_params llm_int8_enable_fp32_cpu_offload offload_to_cpu"
+        " block_swap fsdp_offload_params fsdp_config.offload_params"
+        " llm_int8_enable_fp32_cpu_offload offload_to_cpu"
         " num_layers_to_offload",
     ),
     _other(
@@ -631,7 +674,9 @@ _MEMORY = (
         axolotl="torch_compile",
         other="use_torch_compile compile_model",
     ),
-    _none("PyTorch's defaults are taken.", to.is_off, hf="torch_compile_backend torch_compile_mode"),
+    _none(
+        "PyTorch's defaults are taken.", to.is_off, hf="torch_compile_backend torch_compile_mode"
+    ),
     _other(
         "loss",
         "The loss is computed over chunks of the vocabulary: all logits are never held.",
@@ -649,16 +694,28 @@ _MEMORY = (
         factory="flash_attn shift_attn use_unsloth",
         other="use_flash_attention_2 use_flash_attention lora_mlp_kernel lora_qkv_kernel lora_o_kernel",
     ),
-    _none("The walk's buffers stay from step to step.", to.is_off, hf="torch_empty_cache_steps", axolotl="gc_steps"),
+    _none(
+        "The walk's buffers stay from step to step.",
+        to.is_off,
+        hf="torch_empty_cache_steps",
+        axolotl="gc_steps",
+    ),
     _none("A training forward keeps no cache.", to.is_off, hf="use_cache"),
-    _none("Blocks come and go by themselves; frozen says where they wait.", hf="device_map low_cpu_mem_usage"),
-    _none("The flag --device names the device: blockwalk train RUN.yaml --device cpu.", hf="use_cpu no_cuda"),
+    _none(
+        "Blocks come and go by themselves; frozen says where they wait.",
+        hf="device_map low_cpu_mem_usage",
+    ),
+    _none(
+        "The flag --device names the device: blockwalk train RUN.yaml --device cpu.",
+        hf="use_cpu no_cuda",
+    ),
 )
 
 _RANKS = (
     _other(
         "method",
-        "Methods over ranks do it: zero3, zeropp, mics, fcdp, hzp; blockwalk train --nproc-per-node N starts ranks.",
+        "Methods over ranks do it: zero3, zeropp, mics, fcdp, hzp; blockwalk train"
+        " --nproc-per-node N starts ranks.",
         to.ranks,
         "full_shard",
         idle=to.is_off,
@@ -767,10 +824,18 @@ _ADAPTERS = (
     _of_peft("rank_pattern", {"q_proj": 4}, trl="rank_pattern"),
     _of_peft("alpha_pattern", {"q_proj": 4}, trl="alpha_pattern"),
     _of_peft("exclude_modules", ["o_proj"], trl="exclude_modules"),
-    _of_peft("target_parameters", ["experts.gate_up_proj"], trl="lora_target_parameters target_parameters"),
-    _of_peft("layers_to_transform", [0, 1], trl="layers_to_transform", axolotl="peft_layers_to_transform"),
+    _of_peft(
+        "target_parameters",
+        ["experts.gate_up_proj"],
+        trl="lora_target_parameters target_parameters",
+    ),
+    _of_peft(
+        "layers_to_transform", [0, 1], trl="layers_to_transform", axolotl="peft_layers_to_transform"
+    ),
     _of_peft("layers_pattern", "layers", trl="layers_pattern"),
-    _of_peft("init_lora_weights", "gaussian", trl="init_lora_weights", axolotl="peft_init_lora_weights"),
+    _of_peft(
+        "init_lora_weights", "gaussian", trl="init_lora_weights", axolotl="peft_init_lora_weights"
+    ),
     _none(
         "Every layer gets adapters; lora.options.layers_to_transform lists some.",
         is_word("-1"),
@@ -782,15 +847,21 @@ _ADAPTERS = (
         trl="bias lora_bias trainable_token_indices",
         factory="pissa_init pissa_iter pissa_convert",
     ),
-    _none("A language model is what is trained.", is_word("causal_lm"), trl="task_type lora_task_type"),
+    _none(
+        "A language model is what is trained.", is_word("causal_lm"), trl="task_type lora_task_type"
+    ),
     _none(
         "Adapters are LoRA, rsLoRA and DoRA; PEFT's further kinds are not trained here.",
         to.is_off,
         trl="loftq_config eva_config corda_config lora_ga_config velora_config monteclora_config kasa_config arrow_config"
-        " use_qalora qalora_group_size use_bdlora alora_invocation_tokens layer_replication megatron_config megatron_core"
+        " use_qalora qalora_group_size use_bdlora alora_invocation_tokens layer_replication"
+        " megatron_config megatron_core"
         " ensure_weight_tying",
     ),
-    _none("PEFT's notes to itself are written by training.", trl="auto_mapping peft_version runtime_config"),
+    _none(
+        "PEFT's notes to itself are written by training.",
+        trl="auto_mapping peft_version runtime_config",
+    ),
     _none("Training sets it by itself.", to.is_off, trl="inference_mode fan_in_fan_out"),
     _other(
         "lora.from",
@@ -862,7 +933,11 @@ _DATA = (
         other="train_split",
     ),
     _taken(
-        "data.eval_split", "It is the split of a hub data set.", "test", trl="dataset_test_split", other="eval_split"
+        "data.eval_split",
+        "It is the split of a hub data set.",
+        "test",
+        trl="dataset_test_split",
+        other="eval_split",
     ),
     _taken(
         "data.max_length",
@@ -888,7 +963,12 @@ _DATA = (
         trl="packing_strategy padding_free eval_packing",
         axolotl="eval_sample_packing pad_to_sequence_len sample_packing_group_size sample_packing_bin_size batch_flattening",
     ),
-    _taken("data.padding_multiple", "Sequences are padded to a multiple of it.", 8, trl="pad_to_multiple_of"),
+    _taken(
+        "data.padding_multiple",
+        "Sequences are padded to a multiple of it.",
+        8,
+        trl="pad_to_multiple_of",
+    ),
     _other(
         "data.columns",
         "Columns of other names are listed by the field that they hold.",
@@ -948,7 +1028,10 @@ _DATA = (
         factory="interleave_probs",
         other="dataset_weights mixture_weights",
     ),
-    _none("Records that are too long are cut as their format needs, and counted.", trl="truncation_mode"),
+    _none(
+        "Records that are too long are cut as their format needs, and counted.",
+        trl="truncation_mode",
+    ),
     _none("Sources are mixed by data.weights.", factory="mix_strategy", other="dataset_mixer"),
     _other(
         "data.eval_limit",
@@ -964,14 +1047,16 @@ _DATA = (
         other="max_train_samples num_samples limit",
     ),
     _none(
-        "Answers alone are learnt, whatever the format; records with a field text are learnt whole.",
+        "Answers alone are learnt, whatever the format; records with a field text are learnt"
+        " whole.",
         _is_on,
         trl="assistant_only_loss completion_only_loss",
         mlx="mask_prompt",
         other="train_on_responses_only train_on_completions_only",
     ),
     _none(
-        "Answers alone are learnt, whatever the format; records with a field text are learnt whole.",
+        "Answers alone are learnt, whatever the format; records with a field text are learnt"
+        " whole.",
         to.is_off,
         axolotl="train_on_inputs",
         factory="train_on_prompt",
@@ -992,7 +1077,8 @@ _DATA = (
     _none(
         "Batches are read from memory maps: there are no workers and no columns to remove.",
         hf="dataloader_multiprocessing_context dataloader_num_workers dataloader_pin_memory"
-        " dataloader_drop_last dataloader_prefetch_factor dataloader_persistent_workers dataloader_in_order"
+        " dataloader_drop_last dataloader_prefetch_factor dataloader_persistent_workers"
+        " dataloader_in_order"
         " remove_unused_columns label_names",
     ),
     _none(
@@ -1002,7 +1088,8 @@ _DATA = (
         axolotl="group_by_length",
     ),
     _none(
-        "Tokens come from the tokenizer in the model's folder; lora.options.modules_to_save trains their rows.",
+        "Tokens come from the tokenizer in the model's folder; lora.options.modules_to_save"
+        " trains their rows.",
         to.is_off,
         trl="eos_token pad_token",
         axolotl="special_tokens tokens added_tokens_overrides tokenizer_type tokenizer_config tokenizer_use_fast",
@@ -1053,7 +1140,8 @@ _MODEL = (
         factory="rope_scaling",
     ),
     _none(
-        "Answers are learnt here, not preferences or rewards; data.format: sharegpt learns the chosen one.",
+        "Answers are learnt here, not preferences or rewards; data.format: sharegpt learns the"
+        " chosen one.",
         is_word("sft", "none", "null", "false", "pt"),
         axolotl="rl reward_model",
         factory="stage pref_beta pref_loss ref_model reward_model",
@@ -1061,10 +1149,16 @@ _MODEL = (
         other="beta dpo_beta dpo loss_fn",
     ),
     _none(
-        "Values of the original MeZO are settings zo.epsilon, zo.queries and zo.kind of method mezo.",
+        "Values of the original MeZO are settings zo.epsilon, zo.queries and zo.kind of method"
+        " mezo.",
         other="zo_method trainer num_perturb",
     ),
-    _taken("zo.epsilon", "The size of a perturbation is the same.", 1e-3, other="zo_eps zo_epsilon perturbation_scale"),
+    _taken(
+        "zo.epsilon",
+        "The size of a perturbation is the same.",
+        1e-3,
+        other="zo_eps zo_epsilon perturbation_scale",
+    ),
 )
 
 ROWS = (*_MODEL, *_DATA, *_ADAPTERS, *_STEPS, *_OPTIMIZER, *_RUN, *_MEMORY, *_RANKS)

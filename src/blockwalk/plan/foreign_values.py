@@ -1,8 +1,8 @@
-"""Values that other tools' settings take, as ours: each function answers the name and the value of a setting of ours for a
-value of theirs, or None where no value of ours does it.
+"""Values that other tools' settings take, as ours: each function answers the name and the value of
+a setting of ours for a value of theirs, or None where no value of ours does it.
 
-``given`` holds every setting of the run by its name, theirs and ours: some of ours need two of theirs.
-"""
+``given`` holds every setting of the run by its name, theirs and ours: some of ours need two of
+theirs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ def word(value: Any) -> str:
 
 def is_off(value: Any) -> bool:
     """Return whether a value switches something off."""
-    return value is None or value in ([], {}) or word(value) in ("false", "no", "none", "null", "off", "0", "")
+    return (
+        value is None
+        or value in ([], {})
+        or word(value) in ("false", "no", "none", "null", "off", "0", "")
+    )
 
 
 def number(value: Any) -> int | float:
@@ -53,7 +57,8 @@ def always(name: str, ours: Any) -> Line:
 
 
 def switch(name: str, on: Any, off: Any = None) -> Line:
-    """Return one value of ours where theirs is on, and another where it is off; None: nothing to write."""
+    """Return one value of ours where theirs is on, and another where it is off; None: nothing to
+    write."""
 
     def line(value: Any, given: Mapping[str, Any]) -> Pair | None:
         ours = off if is_off(value) else on
@@ -74,7 +79,9 @@ def words(name: str, table: Mapping[str, Any], otherwise: Any = None) -> Line:
 
 def whole_batch(value: Any, given: Mapping[str, Any]) -> Pair:
     """Return the sequences of a step: those of one device, times accumulation, times ranks."""
-    return "batch_size", number(value) * _times(given, *ACCUMULATION) * _times(given, "mesh.world", "world_size")
+    return "batch_size", number(value) * _times(given, *ACCUMULATION) * _times(
+        given, "mesh.world", "world_size"
+    )
 
 
 def evaluated_together(value: Any, given: Mapping[str, Any]) -> Pair:
@@ -104,12 +111,15 @@ def last_rate(value: Any, given: Mapping[str, Any]) -> Pair:
 
 
 def every(name: str, *steps: str, most: int = 100) -> Line:
-    """Return a count of steps for a strategy: none for *no*, the one that another setting gives, or a usual one."""
+    """Return a count of steps for a strategy: none for *no*, the one that another setting gives, or
+    a usual one."""
 
     def line(value: Any, given: Mapping[str, Any]) -> Pair:
         if is_off(value):
             return name, 0
-        return name, next((number(given[other]) for other in (*steps, name) if other in given), most)
+        return name, next(
+            (number(given[other]) for other in (*steps, name) if other in given), most
+        )
 
     return line
 
@@ -117,12 +127,21 @@ def every(name: str, *steps: str, most: int = 100) -> Line:
 def rule(value: Any, given: Mapping[str, Any]) -> Pair:
     """Return the update rule by transformers' names and torch's."""
     kind = word(value)
-    return "optimizer.name", next((name for name in RULES if kind.startswith(name)), OptimizerSettings().name)
+    return "optimizer.name", next(
+        (name for name in RULES if kind.startswith(name)), OptimizerSettings().name
+    )
 
 
 def same_rule(value: Any) -> bool:
     """Return whether the rule of a name elsewhere is exactly one of ours."""
-    return word(value) in (*RULES, "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "torch_adamw")
+    return word(value) in (
+        *RULES,
+        "adamw_torch",
+        "adamw_torch_fused",
+        "adamw_hf",
+        "adamw_apex_fused",
+        "torch_adamw",
+    )
 
 
 def schedule(value: Any, given: Mapping[str, Any]) -> Pair:
@@ -146,13 +165,36 @@ def same_schedule(value: Any) -> bool:
 
 def other_rule(value: Any) -> bool:
     """Return whether a value is an update rule of other tools, and none of ours."""
-    families = ("ada", "paged", "sgd_", "lion", "lomo", "galore", "apollo", "muon", "rmsprop", "torch", "schedule_free")
+    families = (
+        "ada",
+        "paged",
+        "sgd_",
+        "lion",
+        "lomo",
+        "galore",
+        "apollo",
+        "muon",
+        "rmsprop",
+        "torch",
+        "schedule_free",
+    )
     return word(value) not in RULES and word(value).startswith(families)
 
 
 def other_schedule(value: Any) -> bool:
     """Return whether a value is a schedule of other tools, and none of ours."""
-    families = ("cosine_", "reduce_", "greedy", "one_cycle", "rex", "wsd", "linear_", "exponential", "step_", "warmup")
+    families = (
+        "cosine_",
+        "reduce_",
+        "greedy",
+        "one_cycle",
+        "rex",
+        "wsd",
+        "linear_",
+        "exponential",
+        "step_",
+        "warmup",
+    )
     return word(value) not in SCHEDULES and word(value).startswith(families)
 
 
@@ -171,11 +213,16 @@ def share(name: str) -> Line:
 
 DTYPES = {
     **dict.fromkeys(("float32", "fp32", "32", "32-true", "no", "torch.float32"), "float32"),
-    **dict.fromkeys(("bfloat16", "bf16", "bf16-true", "bf16-mixed", "torch.bfloat16", "true"), "bfloat16"),
-    **dict.fromkeys(("float16", "fp16", "half", "16", "16-true", "16-mixed", "torch.float16"), "bfloat16"),
+    **dict.fromkeys(
+        ("bfloat16", "bf16", "bf16-true", "bf16-mixed", "torch.bfloat16", "true"), "bfloat16"
+    ),
+    **dict.fromkeys(
+        ("float16", "fp16", "half", "16", "16-true", "16-mixed", "torch.float16"), "bfloat16"
+    ),
     "auto": "auto",
 }
-"""Names of dtypes elsewhere, and ``compute_dtype``: float16 has no scale of the loss here, so that it becomes bfloat16."""
+"""Names of dtypes elsewhere, and ``compute_dtype``: float16 has no scale of the loss here, so that
+it becomes bfloat16."""
 
 
 def same_dtype(value: Any) -> bool:
@@ -196,7 +243,14 @@ CODECS = {
 """Kinds of quantisation elsewhere, and ``frozen.codec``."""
 
 
-TIERS = {"cpu": "host", "ram": "host", "nvme": "disk", "ssd": "disk", "gpu": "device", "cuda": "device"}
+TIERS = {
+    "cpu": "host",
+    "ram": "host",
+    "nvme": "disk",
+    "ssd": "disk",
+    "gpu": "device",
+    "cuda": "device",
+}
 """Names of memories elsewhere, and tiers."""
 
 
@@ -239,8 +293,8 @@ def same_modules(value: Any) -> bool:
 
 
 def option(name: str) -> Line:
-    """Return one of PEFT's own fields, or None where it is off; a text with commas is a list of names where PEFT takes a
-    list."""
+    """Return one of PEFT's own fields, or None where it is off; a text with commas is a list of
+    names where PEFT takes a list."""
 
     def line(value: Any, given: Mapping[str, Any]) -> Pair | None:
         if is_off(value):
@@ -273,15 +327,24 @@ def adapter(value: Any, given: Mapping[str, Any]) -> Pair:
 
 
 def paths(name: str) -> Line:
-    """Return data sources: a name, several with commas, or a list of names or of mappings with a path."""
+    """Return data sources: a name, several with commas, or a list of names or of mappings with a
+    path."""
 
     def line(value: Any, given: Mapping[str, Any]) -> Pair:
         if is_off(value):
             raise ValueError("no source is named")
         if isinstance(value, str) and value[:1] == "[":
             value = ast.literal_eval(value)
-        sources = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
-        named = [str(each["path"] if isinstance(each, Mapping) else each).strip() for each in sources]
+        sources = (
+            value.split(",")
+            if isinstance(value, str)
+            else value
+            if isinstance(value, list)
+            else [value]
+        )
+        named = [
+            str(each["path"] if isinstance(each, Mapping) else each).strip() for each in sources
+        ]
         return name, named[0] if len(named) == 1 else named
 
     return line
@@ -301,7 +364,9 @@ def numbers(name: str) -> Line:
     """Return several numbers, which commas may divide."""
 
     def line(value: Any, given: Mapping[str, Any]) -> Pair:
-        return name, [number(each) for each in (value.split(",") if isinstance(value, str) else value)]
+        return name, [
+            number(each) for each in (value.split(",") if isinstance(value, str) else value)
+        ]
 
     return line
 

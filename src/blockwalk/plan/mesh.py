@@ -1,16 +1,20 @@
-"""Named axes of ranks as plain numbers: which ranks share a piece of state or of work, and over which links it travels.
+"""Named axes of ranks as plain numbers: which ranks share a piece of state or of work, and over
+which links it travels.
 
-Ranks are numbered node by node. A mesh has *groups* of neighbouring ranks, by name: ``nobody`` is one rank, ``node`` those of
-a machine, ``world`` all of them, and ``mesh.groups`` may name others. Their sizes 1 = s₀ | s₁ | … | s_K each divide the next,
-and the step from one to the next is an :class:`Axis` with the name of the group that it completes: a group is reached over
-all axes up to its own. A rank's coordinates, innermost first, place its slice of a flat buffer: the innermost coordinate is
-the most significant digit. So a slice over a group is one contiguous piece, made of the slices over the next larger group in
-the order of the next coordinate, and neither gathering nor reducing ever moves an element inside a buffer.
+Ranks are numbered node by node. A mesh has *groups* of neighbouring ranks, by name: ``nobody`` is
+one rank, ``node`` those of a machine, ``world`` all of them, and ``mesh.groups`` may name others.
+Their sizes 1 = s₀ | s₁ | … | s_K each divide the next, and the step from one to the next is an
+:class:`Axis` with the name of the group that it completes: a group is reached over all axes up to
+its own. A rank's coordinates, innermost first, place its slice of a flat buffer: the innermost
+coordinate is the most significant digit. So a slice over a group is one contiguous piece, made of
+the slices over the next larger group in the order of the next coordinate, and neither gathering nor
+reducing ever moves an element inside a buffer.
 
-A zeroth-order step's work is shared over two further axes of the same ranks: ``perturb``, inside, and ``data``.
+A zeroth-order step's work is shared over two further axes of the same ranks: ``perturb``, inside,
+and ``data``.
 
-Nothing here imports torch: plans are compiled from these numbers, and :mod:`blockwalk.ranks.groups` makes process groups of
-them."""
+Nothing here imports torch: plans are compiled from these numbers, and :mod:`blockwalk.ranks.groups`
+makes process groups of them."""
 
 from __future__ import annotations
 
@@ -24,7 +28,8 @@ from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.placement import NOBODY, NODE, WORLD
 from blockwalk.plan.words import counted
 
-PERTURB, DATA = "perturb", "data"
+PERTURB = "perturb"
+DATA = "data"
 """The axes that a zeroth-order step's forwards, and the global batch, are shared over."""
 
 Coordinates = tuple[tuple[str, int], ...]
@@ -69,15 +74,17 @@ def group_sizes(mesh: MeshSettings) -> dict[str, int]:
         name, _, ranks = (word.strip() for word in text.partition("="))
         taken = name in (*sizes, WORLD, PERTURB, DATA)
         if not ranks.isdecimal() or not int(ranks) or not name or "×" in name or taken:
-            raise ValueError(f"mesh.groups has {text!r}; it takes new names, each with its ranks, such as half=4")
+            raise ValueError(
+                f"mesh.groups has {text!r}; it takes new names, each with its ranks, such as half=4"
+            )
         sizes[name] = int(ranks)
     return {**sizes, WORLD: mesh.world}
 
 
 @lru_cache
 def make_axes(mesh: MeshSettings) -> tuple[Axis, ...]:
-    """Return the axes that state is spread over, innermost first: the steps between the sizes of a mesh's groups. Among
-    groups of one size the first gives the name.
+    """Return the axes that state is spread over, innermost first: the steps between the sizes of a
+    mesh's groups. Among groups of one size the first gives the name.
 
     Raises:
         ValueError: sizes that do not nest; the message names both.
@@ -89,10 +96,13 @@ def make_axes(mesh: MeshSettings) -> tuple[Axis, ...]:
     for small, large in [*steps, (max(names), mesh.world)]:
         if large % small:
             raise ValueError(
-                f"groups must be nested: {names[small]} has {counted(small, 'rank')}, which do not divide the {large} of"
+                f"groups must be nested: {names[small]} has {counted(small, 'rank')}, which do"
+                f" not divide the {large} of"
                 f" {names[large]}; change mesh.groups, mesh.ranks_per_node or mesh.world"
             )
-    return tuple(Axis(names[large], small, large, small >= mesh.ranks_per_node) for small, large in steps)
+    return tuple(
+        Axis(names[large], small, large, small >= mesh.ranks_per_node) for small, large in steps
+    )
 
 
 def work_axes(mesh: MeshSettings) -> tuple[Axis, ...]:
@@ -103,7 +113,9 @@ def work_axes(mesh: MeshSettings) -> tuple[Axis, ...]:
 
 def coordinates_of(mesh: MeshSettings, rank: int) -> Coordinates:
     """Return a rank's places on the axes of its work and its state."""
-    return tuple((axis.name, axis.coordinate(rank)) for axis in (*work_axes(mesh), *make_axes(mesh)))
+    return tuple(
+        (axis.name, axis.coordinate(rank)) for axis in (*work_axes(mesh), *make_axes(mesh))
+    )
 
 
 def between(axes: Sequence[Axis], inner: int, outer: int) -> tuple[Axis, ...]:
@@ -121,7 +133,8 @@ def names_of(axes: Iterable[Axis]) -> tuple[str, ...]:
 
 
 def reach(axes: Sequence[Axis]) -> tuple[int, int]:
-    """Return ranks of the groups that axes begin with, and of those that they complete; one and one where there are none."""
+    """Return ranks of the groups that axes begin with, and of those that they complete; one and one
+    where there are none."""
     return (axes[0].inner, axes[-1].outer) if axes else (1, 1)
 
 
@@ -131,7 +144,8 @@ def ranks_over(mesh: MeshSettings, names: Sequence[str]) -> int:
 
 
 def slice_of(axes: Sequence[Axis], rank: int, numel: int, size: int) -> tuple[int, int]:
-    """Return first element and end of a rank's slice of a buffer of ``numel`` elements over its group of ``size`` ranks."""
+    """Return first element and end of a rank's slice of a buffer of ``numel`` elements over its
+    group of ``size`` ranks."""
     place = 0
     for axis in between(axes, 1, size):
         place = place * axis.length + axis.coordinate(rank)
@@ -141,9 +155,11 @@ def slice_of(axes: Sequence[Axis], rank: int, numel: int, size: int) -> tuple[in
 
 
 def gather_bytes(axes: Sequence[Axis], nbytes: int) -> int:
-    """Return bytes that one rank sends where slices are gathered over these axes, outermost first, into ``nbytes`` over the
-    innermost's group; reducing over them, innermost first, sends as many."""
-    total, piece = 0, nbytes
+    """Return bytes that one rank sends where slices are gathered over these axes, outermost first,
+    into ``nbytes`` over the innermost's group; reducing over them, innermost first, sends as
+    many."""
+    total = 0
+    piece = nbytes
     for axis in axes:
         total += piece * (axis.length - 1) // axis.length
         piece //= axis.length
@@ -151,8 +167,8 @@ def gather_bytes(axes: Sequence[Axis], nbytes: int) -> int:
 
 
 def forwards_at(mesh: MeshSettings, coordinates: Mapping[str, int], passes: int) -> range:
-    """Return the forward passes of a zeroth-order step that are run at a place on the axis ``perturb``: consecutive ones,
-    as many as at the places before it or one less."""
+    """Return the forward passes of a zeroth-order step that are run at a place on the axis
+    ``perturb``: consecutive ones, as many as at the places before it or one less."""
     place = coordinates.get(PERTURB, 0)
     most = -(-passes // mesh.perturb)
     longer = passes - mesh.perturb * (most - 1)
@@ -161,6 +177,6 @@ def forwards_at(mesh: MeshSettings, coordinates: Mapping[str, int], passes: int)
 
 
 def micro_batches_at(mesh: MeshSettings, coordinates: Mapping[str, int], cuts: int) -> range:
-    """Return the parts of a global batch cut into ``cuts`` that are taken at a place on the axis ``data``: one of each
-    micro-batch."""
+    """Return the parts of a global batch cut into ``cuts`` that are taken at a place on the axis
+    ``data``: one of each micro-batch."""
     return range(coordinates.get(DATA, 0), cuts, mesh.data)

@@ -13,8 +13,8 @@
 | fcdp    | backprop       | device slice 1/G, node slices on the host  | device      | sharded over the world  |
 | hzp     | backprop       | device slice × raw × any group             | device      | sharded over any group  |
 
-Each function below returns a Plan and does nothing else. A setting given to :func:`method` wins over the row's.
-"""
+Each function below returns a Plan and does nothing else. A setting given to :func:`method` wins
+over the row's."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def plain() -> Plan:
 
 
 def mebp() -> Plan:
-    """Exact gradients with frozen 4-bit weights mapped from disk and one block's activations in memory at a time. A run on an
-    accelerator begins from the host instead, where it has room (:mod:`blockwalk.program.settling`).
+    """Exact gradients with frozen 4-bit weights mapped from disk and one block's activations in
+    memory at a time. A run on an accelerator begins from the host instead, where it has room
+    (:mod:`blockwalk.program.settling`).
 
-    Source: Song and Tang, "Memory-Efficient Backpropagation for Fine-Tuning LLMs on Resource-Constrained Mobile
-    Devices" (2025).
-    """
+    Source: Song and Tang, "Memory-Efficient Backpropagation for Fine-Tuning LLMs on
+    Resource-Constrained Mobile Devices" (2025)."""
     return Plan(
         method="mebp",
         frozen=Placement(Tier.DISK, Codec.INT4A),
@@ -63,8 +63,8 @@ def mebp() -> Plan:
 def mezo() -> Plan:
     """Two forward passes a step and no gradients, everything resident.
 
-    Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), algorithm 1.
-    """
+    Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023),
+    algorithm 1."""
     return Plan(
         method="mezo",
         estimator=Estimator.ZEROTH_ORDER,
@@ -75,11 +75,11 @@ def mezo() -> Plan:
 
 
 def zo2() -> Plan:
-    """MeZO with the blocks on the host or on disk, the update of a step applied when its block is fetched in the next.
+    """MeZO with the blocks on the host or on disk, the update of a step applied when its block is
+    fetched in the next.
 
-    Source: Wang et al., "ZO2: Scalable Zeroth-Order Fine-Tuning for Extremely Large Language Models with Limited GPU
-    Memory" (2025).
-    """
+    Source: Wang et al., "ZO2: Scalable Zeroth-Order Fine-Tuning for Extremely Large Language Models
+    with Limited GPU Memory" (2025)."""
     return Plan(
         method="zo2",
         estimator=Estimator.ZEROTH_ORDER,
@@ -92,50 +92,57 @@ def zo2() -> Plan:
 
 
 def distzo2() -> Plan:
-    """ZO2 over ranks that exchange scalars: forwards shared inside, the batch outside, one copy of the blocks a node.
+    """ZO2 over ranks that exchange scalars: forwards shared inside, the batch outside, one copy of
+    the blocks a node.
 
-    Source: Wang et al., "DistZO2: High-Throughput and Memory-Efficient Zeroth-Order Fine-tuning LLMs with Distributed
-    Parallel Computing" (2025).
-    """
+    Source: Wang et al., "DistZO2: High-Throughput and Memory-Efficient Zeroth-Order Fine-tuning
+    LLMs with Distributed Parallel Computing" (2025)."""
     shared = Placement(Tier.HOST, group=NODE)
     return replace(zo2(), method="distzo2", frozen=shared, trainable=shared)
 
 
 def zero3() -> Plan:
-    """Parameters, gradients and optimizer states over all ranks: gathered before every use, reduced after every backward.
+    """Parameters, gradients and optimizer states over all ranks: gathered before every use, reduced
+    after every backward.
 
-    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stage 3.
-    """
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models" (2020), stage 3."""
     return _sharded("zero3", parameters=WORLD, gradients=WORLD, optimizer=WORLD)
 
 
 def zeropp() -> Plan:
-    """ZeRO-3 whose parameters are also kept as a slice over the node, from which the backward walk gathers.
+    """ZeRO-3 whose parameters are also kept as a slice over the node, from which the backward walk
+    gathers.
 
-    Source: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (2023), hpZ.
-    """
+    Source: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model
+    Training" (2023), hpZ."""
     plan = _sharded("zeropp", parameters=NODE, gradients=WORLD, optimizer=WORLD)
     return replace(plan, cache=CacheSettings(tier="device"))
 
 
 def mics() -> Plan:
-    """Everything over the ranks of one node, replicated between nodes; gradients cross nodes once per optimizer step.
+    """Everything over the ranks of one node, replicated between nodes; gradients cross nodes once
+    per optimizer step.
 
-    Source: Zhang et al., "MiCS: Near-Linear Scaling for Training Gigantic Model on Public Cloud" (2022).
-    """
+    Source: Zhang et al., "MiCS: Near-Linear Scaling for Training Gigantic Model on Public Cloud"
+    (2022)."""
     return _sharded("mics", parameters=NODE, gradients=NODE, optimizer=NODE)
 
 
 def fcdp() -> Plan:
-    """ZeRO-3's device memory, with a cache of the node's slices in host memory: parameters cross nodes once per optimizer
-    step, frozen ones never after start; gradients add up inside the node and cross nodes once."""
+    """ZeRO-3's device memory, with a cache of the node's slices in host memory: parameters cross
+    nodes once per optimizer step, frozen ones never after start; gradients add up inside the node
+    and cross nodes once."""
     plan = _sharded("fcdp", parameters=NODE, gradients=NODE, optimizer=WORLD)
-    return replace(plan, cache=CacheSettings(tier="host"), gradient=replace(plan.gradient, tier=Tier.HOST))
+    return replace(
+        plan, cache=CacheSettings(tier="host"), gradient=replace(plan.gradient, tier=Tier.HOST)
+    )
 
 
 def hzp() -> Plan:
-    """Parameters, gradients and optimizer states over groups of their own, chosen freely: node, node and world unless
-    ``trainable``, ``frozen``, ``gradient`` and ``optimizer_state`` name others."""
+    """Parameters, gradients and optimizer states over groups of their own, chosen freely: node,
+    node and world unless ``trainable``, ``frozen``, ``gradient`` and ``optimizer_state`` name
+    others."""
     return _sharded("hzp", parameters=NODE, gradients=NODE, optimizer=WORLD)
 
 
@@ -170,45 +177,56 @@ def method(name: str, **settings: Any) -> Plan:
     """
     if name not in METHODS:
         raise ValueError(
-            f"unknown method {name!r}{did_you_mean(name, list(METHODS), LOOSE)}; known: {', '.join(METHODS)}"
+            f"unknown method {name!r}{did_you_mean(name, list(METHODS), LOOSE)}; known:"
+            f" {', '.join(METHODS)}"
         )
     row, rest = _on_mesh(METHODS[name](), settings)
     plan = override(row, _settled(row, rest))
     if plan.sharded and not row.sharded:
         raise ValueError(
-            f"trainable is {plan.trainable}, and method {name!r} does not spread parameters over ranks; choose hzp, or set"
+            f"trainable is {plan.trainable}, and method {name!r} does not spread parameters over"
+            " ranks; choose hzp, or set"
             f" trainable: {plan.trainable.tier} × {plan.trainable.codec}"
         )
     between = row.cache.tier != "none" and plan.trainable.group != plan.optimizer_state.group
     if between and plan.cache.tier == "none":
         raise ValueError(
-            f"cache.tier is none, and method {name!r} keeps slices of parameters over a group of ranks"
-            f" (trainable: {plan.trainable}) from one use to the next: set cache.tier: host or device, or use zero3, which"
+            f"cache.tier is none, and method {name!r} keeps slices of parameters over a group of"
+            " ranks"
+            f" (trainable: {plan.trainable}) from one use to the next: set cache.tier: host or"
+            " device, or use zero3, which"
             " gathers them anew each time"
         )
     return plan
 
 
 def _on_mesh(row: Plan, settings: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
-    """The row and the settings, once the world is known: all of it is one node unless it says otherwise, a zeroth-order mesh
-    has both its axes, and buckets that cannot be sliced stay whole where the row alone would slice them."""
+    """The row and the settings, once the world is known: all of it is one node unless it says
+    otherwise, a zeroth-order mesh has both its axes, and buckets that cannot be sliced stay whole
+    where the row alone would slice them."""
     given = flat(settings)
     if not row.spread or "mesh.world" not in given:
         return row, settings
-    mesh = {key.removeprefix("mesh."): value for key, value in given.items() if key.startswith("mesh.")}
+    mesh = {
+        key.removeprefix("mesh."): value for key, value in given.items() if key.startswith("mesh.")
+    }
     mesh.setdefault("ranks_per_node", mesh["world"])
     others = {key: value for key, value in settings.items() if not key.startswith("mesh")}
     if row.zeroth_order:
-        whole = replace(row, **{kind: replace(getattr(row, kind), group=NOBODY) for kind in row.spread})
+        whole = replace(
+            row, **{kind: replace(getattr(row, kind), group=NOBODY) for kind in row.spread}
+        )
         alike = override(whole, {**others, "mesh": {**mesh, "data": mesh["world"], "perturb": 1}})
         _share_passes(alike, mesh)
-        row = replace(row, **{kind: getattr(whole, kind) for kind in row.spread if not alike.sliceable(kind)})
+        row = replace(
+            row, **{kind: getattr(whole, kind) for kind in row.spread if not alike.sliceable(kind)}
+        )
     return row, {**others, "mesh": mesh}
 
 
 def _share_passes(plan: Plan, mesh: dict[str, Any]) -> None:
-    """Give a zeroth-order mesh the axes that it does not name: neighbours share the forwards as far as these divide evenly,
-    the others cut the batch."""
+    """Give a zeroth-order mesh the axes that it does not name: neighbours share the forwards as far
+    as these divide evenly, the others cut the batch."""
     for axis in ("world", "ranks_per_node", "data", "perturb"):
         if axis in mesh:
             mesh[axis] = coerce(f"mesh.{axis}", mesh[axis], int)
@@ -221,13 +239,15 @@ def _share_passes(plan: Plan, mesh: dict[str, Any]) -> None:
 
 
 def _settled(row: Plan, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings, with updates at the step's end where a row that updates at the block's turn cannot: clipping needs
-    the norm of all gradients, and walking micro-batch by micro-batch completes them only in the last one."""
+    """The settings, with updates at the step's end where a row that updates at the block's turn
+    cannot: clipping needs the norm of all gradients, and walking micro-batch by micro-batch
+    completes them only in the last one."""
     given = flat(settings)
     if not row.update.at_turn or "update.timing" in given:
         return settings
     by_micro_batch = given.get("accumulation_order", row.accumulation_order) == "micro_batch"
-    steps, norm = "gradient_accumulation_steps", "optimizer.max_grad_norm"
+    steps = "gradient_accumulation_steps"
+    norm = "optimizer.max_grad_norm"
     accumulates = coerce(steps, given.get(steps, row.gradient_accumulation_steps), int) > 1
     if coerce(norm, given.get(norm, 0), float) > 0 or (accumulates and by_micro_batch):
         return {**settings, "update.timing": Timing.STEP}

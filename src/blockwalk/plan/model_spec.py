@@ -1,4 +1,5 @@
-"""A model as plain values: its parameters with shape and dtype, its units in the order of their turns.
+"""A model as plain values: its parameters with shape and dtype, its units in the order of their
+turns.
 
 Bytes are bytes, shapes are in elements. Nothing here imports torch."""
 
@@ -13,17 +14,20 @@ from blockwalk.plan.placement import DTYPE_BYTES, Codec
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter: its canonical name, shape (elements), dtype (torch's name) and whether it is trained."""
+    """One parameter: its canonical name, shape (elements), dtype (torch's name) and whether it is
+    trained."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     trainable: bool = False
     quantizable: bool = False
-    """True where a block codec may be used: the 2-D weight of a linear or embedding layer, or fused 3-D experts."""
+    """True where a block codec may be used: the 2-D weight of a linear or embedding layer, or fused
+    3-D experts."""
     assembled: bool = False
-    """True where its source does not hold it in one piece, to be read where it lies: experts stored one by one. It is made at
-    its block's turn, unless a plan's codec has it packed. A model's configuration alone gives a guess; the source knows."""
+    """True where its source does not hold it in one piece, to be read where it lies: experts stored
+    one by one. It is made at its block's turn, unless a plan's codec has it packed. A model's
+    configuration alone gives a guess; the source knows."""
     codec: Codec = Codec.RAW
     """The codec that its source has it in, which a plan's raw leaves as it is."""
     group_size: int = 32
@@ -31,7 +35,8 @@ class ParamSpec:
     parted_nbytes: int = 0
     """Bytes that its source has it in, where those are several tensors of a file."""
     exact: bool = False
-    """True where the model computes with it in float32 whatever the compute dtype: a router's gate, say."""
+    """True where the model computes with it in float32 whatever the compute dtype: a router's gate,
+    say."""
 
     @property
     def numel(self) -> int:
@@ -61,24 +66,29 @@ class ParamSpec:
 
 
 def encoded_nbytes(shape: tuple[int, ...], dtype: str, codec: Codec, group_size: int = 32) -> int:
-    """Return bytes that a parameter of this shape takes in a codec, scales included (without padding between parameters). A
-    row that the group size does not divide is padded to whole groups."""
-    facts, numel = codec.facts, math.prod(shape)
+    """Return bytes that a parameter of this shape takes in a codec, scales included (without
+    padding between parameters). A row that the group size does not divide is padded to whole
+    groups."""
+    facts = codec.facts
+    numel = math.prod(shape)
     if not codec.encoded:
         return numel * DTYPE_BYTES[codec.dtype_of(dtype)]
     row = shape[-1] if shape else 1
     group = group_size if facts.group_sizes else row
     groups = numel // row * -(-row // group) if row else 0
-    block = facts.block_bytes or group * facts.bits // 8 + sum(DTYPE_BYTES[scale] for scale in facts.scales)
+    block = facts.block_bytes or group * facts.bits // 8 + sum(
+        DTYPE_BYTES[scale] for scale in facts.scales
+    )
     return groups * block
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """One stop of the walk: the prologue, a block or the epilogue, with the parameters that it owns.
+    """One stop of the walk: the prologue, a block or the epilogue, with the parameters that it
+    owns.
 
-    Units of equal ``kind`` run the same code on the same shapes: what is measured of one holds for all.
-    """
+    Units of equal ``kind`` run the same code on the same shapes: what is measured of one holds for
+    all."""
 
     name: str
     kind: str
@@ -92,11 +102,13 @@ class UnitSpec:
         return sum(p.numel for p in self.part(trainable))
 
     def nbytes(self, codec: Codec = Codec.RAW, *, trainable: bool | None = None) -> int:
-        """Return bytes of the unit's parameters where the quantizable ones are in ``codec`` and the others as they came."""
+        """Return bytes of the unit's parameters where the quantizable ones are in ``codec`` and the
+        others as they came."""
         return sum(p.nbytes_in(codec) for p in self.part(trainable))
 
     def decoded(self, codec: Codec) -> int:
-        """Return elements of its frozen parameters where some are decoded under the plan's ``codec``; else 0."""
+        """Return elements of its frozen parameters where some are decoded under the plan's
+        ``codec``; else 0."""
         if any(p.stored_in(codec).encoded for p in self.part(False)):
             return self.numel(trainable=False)
         return 0
@@ -104,7 +116,8 @@ class UnitSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model as the walk sees it: units in execution order, and the few dimensions that costs depend on."""
+    """A model as the walk sees it: units in execution order, and the few dimensions that costs
+    depend on."""
 
     name: str
     prologue: UnitSpec
@@ -128,9 +141,11 @@ class ModelSpec:
         return sum(unit.numel(trainable=trainable) for unit in self.units)
 
     def as_stored(self, known: Callable[[ParamSpec], ParamSpec]) -> ModelSpec:
-        """Return a copy of the model with the facts that a parameter's source knows of it: codec, group size, whether it is
-        ``assembled``."""
-        return self.with_units(replace(unit, params=tuple(map(known, unit.params))) for unit in self.units)
+        """Return a copy of the model with the facts that a parameter's source knows of it: codec,
+        group size, whether it is ``assembled``."""
+        return self.with_units(
+            replace(unit, params=tuple(map(known, unit.params))) for unit in self.units
+        )
 
     def with_units(self, units: Iterable[UnitSpec]) -> ModelSpec:
         """Return the model with other units, as many, in execution order."""

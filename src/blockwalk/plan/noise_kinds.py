@@ -1,4 +1,5 @@
-"""The table of zeroth-order noises: a noise is a row, and a maker in :mod:`blockwalk.estimators.zeroth_order.draws`."""
+"""The table of zeroth-order noises: a noise is a row, and a maker in
+:mod:`blockwalk.estimators.zeroth_order.draws`."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ class NoiseFacts:
     elementwise: bool = True
     """True where each element is drawn by itself, by a forward as it reads it."""
     own_seeds: bool = False
-    """True where each step has a seed of its own, as the original draws it from numpy's generator."""
+    """True where each step has a seed of its own, as the original draws it from numpy's
+    generator."""
     beside: bool = False
-    """True where a forward adds products with thin factors of z to those with the weight, which all forwards have in common."""
+    """True where a forward adds products with thin factors of z to those with the weight, which all
+    forwards have in common."""
     in_place: bool = False
     """True where weights are perturbed where they lie: the original's arithmetic."""
 
@@ -24,7 +27,9 @@ class NoiseFacts:
 NOISES = {
     "gaussian": NoiseFacts(("seed_pool",)),
     "rademacher": NoiseFacts(("seed_pool",)),
-    "lowrank": NoiseFacts(("seed_pool", "noise_rank", "noise_interval"), elementwise=False, beside=True),
+    "lowrank": NoiseFacts(
+        ("seed_pool", "noise_rank", "noise_interval"), elementwise=False, beside=True
+    ),
     "torch": NoiseFacts(elementwise=False, own_seeds=True),
     "mezo": NoiseFacts(elementwise=False, own_seeds=True, in_place=True),
 }

@@ -1,4 +1,5 @@
-"""Settings as text: values from YAML or flags by their types, sizes in bytes, and what was probably meant."""
+"""Settings as text: values from YAML or flags by their types, sizes in bytes, and what was probably
+meant."""
 
 from __future__ import annotations
 
@@ -27,17 +28,21 @@ class Refused(ValueError):
 
 
 def adapter_settings(given: Mapping[str, Any]) -> Adapters:
-    """Return the adapters that a mapping describes: ``{"rank": 8, "options": {"use_rslora": True}}``, or a prefix:
-    ``{"num_virtual_tokens": 5}``.
+    """Return the adapters that a mapping describes: ``{"rank": 8, "options": {"use_rslora":
+    True}}``, or a prefix: ``{"num_virtual_tokens": 5}``.
 
     Raises:
         ValueError: an unknown name, or a value that makes no sense.
     """
-    cls, name = (PrefixSettings, "prefix") if "num_virtual_tokens" in given else (LoraSettings, "lora")
+    cls, name = (
+        (PrefixSettings, "prefix") if "num_virtual_tokens" in given else (LoraSettings, "lora")
+    )
     names = [f"{name}.{setting_of(f.name)}" for f in dataclasses.fields(cls)]
     for key in given:
         if f"{name}.{key}" not in names:
-            raise ValueError(f"unknown setting '{name}.{key}'{did_you_mean(f'{name}.{key}', names)}")
+            raise ValueError(
+                f"unknown setting '{name}.{key}'{did_you_mean(f'{name}.{key}', names)}"
+            )
     found: Adapters = section(cls, name, {f"{name}.{key}": value for key, value in given.items()})
     return found
 
@@ -54,7 +59,8 @@ def is_open(key: str) -> bool:
 
 
 def setting_of(field: str) -> str:
-    """Return the name of a field as a setting: a word of Python's, such as ``from``, has a line behind it as a field."""
+    """Return the name of a field as a setting: a word of Python's, such as ``from``, has a line
+    behind it as a field."""
     return field.removesuffix("_")
 
 
@@ -66,12 +72,20 @@ def section(cls: type, name: str, settings: dict[str, Any]) -> Any:
         value = settings.pop(key)
         short = key.removeprefix(f"{name}.")
         field, _, option = short.partition(".")
-        if option and f"{name}.{field}" in OPEN:  # one as a flag: read as YAML, for its type is not ours to know
+        if (
+            option and f"{name}.{field}" in OPEN
+        ):  # one as a flag: read as YAML, for its type is not ours to know
             typed = _as_yaml(key, value) if isinstance(value, str) else value
             given[field] = {**given.get(field, {}), option: typed}
         else:
             given[short] = coerce(key, value, hints[short])
-    return cls(**{f.name: given[setting_of(f.name)] for f in dataclasses.fields(cls) if setting_of(f.name) in given})
+    return cls(
+        **{
+            f.name: given[setting_of(f.name)]
+            for f in dataclasses.fields(cls)
+            if setting_of(f.name) in given
+        }
+    )
 
 
 def _as_yaml(key: str, text: str) -> Any:
@@ -83,7 +97,9 @@ def _as_yaml(key: str, text: str) -> Any:
     try:
         return yaml.load(text, Loader=Loader)
     except yaml.YAMLError:
-        raise ValueError(f"{key} is {text!r}, which is not valid YAML; put quotes around it") from None
+        raise ValueError(
+            f"{key} is {text!r}, which is not valid YAML; put quotes around it"
+        ) from None
 
 
 def plain_values(value: Any) -> Any:
@@ -93,7 +109,10 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, Source):
         return data_source.plain(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {setting_of(f.name): plain_values(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {
+            setting_of(f.name): plain_values(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+        }
     if isinstance(value, StrEnum):
         return str(value)
     if isinstance(value, list | tuple):
@@ -108,8 +127,8 @@ hints_of: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 
 def from_plain(hint: Any, value: Any) -> Any:
-    """Return the value of a type that JSON holds taken apart: a dataclass of such values, an enumeration, a tuple; others
-    as they are.
+    """Return the value of a type that JSON holds taken apart: a dataclass of such values, an
+    enumeration, a tuple; others as they are.
 
     Raises:
         TypeError, LookupError, AttributeError, ValueError: it is none.
@@ -125,16 +144,22 @@ def from_plain(hint: Any, value: Any) -> Any:
 
 
 def flat(values: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by their joined names; a mapping that is empty is a value."""
+    """Return the values of nested mappings by their joined names; a mapping that is empty is a
+    value."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         inner = isinstance(value, Mapping) and value
-        found |= flat(value, separator, f"{prefix}{name}{separator}") if inner else {f"{prefix}{name}": value}
+        found |= (
+            flat(value, separator, f"{prefix}{name}{separator}")
+            if inner
+            else {f"{prefix}{name}": value}
+        )
     return found
 
 
 class NoAliases(yaml.SafeLoader):
-    """YAML's plain values without its aliases: a file of a kilobyte can name a billion values with them."""
+    """YAML's plain values without its aliases: a file of a kilobyte can name a billion values with
+    them."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -143,13 +168,16 @@ class NoAliases(yaml.SafeLoader):
 
 
 class Loader(NoAliases):
-    """YAML 1.2's plain scalars: ``1e-4`` is a number, ``no`` and ``off`` are words; a key given twice is an error."""
+    """YAML 1.2's plain scalars: ``1e-4`` is a number, ``no`` and ``off`` are words; a key given
+    twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} is given twice", node.start_mark
+                )
         return super().construct_mapping(node, deep)
 
 
@@ -167,7 +195,9 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     found: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for tag, pattern, firsts in table:
         for first in firsts:
-            found.setdefault(first, []).append((f"tag:yaml.org,2002:{tag}", re.compile(rf"^(?:{pattern})$")))
+            found.setdefault(first, []).append(
+                (f"tag:yaml.org,2002:{tag}", re.compile(rf"^(?:{pattern})$"))
+            )
     return found
 
 
@@ -175,16 +205,18 @@ Loader.yaml_implicit_resolvers = _resolvers()
 
 
 NEAR = 0.84
-"""The least similarity (difflib's ratio) at which a setting is guessed by spelling. 0.6 leads 31 of 108 names of other tools to
-a wrong setting, 0.8 two, this none; and one wrong letter in a name of ours is still found 96 times of 100."""
+"""The least similarity (difflib's ratio) at which a setting is guessed by spelling. 0.6 leads 31 of
+108 names of other tools to a wrong setting, 0.8 two, this none; and one wrong letter in a name of
+ours is still found 96 times of 100."""
 
 LOOSE = 0.6
-"""The least similarity for short words, such as those of methods and machines: their lists are short, and printed."""
+"""The least similarity for short words, such as those of methods and machines: their lists are
+short, and printed."""
 
 
 def did_you_mean(key: str, known: list[str], cutoff: float = NEAR) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known name that does what ``key`` does in another tool, or for the nearest one;
-    or nothing."""
+    """Return ``"; did you mean 'x'?"`` for the known name that does what ``key`` does in another
+    tool, or for the nearest one; or nothing."""
     match = find(key)
     if match is not None and not SETTINGS.isdisjoint(known):
         return f"; did you mean {match.row.ours!r}?" if match.row.ours in known else ""
@@ -207,11 +239,14 @@ def parse_bytes(text: str | int) -> int:
     try:
         return int(float(number) * units[unit])
     except (ValueError, KeyError):
-        raise ValueError(f"{text!r} is no size; write it like 18GB, 512MiB or a number of bytes") from None
+        raise ValueError(
+            f"{text!r} is no size; write it like 18GB, 512MiB or a number of bytes"
+        ) from None
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Return the parts of ``host:port``; an IPv6 address may stand in brackets, as in ``[::1]:29600``.
+    """Return the parts of ``host:port``; an IPv6 address may stand in brackets, as in
+    ``[::1]:29600``.
 
     Raises:
         ValueError: it has no host, or no port from 1 to 65535.
@@ -221,20 +256,23 @@ def host_and_port(address: str) -> tuple[str, int]:
         host = host[1:-1]
     if not host or not (port.isascii() and port.isdigit() and 1 <= int(port[:9]) <= 65535):
         raise ValueError(
-            f"{address!r}: it must be an address, such as 127.0.0.1:29600 or [::1]:29600, with a port from 1 to 65535"
+            f"{address!r}: it must be an address, such as 127.0.0.1:29600 or [::1]:29600, with a"
+            " port from 1 to 65535"
         )
     return host, int(port)
 
 
 def coerce(key: str, value: Any, hint: Any) -> Any:
-    """Return ``value`` as the type of the setting ``key``: flags give text; YAML numbers, words, lists and mappings.
+    """Return ``value`` as the type of the setting ``key``: flags give text; YAML numbers, words,
+    lists and mappings.
 
     Raises:
         ValueError: it is none; the message says what the setting takes.
     """
     read: Callable[[Any], Any]
     if isinstance(hint, type) and issubclass(hint, StrEnum):
-        wanted, read = f"one of {', '.join(hint)}", hint
+        wanted = f"one of {', '.join(hint)}"
+        read = hint
     elif hint not in READERS:
         raise ValueError(f"{key} takes a group of settings, such as {key}.name, not {value!r}")
     else:
@@ -290,14 +328,20 @@ def _texts(value: Any) -> tuple[str, ...]:
         except TypeError:
             shown = ", ".join(map(str, value))
             raise Refused(
-                f"data.columns is {{{shown}}}, which has a field without a column; write [prompt=question,"
+                f"data.columns is {{{shown}}}, which has a field without a column; write"
+                " [prompt=question,"
                 " completion=answer], or {prompt: question} with a space behind the colon"
             ) from None
-    return tuple(each.strip() for each in value.split(",")) if isinstance(value, str) else tuple(map(_text, value))
+    return (
+        tuple(each.strip() for each in value.split(","))
+        if isinstance(value, str)
+        else tuple(map(_text, value))
+    )
 
 
 def _pattern_or_texts(value: Any) -> str | tuple[str, ...]:
-    """Names with commas between them are a list, as in every other setting; a pattern stays one text."""
+    """Names with commas between them are a list, as in every other setting; a pattern stays one
+    text."""
     if isinstance(value, os.PathLike):
         return str(_text(value))
     several = not isinstance(value, str) or re.fullmatch(r"[\w.-]+(\s*,\s*[\w.-]+)+", value)
@@ -324,7 +368,8 @@ def _source(settings: Mapping[str, Any]) -> Source:
         key = f"data.train.{name}"
         if name not in hints:
             raise Refused(
-                f"a source in data.train or data.eval has {name!r}, which it cannot set{did_you_mean(str(name), list(hints))};"
+                f"a source in data.train or data.eval has {name!r}, which it cannot"
+                f" set{did_you_mean(str(name), list(hints))};"
                 f" it takes {', '.join(hints)}"
             )
         if name == "prompt":
@@ -335,7 +380,8 @@ def _source(settings: Mapping[str, Any]) -> Source:
             values[name] = coerce(key, value, hints[name])
     if "path" not in values:
         raise Refused(
-            f"a source in data.train or data.eval has {', '.join(map(str, settings))} and no path: give path, a file or a hub"
+            f"a source in data.train or data.eval has {', '.join(map(str, settings))} and no"
+            " path: give path, a file or a hub"
             " name"
         )
     return Source(**values)
@@ -356,7 +402,9 @@ def fields_of(text: str, setting: str) -> list[str]:
         parts = list(string.Formatter().parse(text))
         for _, name, form, conversion in parts:
             if form or conversion:
-                raise ValueError(f"{{{name}}} takes a field's name alone, without what follows it (! or :)")
+                raise ValueError(
+                    f"{{{name}}} takes a field's name alone, without what follows it (! or :)"
+                )
         return [name for _, name, _, _ in parts if name is not None]
     except ValueError as error:
         raise ValueError(f"{setting} {text!r}: {error}") from None
@@ -390,16 +438,19 @@ def _placement(value: Any) -> Placement:
 
 
 def placement_parts(value: Any) -> list[Any]:
-    """Return the tier, codec and group of a placement, as far as it names them. A × or an x divides them; an x inside a
-    name, as in mxfp4 or a group called box, does not."""
+    """Return the tier, codec and group of a placement, as far as it names them. A × or an x divides
+    them; an x inside a name, as in mxfp4 or a group called box, does not."""
     if isinstance(value, list):
         return value
     match = _PLACEMENT.fullmatch(str(value).strip())
     return [part for part in match.groups() if part is not None] if match else [value]
 
 
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-_PLACEMENT = re.compile(rf"({'|'.join(Tier)})(?:\s*[x×]\s*({'|'.join(Codec)})(?:\s*[x×]\s*([^×]+))?)?")
+_TRUE = ("true", "yes", "on", "1")
+_FALSE = ("false", "no", "off", "0")
+_PLACEMENT = re.compile(
+    rf"({'|'.join(Tier)})(?:\s*[x×]\s*({'|'.join(Codec)})(?:\s*[x×]\s*([^×]+))?)?"
+)
 _PLACES = f"{', '.join(Tier)}; {', '.join(Codec)}; {NOBODY}, {NODE}, {WORLD} or one of mesh.groups"
 READERS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
     str: ("TEXT", "text (put quotes around it)", _text),
@@ -425,4 +476,5 @@ READERS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
     Mapping[str, Any]: ("{NAME: VALUE}", "a mapping", _mapping),
     Placement: ("TIER×CODEC×GROUP", f"tier × codec × group: {_PLACES}", _placement),
 }
-"""Readers of settings by type: the values that a setting takes, in a word and in words, and the function that reads it."""
+"""Readers of settings by type: the values that a setting takes, in a word and in words, and the
+function that reads it."""

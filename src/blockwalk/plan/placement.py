@@ -1,8 +1,7 @@
 """Kinds of state, where each may live, and what a model is made of, as plain values.
 
-Nothing here imports torch at run time: planning and simulation read these values without it. Bytes are bytes, shapes
-are in elements.
-"""
+Nothing here imports torch at run time: planning and simulation read these values without it. Bytes
+are bytes, shapes are in elements."""
 
 from __future__ import annotations
 
@@ -20,10 +19,12 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CodecFacts:
-    """The form of one codec's elements: plain numbers of a dtype, or codes of a few bits in groups that share scales."""
+    """The form of one codec's elements: plain numbers of a dtype, or codes of a few bits in groups
+    that share scales."""
 
     dtype: str | None = None
-    """torch's name of the dtype, where every element is a number by itself; None keeps the parameter's own or has codes."""
+    """torch's name of the dtype, where every element is a number by itself; None keeps the
+    parameter's own or has codes."""
     codes: str = "uint8"
     """The dtype that codes are stored in; codes of four bits share an element of it."""
     bits: int = 0
@@ -33,17 +34,19 @@ class CodecFacts:
     group_sizes: tuple[int, ...] = ()
     """Elements of a row that may form a group; without any, a row is one group."""
     interleaved: bool = False
-    """True where a group's scales stand before its codes; else all scales of a parameter come first, then all codes."""
+    """True where a group's scales stand before its codes; else all scales of a parameter come
+    first, then all codes."""
     block_bytes: int = 0
-    """Bytes of a group that is one block of another tool's format, which the codec's own file takes apart: such a codec is read
-    and never written. 0 elsewhere."""
+    """Bytes of a group that is one block of another tool's format, which the codec's own file takes
+    apart: such a codec is read and never written. 0 elsewhere."""
     parted: bool = False
-    """True where codes, scales and zero points are tensors of their own in another tool's files: such a codec is read and never
-    written."""
+    """True where codes, scales and zero points are tensors of their own in another tool's files:
+    such a codec is read and never written."""
     chosen_later: bool = False
     """True where it stands for a codec that is chosen when the model and the machine are known."""
     trainable: bool = False
-    """True where a trainable parameter may be kept in these codes, rounded stochastically (zeroth order only)."""
+    """True where a trainable parameter may be kept in these codes, rounded stochastically (zeroth
+    order only)."""
 
 
 _AS_IT_IS = CodecFacts()
@@ -54,16 +57,18 @@ def _blocks(bits: int, elements: int, nbytes: int) -> CodecFacts:
 
 
 class Codec(StrEnum):
-    """The form in which a parameter's elements are written on its tier. ``RAW`` keeps the dtype that the model came in.
+    """The form in which a parameter's elements are written on its tier. ``RAW`` keeps the dtype
+    that the model came in.
 
-    A codec is a row here and, where its elements are codes, a file of its name beside :mod:`blockwalk.numerics.codecs.codecs`.
-    """
+    A codec is a row here and, where its elements are codes, a file of its name beside
+    :mod:`blockwalk.numerics.codecs.codecs`."""
 
     facts: CodecFacts
 
     def __new__(cls, value: str, facts: CodecFacts = _AS_IT_IS) -> Codec:
         member = str.__new__(cls, value)
-        member._value_, member.facts = value, facts
+        member._value_ = value
+        member.facts = facts
         return member
 
     RAW = "raw", _AS_IT_IS
@@ -74,7 +79,10 @@ class Codec(StrEnum):
     FP8 = "fp8", CodecFacts(codes="float8_e4m3fn", bits=8, scales=("float32",), trainable=True)
     INT8 = "int8", CodecFacts(codes="int8", bits=8, scales=("float32",), trainable=True)
     INT4 = "int4", CodecFacts(bits=4, scales=("float16",), group_sizes=(32, 64))
-    INT4A = "int4a", CodecFacts(bits=4, scales=("float16", "float16"), group_sizes=(32,), interleaved=True)
+    INT4A = (
+        "int4a",
+        CodecFacts(bits=4, scales=("float16", "float16"), group_sizes=(32,), interleaved=True),
+    )
     NF4 = "nf4", CodecFacts(bits=4, scales=("float32",), group_sizes=(32, 64))
     Q8_0 = "q8_0", _blocks(8, 32, 34)
     Q4_0 = "q4_0", _blocks(4, 32, 18)
@@ -102,12 +110,16 @@ class Codec(StrEnum):
         return self.facts.bits > 0
 
     def dtype_of(self, dtype: str) -> str:
-        """Return the dtype of the numbers that a parameter of ``dtype`` is written as; of an encoded one, its own."""
+        """Return the dtype of the numbers that a parameter of ``dtype`` is written as; of an
+        encoded one, its own."""
         return self.facts.dtype or dtype
 
 
-NOBODY, NODE, WORLD = "nobody", "node", "world"
-"""The groups of every mesh that state may be spread over: one rank, the ranks of a node, all ranks."""
+NOBODY = "nobody"
+NODE = "node"
+WORLD = "world"
+"""The groups of every mesh that state may be spread over: one rank, the ranks of a node, all
+ranks."""
 
 
 class StateKind(StrEnum):
@@ -127,7 +139,8 @@ class Placement:
     tier: Tier = Tier.DEVICE
     codec: Codec = Codec.RAW
     group: str = NOBODY
-    """The name of a group of the mesh: ``nobody``, ``node``, ``world``, or one of ``mesh.groups``."""
+    """The name of a group of the mesh: ``nobody``, ``node``, ``world``, or one of
+    ``mesh.groups``."""
 
     @property
     def on_device(self) -> bool:

@@ -23,15 +23,18 @@ class DataSettings:
     """The data sets, and how records become tokens (``data.*``)."""
 
     train: str | tuple[str | Source, ...] = ""
-    """Training data: a JSON, CSV, Parquet or text file, a folder of them, or a hub name. A list names several sources. A source
-    may have settings of its own: ``{path: a.jsonl, weight: 2, columns: {prompt: question}}``."""
+    """Training data: a JSON, CSV, Parquet or text file, a folder of them, or a hub name. A list
+    names several sources. A source may have settings of its own: ``{path: a.jsonl, weight: 2,
+    columns: {prompt: question}}``."""
     eval: str | tuple[str | Source, ...] = ""
     """Held-out data in the same form; empty: no evaluation."""
     weights: tuple[float, ...] = ()
-    """Shares of the sources of ``data.train`` in a mixture, one for each. Records are drawn by them until every source has been
-    seen whole. A short one comes again and again. Empty: every record once."""
+    """Shares of the sources of ``data.train`` in a mixture, one for each. Records are drawn by them
+    until every source has been seen whole. A short one comes again and again. Empty: every record
+    once."""
     eval_share: float = 0.0
-    """The share of ``data.train`` that is held out for evaluation, such as 0.05; 0: none. ``seed`` draws it."""
+    """The share of ``data.train`` that is held out for evaluation, such as 0.05; 0: none. ``seed``
+    draws it."""
     eval_limit: int = 200
     """The number of held-out records that a run evaluates, drawn at random once; 0: all."""
     subset: str = ""
@@ -41,69 +44,85 @@ class DataSettings:
     eval_split: str = "validation"
     """The split of a hub data set that is evaluated on."""
     format: str = ""
-    """The form of records: messages, sharegpt, alpaca, completion, classification or text. Empty: as the columns of each
-    source's first record say."""
+    """The form of records: messages, sharegpt, alpaca, completion, classification or text. Empty:
+    as the columns of each source's first record say."""
     columns: tuple[str, ...] = ()
-    """Fields that a format asks for, and the columns that hold them: ``[prompt=question, completion=answer]``."""
+    """Fields that a format asks for, and the columns that hold them: ``[prompt=question,
+    completion=answer]``."""
     prompt: Sequence[str] = ()
-    """The text before each answer, with columns in braces, in place of a chat template. Of several texts the first whose
-    columns are all filled is taken."""
+    """The text before each answer, with columns in braces, in place of a chat template. Of several
+    texts the first whose columns are all filled is taken."""
     task: str = ""
-    """A task of MeZO's: sst2, sst5, rte, cb, boolq, wsc, wic, multirc, copa, record, trec, squad or drop. It brings prompt,
-    candidates and metric. Where ``data.train`` or ``data.eval`` is empty, its data come from the hub."""
+    """A task of MeZO's: sst2, sst5, rte, cb, boolq, wsc, wic, multirc, copa, record, trec, squad or
+    drop. It brings prompt, candidates and metric. Where ``data.train`` or ``data.eval`` is empty,
+    its data come from the hub."""
     task_part: str = "test"
-    """A task's held-out records: test, drawn from the evaluation data, or dev, drawn from the training data."""
+    """A task's held-out records: test, drawn from the evaluation data, or dev, drawn from the
+    training data."""
     task_train: int = 1000
-    """Records of a task that are trained on, drawn by ``data.task_seed``; 0: all but those for development."""
+    """Records of a task that are trained on, drawn by ``data.task_seed``; 0: all but those for
+    development."""
     task_dev: int = 500
     """Records of a task's training data that are held out for development."""
     task_eval: int = 1000
     """Records of a task's evaluation data that are drawn; 0: all."""
     task_seed: int = 0
-    """Seed of a task's draws and of its demonstrations: numpy's legacy permutation, as MeZO draws."""
+    """Seed of a task's draws and of its demonstrations: numpy's legacy permutation, as MeZO
+    draws."""
     shots: int = 0
-    """In-context learning: training records, with answers, before each held-out question of a task or template."""
+    """In-context learning: training records, with answers, before each held-out question of a task
+    or template."""
     template: str = ""
-    """Classification: the text, with fields and the label's place in braces: ``{text} It was {label}``."""
+    """Classification: the text, with fields and the label's place in braces: ``{text} It was
+    {label}``."""
     label_words: tuple[str, ...] = ()
     """Classification: the word of each class, in the order of the classes' numbers."""
     label_field: str = "label"
     """Classification: the record's field that holds the class, as a number or as its word."""
     label_scores: str = "mean"
-    """Classification: the score that ranks label words. mean: the mean of the log-probabilities of a word's tokens, as in MeZO.
-    sum: their sum."""
+    """Classification: the score that ranks label words. mean: the mean of the log-probabilities of
+    a word's tokens, as in MeZO. sum: their sum."""
     chat_template: str = ""
-    """The chat template of conversations: a file, or chatml, llama3, gemma, phi3 or mistral. Empty: the tokenizer's own. It is
-    saved with what is trained."""
+    """The chat template of conversations: a file, or chatml, llama3, gemma, phi3 or mistral. Empty:
+    the tokenizer's own. It is saved with what is trained."""
     chat_template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template, such as ``{enable_thinking: false}``."""
     max_length: int = 512
     """The most tokens of a sequence; longer records are cut, and counted."""
     allow_truncation: bool = False
-    """Whether a run may begin where more than half of its records are longer than ``max_length``, and are cut."""
+    """Whether a run may begin where more than half of its records are longer than ``max_length``,
+    and are cut."""
     packing: bool = False
-    """Whether a row of ``max_length`` tokens holds several records. Each stays by itself: positions begin anew, and attention
-    does not cross. Nothing is cut."""
+    """Whether a row of ``max_length`` tokens holds several records. Each stays by itself: positions
+    begin anew, and attention does not cross. Nothing is cut."""
     padding_multiple: int = 8
-    """Sequences of up to 2,048 tokens are padded to a multiple of this many tokens, for fewer shapes."""
+    """Sequences of up to 2,048 tokens are padded to a multiple of this many tokens, for fewer
+    shapes."""
     shuffle: bool = True
-    """Whether records come in a new order for each epoch; false: in the file's. The longest comes in the first batch, where too
-    little memory shows at once. The fullest batch is second."""
+    """Whether records come in a new order for each epoch; false: in the file's. The longest comes
+    in the first batch, where too little memory shows at once. The fullest batch is second."""
     show_first: bool = True
     """Whether the first record is printed at the start, with the part that is learnt marked."""
 
     def __post_init__(self) -> None:
         for name in ("train", "eval"):
             object.__setattr__(self, name, _sources(getattr(self, name)))
-        object.__setattr__(self, "prompt", (self.prompt,) if isinstance(self.prompt, str) else tuple(self.prompt))
-        for prompt in (*self.prompt, *(text for source in (self.train, self.eval) for text in _prompts(source))):
+        object.__setattr__(
+            self, "prompt", (self.prompt,) if isinstance(self.prompt, str) else tuple(self.prompt)
+        )
+        for prompt in (
+            *self.prompt,
+            *(text for source in (self.train, self.eval) for text in _prompts(source)),
+        ):
             if not fields_of(prompt, "data.prompt"):
                 raise ValueError(
-                    f"data.prompt {prompt!r} names no column of the records in braces, as {{instruction}} does"
+                    f"data.prompt {prompt!r} names no column of the records in braces, as"
+                    f" {{instruction}} does"
                 )
         if self.weights and weights_of(self.train):
             raise ValueError(
-                "data.weights is given, and sources of data.train have weights of their own: leave one out"
+                "data.weights is given, and sources of data.train have weights of their own:"
+                " leave one out"
             )
 
     @property
@@ -113,7 +132,8 @@ class DataSettings:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The weights of the sources of ``train``, however they are given; empty: every record once."""
+        """The weights of the sources of ``train``, however they are given; empty: every record
+        once."""
         return self.weights or weights_of(self.train)
 
 
@@ -124,7 +144,8 @@ def _prompts(sources: Sources) -> Iterator[str]:
 
 
 def _sources(names: Sources) -> Sources:
-    """Return several sources with commas between them, as a command line gives them; a file may have a comma in its name."""
+    """Return several sources with commas between them, as a command line gives them; a file may
+    have a comma in its name."""
     if not isinstance(names, str) or "," not in names or os.path.exists(os.path.expanduser(names)):
         return names
     return tuple(name.strip() for name in names.split(",") if name.strip())
@@ -139,12 +160,13 @@ class RunConfig:
     """
 
     model: str = ""
-    """The model: a hub name (``owner/name``, ``owner/name@revision``), a downloaded folder, a GGUF file or a block store."""
+    """The model: a hub name (``owner/name``, ``owner/name@revision``), a downloaded folder, a GGUF
+    file or a block store."""
     plan: Plan = field(default_factory=lambda: method("mebp", frozen="disk × auto"))
     data: DataSettings = field(default_factory=DataSettings)
     lora: LoraSettings | None = None
-    """Whether adapters are trained (true, or any of the settings below) or all parameters (false). Unless given, the method
-    decides."""
+    """Whether adapters are trained (true, or any of the settings below) or all parameters (false).
+    Unless given, the method decides."""
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
     batch_size: int = 8
     """Sequences of a whole step, whatever ``gradient_accumulation_steps`` cuts them into."""
@@ -155,53 +177,58 @@ class RunConfig:
     max_steps: int = 0
     """Optimizer steps; 0: as many as ``epochs`` takes."""
     epochs: float = 1.0
-    """The times that every record is trained on, where ``max_steps`` is 0. Parts such as 0.5 are taken too. The last batch goes
-    on with the records that come next: none comes twice more than another."""
+    """The times that every record is trained on, where ``max_steps`` is 0. Parts such as 0.5 are
+    taken too. The last batch goes on with the records that come next: none comes twice more than
+    another."""
     eval_every: int = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
     eval_first: bool = True
     """Whether there is an evaluation before the first step."""
     keep_best: str = ""
-    """Score of the evaluation whose checkpoint is kept beside the newest ones: loss or accuracy; empty: none is."""
+    """Score of the evaluation whose checkpoint is kept beside the newest ones: loss or accuracy;
+    empty: none is."""
     early_stopping: int = 0
-    """The number of evaluations in a row without a better one, after which the run ends; 0: never. ``keep_best`` says what is
-    better, else the loss does."""
+    """The number of evaluations in a row without a better one, after which the run ends; 0: never.
+    ``keep_best`` says what is better, else the loss does."""
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end, and when a signal ends the run."""
     keep_checkpoints: int = 2
     """Checkpoints that stay; older ones are removed."""
     skip_nonfinite: int = 0
-    """The number of batches that may be left out because their loss or gradients are not finite. The step is taken with the
-    next batch. One more ends the run; with 0 the first does."""
+    """The number of batches that may be left out because their loss or gradients are not finite.
+    The step is taken with the next batch. One more ends the run; with 0 the first does."""
     log_every: int = 10
     """Steps between lines where standard output is no terminal."""
     start_timeout: float = 120.0
     """Seconds that a rank waits at the start for all others to come."""
     interface: str = ""
-    """The network interface, such as ib0, that ranks of several machines talk over. Empty: torch chooses. Ranks that are
-    started here talk over the loopback interface."""
+    """The network interface, such as ib0, that ranks of several machines talk over. Empty: torch
+    chooses. Ranks that are started here talk over the loopback interface."""
     elastic: str = ""
-    """Zeroth order: the address at which ranks may come and go, ``host:port``, such as 127.0.0.1:29600. Each of them is started
-    by ``blockwalk train run.yaml --join``. Empty: none."""
+    """Zeroth order: the address at which ranks may come and go, ``host:port``, such as
+    127.0.0.1:29600. Each of them is started by ``blockwalk train run.yaml --join``. Empty: none."""
     report_to: tuple[str, ...] = ()
-    """Trackers of every figure: tensorboard, wandb, trackio, mlflow, swanlab and others of accelerate's names. all: those that
-    are installed. none: none. WANDB_PROJECT and the like name the project, else it is blockwalk."""
+    """Trackers of every figure: tensorboard, wandb, trackio, mlflow, swanlab and others of
+    accelerate's names. all: those that are installed. none: none. WANDB_PROJECT and the like name
+    the project, else it is blockwalk."""
     run_name: str = ""
     """The run's name at trackers; empty: the name of ``output_dir``."""
     push_to_hub: str = ""
-    """The hub repository (``owner/name``) that gets what was trained, with a model card. Where there is none, a private one is
-    made before the run."""
+    """The hub repository (``owner/name``) that gets what was trained, with a model card. Where
+    there is none, a private one is made before the run."""
     output_dir: str = "runs/blockwalk"
     """The folder of the run: its configuration, metrics, checkpoints, and trained weights."""
     overwrite_output_dir: bool = False
-    """Whether a run may replace an earlier run's files in ``output_dir``. They are checkpoints, ledger, metrics and trained
-    weights, and files under their names that no run made. They stay in ``output_dir/replaced`` until this run's first
-    checkpoint is whole. Trained weights stay until the new ones are whole."""
+    """Whether a run may replace an earlier run's files in ``output_dir``. They are checkpoints,
+    ledger, metrics and trained weights, and files under their names that no run made. They stay in
+    ``output_dir/replaced`` until this run's first checkpoint is whole. Trained weights stay until
+    the new ones are whole."""
     resume_from_checkpoint: str = ""
     """A checkpoint's folder, or latest: the newest whole one in ``output_dir``, if there is any."""
     named: frozenset[str] | None = field(default=None, compare=False, repr=False)
-    """The settings of its plan that a file or a flag gave, no setting itself; None: whoever made the plan chose all of it. The
-    machine decides some of the others (:func:`blockwalk.program.settling.settle`)."""
+    """The settings of its plan that a file or a flag gave, no setting itself; None: whoever made
+    the plan chose all of it. The machine decides some of the others
+    (:func:`blockwalk.program.settling.settle`)."""
 
     def __post_init__(self) -> None:
         for name in PATHS:
@@ -217,59 +244,83 @@ class RunConfig:
             raise ValueError(f"start_timeout is {self.start_timeout}; it must be above 0 seconds")
         if self.data.eval_limit < 0:
             raise ValueError(
-                f"data.eval_limit is {self.data.eval_limit}; it must be at least 0, which evaluates all records"
+                f"data.eval_limit is {self.data.eval_limit}; it must be at least 0, which"
+                " evaluates all records"
             )
         if not 0 <= self.data.eval_share < 1:
             raise ValueError(
-                f"data.eval_share is {self.data.eval_share}; it must be at least 0 and below 1, such as 0.05"
+                f"data.eval_share is {self.data.eval_share}; it must be at least 0 and below 1,"
+                " such as 0.05"
             )
-        if self.data.eval_share and (other := "data.eval" if self.data.eval else "data.task" if self.data.task else ""):
-            raise ValueError(f"data.eval_share and {other} both say what is evaluated; leave one of them out")
+        if self.data.eval_share and (
+            other := "data.eval" if self.data.eval else "data.task" if self.data.task else ""
+        ):
+            raise ValueError(
+                f"data.eval_share and {other} both say what is evaluated; leave one of them out"
+            )
         if self.data.eval_share and self.data.shots:
             raise ValueError(
-                f"data.shots={self.data.shots} are taken of data.train, of which data.eval_share holds out a part: set"
+                f"data.shots={self.data.shots} are taken of data.train, of which data.eval_share"
+                " holds out a part: set"
                 " data.eval instead of it"
             )
         if self.keep_best not in ("", "loss", "accuracy"):
             raise ValueError(f"keep_best is {self.keep_best!r}; it must be loss or accuracy")
         if self.data.label_scores not in ("mean", "sum"):
-            raise ValueError(f"data.label_scores is {self.data.label_scores!r}; it must be mean or sum")
+            raise ValueError(
+                f"data.label_scores is {self.data.label_scores!r}; it must be mean or sum"
+            )
         if self.data.task and (self.data.template or self.data.format or self.data.packing):
             raise ValueError(
-                f"data.task={self.data.task} brings its own prompt and format; leave data.template, data.format and"
+                f"data.task={self.data.task} brings its own prompt and format; leave"
+                " data.template, data.format and"
                 " data.packing out"
             )
         if self.data.shots and not (self.data.task or (self.data.template and self.data.train)):
             raise ValueError(
-                f"data.shots={self.data.shots} needs questions and where to take them from: set data.task, or data.template and"
+                f"data.shots={self.data.shots} needs questions and where to take them from: set"
+                " data.task, or data.template and"
                 " data.train"
             )
         if self.data.task_part not in ("test", "dev"):
             raise ValueError(f"data.task_part is {self.data.task_part!r}; it must be test or dev")
         if self.prefix and self.lora is not None:
-            raise ValueError("prefix and lora are both given, and a run trains one of them; leave the other out")
+            raise ValueError(
+                "prefix and lora are both given, and a run trains one of them; leave the other out"
+            )
         refuse_dropout(self.plan, self.adapters)
         if self.prefix and self.data.packing:
-            raise ValueError("data.packing begins positions anew in a row, which no prefix allows; leave one out")
-        sources, shares = len(listed(self.data.train)), self.data.shares
+            raise ValueError(
+                "data.packing begins positions anew in a row, which no prefix allows; leave one out"
+            )
+        sources = len(listed(self.data.train))
+        shares = self.data.shares
         if shares and (len(shares) != sources or not all(0 < share < math.inf for share in shares)):
             raise ValueError(
-                f"data.weights is {list(shares)}; data.train has {sources} sources, and each needs a weight above 0"
+                f"data.weights is {list(shares)}; data.train has {sources} sources, and each"
+                " needs a weight above 0"
             )
         if bool(self.data.template) != bool(self.data.label_words):
-            raise ValueError("classification needs both data.template and data.label_words; one of them is missing")
+            raise ValueError(
+                "classification needs both data.template and data.label_words; one of them is"
+                " missing"
+            )
         if self.batch_size % self.plan.gradient_accumulation_steps:
             raise ValueError(
-                f"batch_size is {self.batch_size} sequences a step, which gradient_accumulation_steps="
+                f"batch_size is {self.batch_size} sequences a step, which"
+                " gradient_accumulation_steps="
                 f"{self.plan.gradient_accumulation_steps} does not divide; change one of them"
             )
         if self.elastic:
             self._require_elastic()
-        mesh, steps = self.plan.mesh, self.plan.gradient_accumulation_steps
+        mesh = self.plan.mesh
+        steps = self.plan.gradient_accumulation_steps
         if self.plan.zeroth_order and self.batch_size % (steps * mesh.data):
             raise ValueError(
-                f"batch_size is {self.batch_size} sequences a step, which mesh.data={mesh.data} parts of"
-                f" gradient_accumulation_steps={steps} micro-batches do not divide; change batch_size, or share the forwards"
+                f"batch_size is {self.batch_size} sequences a step, which mesh.data={mesh.data}"
+                " parts of"
+                f" gradient_accumulation_steps={steps} micro-batches do not divide; change"
+                " batch_size, or share the forwards"
                 f" instead (mesh.perturb: up to {self.plan.forward_passes})"
             )
 
@@ -286,10 +337,14 @@ class RunConfig:
             ),
             (
                 plan.mesh.world > 1,
-                f"mesh.world is {plan.mesh.world}, and ranks that come and go are one process each, with whole weights; start"
+                f"mesh.world is {plan.mesh.world}, and ranks that come and go are one process"
+                " each, with whole weights; start"
                 " one, and others with --join",
             ),
-            (NOISES[plan.zo.noise].in_place, "zo.noise: mezo perturbs the host's own weights in place; use torch"),
+            (
+                NOISES[plan.zo.noise].in_place,
+                "zo.noise: mezo perturbs the host's own weights in place; use torch",
+            ),
         ):
             if wrong:
                 raise ValueError(f"elastic is {self.elastic!r}: {why}")
@@ -301,42 +356,62 @@ class RunConfig:
 
     @property
     def adapters_at_start(self) -> Adapters | str | None:
-        """The adapters as a walker takes them: the folder of those that are gone on from, else the settings of new ones."""
+        """The adapters as a walker takes them: the folder of those that are gone on from, else the
+        settings of new ones."""
         return self.lora.from_ if self.lora is not None and self.lora.from_ else self.adapters
 
     @property
     def micro_batch_rows(self) -> int:
-        """Rows that one rank walks at once in training: its part of a micro-batch, with every label word of each sequence where
-        ``zo.objective`` ranks them."""
+        """Rows that one rank walks at once in training: its part of a micro-batch, with every label
+        word of each sequence where ``zo.objective`` ranks them."""
         plan = self.plan
-        words = max(1, len(self.data.label_words)) if plan.zeroth_order and plan.zo.objective != "loss" else 1
+        words = (
+            max(1, len(self.data.label_words))
+            if plan.zeroth_order and plan.zo.objective != "loss"
+            else 1
+        )
         return -(-self.batch_size // plan.cuts) * words
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return every setting, nested as in YAML, in plain types: ``from_mapping(config.to_mapping()) == config``."""
-        names = [f.name for f in dataclasses.fields(self) if f.name not in ("plan", "lora", "named")]
+        """Return every setting, nested as in YAML, in plain types:
+        ``from_mapping(config.to_mapping()) == config``."""
+        names = [
+            f.name for f in dataclasses.fields(self) if f.name not in ("plan", "lora", "named")
+        ]
         own = {name: plain_values(getattr(self, name)) for name in names}
         lora = False if self.lora is None else plain_values(self.lora)
         plan = {f.name: plain_values(getattr(self.plan, f.name)) for f in dataclasses.fields(Plan)}
-        return {"model": own.pop("model"), "method": plan.pop("method"), **own, "lora": lora, **plan}
+        return {
+            "model": own.pop("model"),
+            "method": plan.pop("method"),
+            **own,
+            "lora": lora,
+            **plan,
+        }
 
     def shared(self) -> dict[str, Any]:
-        """Return settings that must be equal on all ranks of a run: every one but the places where each finds model, data,
-        output and network, and those of its plan that are its own."""
+        """Return settings that must be equal on all ranks of a run: every one but the places where
+        each finds model, data, output and network, and those of its plan that are its own."""
         own = {"model", "output_dir", "interface", *(f.name for f in dataclasses.fields(Plan))}
         found = {name: value for name, value in self.to_mapping().items() if name not in own}
-        data = {name: value for name, value in found["data"].items() if name not in ("train", "eval")}
+        data = {
+            name: value for name, value in found["data"].items() if name not in ("train", "eval")
+        }
         return {**found, "data": data, **self.plan.shared()}
 
 
 PATHS = ("model", "output_dir", "resume_from_checkpoint")
-"""Settings that are a path, or may be one: a ``~`` at its beginning is the user's home. Those of ``data`` are expanded where
-they are read."""
+"""Settings that are a path, or may be one: a ``~`` at its beginning is the user's home. Those of
+``data`` are expanded where they are read."""
 
 LEAST = by_name(
     (0, "eval_batch_size max_steps eval_every early_stopping save_every skip_nonfinite"),
     (1, "batch_size eval_batches keep_checkpoints log_every data.padding_multiple"),
-    (0, "data.task_train data.task_dev data.task_eval data.task_seed data.shots prefix.num_virtual_tokens"),
+    (
+        0,
+        "data.task_train data.task_dev data.task_eval data.task_seed data.shots"
+        " prefix.num_virtual_tokens",
+    ),
     (2, "data.max_length"),
 )
 """The least that a setting may be."""

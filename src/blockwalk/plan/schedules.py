@@ -1,9 +1,9 @@
 """Learning rates as pure functions of the step.
 
-A schedule answers the learning rate of the update that follows ``step`` finished ones: ``schedule(0)`` is the first update's,
-0 where there is a warm-up, as in ``transformers.get_scheduler``, whose names and values these are. Nothing is kept between
-calls: a resumed run and a replayed ledger ask for the same steps and get the same rates.
-"""
+A schedule answers the learning rate of the update that follows ``step`` finished ones:
+``schedule(0)`` is the first update's, 0 where there is a warm-up, as in
+``transformers.get_scheduler``, whose names and values these are. Nothing is kept between calls: a
+resumed run and a replayed ledger ask for the same steps and get the same rates."""
 
 from __future__ import annotations
 
@@ -113,15 +113,20 @@ def make_schedule(
     power: float = 1.0,
     cooldown_steps: float = 0.1,
 ) -> Schedule:
-    """Return the schedule ``name``: it climbs linearly from 0 to ``learning_rate`` during the warm-up, then stays (constant) or
-    falls towards ``min_ratio``·``learning_rate``, which it reaches at ``total_steps`` and keeps: along a line (linear), half a
-    cosine (cosine), ``cycles`` of them (cosine_with_restarts), a power of the line (polynomial), or half a cosine over the last
-    ``cooldown_steps`` alone (warmup_stable_decay); inverse_sqrt falls with the root of the steps and has no end.
+    """Return the schedule ``name``: it climbs linearly from 0 to ``learning_rate`` during the
+    warm-up, then stays (constant) or falls towards ``min_ratio``·``learning_rate``, which it
+    reaches at ``total_steps`` and keeps: along a line (linear), half a cosine (cosine), ``cycles``
+    of them (cosine_with_restarts), a power of the line (polynomial), or half a cosine over the last
+    ``cooldown_steps`` alone (warmup_stable_decay); inverse_sqrt falls with the root of the steps
+    and has no end.
 
     Args:
-        warmup_steps: a number of updates, or a ratio of ``total_steps`` where it is below 1 (rounded up).
-        total_steps: updates of the whole run; a rate that does not end does without, unless its warm-up is a ratio.
-        cooldown_steps: a number of updates, or a ratio of ``total_steps`` where it is below 1 (rounded up).
+        warmup_steps: a number of updates, or a ratio of ``total_steps`` where it is below 1
+            (rounded up).
+        total_steps: updates of the whole run; a rate that does not end does without, unless its
+            warm-up is a ratio.
+        cooldown_steps: a number of updates, or a ratio of ``total_steps`` where it is below 1
+            (rounded up).
 
     Raises:
         ValueError: an unknown name, or numbers out of range.
@@ -130,10 +135,13 @@ def make_schedule(
         raise ValueError(f"optimizer.schedule is {name!r}; there are {', '.join(SCHEDULES)}")
     facts = _ROWS[name]
     if not 0 <= learning_rate < math.inf:
-        raise ValueError(f"optimizer.learning_rate is {learning_rate}; it must be a finite number, 0 or above")
+        raise ValueError(
+            f"optimizer.learning_rate is {learning_rate}; it must be a finite number, 0 or above"
+        )
     if not 0 <= min_ratio <= 1:
         raise ValueError(
-            f"optimizer.min_ratio is {min_ratio}, the last learning rate over the highest; it must be 0 to 1"
+            f"optimizer.min_ratio is {min_ratio}, the last learning rate over the highest; it"
+            " must be 0 to 1"
         )
     if cycles < 1:
         raise ValueError(f"optimizer.cycles is {cycles}; it must be at least 1")
@@ -141,19 +149,25 @@ def make_schedule(
         raise ValueError(f"optimizer.power is {power}; it must be a finite number above 0")
     for setting, steps in (("warmup_steps", warmup_steps), ("cooldown_steps", cooldown_steps)):
         if not (0 <= steps < 1 or steps == int(steps) > 0):
-            raise ValueError(f"optimizer.{setting} is {steps}; it must be a number of steps, or a ratio below 1")
+            raise ValueError(
+                f"optimizer.{setting} is {steps}; it must be a number of steps, or a ratio below 1"
+            )
     if total_steps < 1 and (not facts.endless or 0 < warmup_steps < 1):
         raise ValueError(
-            f"optimizer.total_steps is {total_steps}; schedule {name} with this warm-up must know the steps"
+            f"optimizer.total_steps is {total_steps}; schedule {name} with this warm-up must know"
+            " the steps"
         )
     warmup = _steps(warmup_steps, total_steps)
     if not facts.endless and warmup > total_steps:
         steps_of_run = counted(total_steps, "step")
-        raise ValueError(f"optimizer.warmup_steps is {warmup}, more than the {steps_of_run} of the run; lower it")
+        raise ValueError(
+            f"optimizer.warmup_steps is {warmup}, more than the {steps_of_run} of the run; lower it"
+        )
     cooldown = _steps(cooldown_steps, total_steps)
     if name == "warmup_stable_decay" and warmup + cooldown > total_steps:
         raise ValueError(
-            f"optimizer.warmup_steps and cooldown_steps are {warmup} and {cooldown}, together more than the {total_steps}"
+            f"optimizer.warmup_steps and cooldown_steps are {warmup} and {cooldown}, together"
+            f" more than the {total_steps}"
             " steps of the run; lower one"
         )
     course = Course(warmup, max(1, total_steps - warmup), cooldown, cycles, power)

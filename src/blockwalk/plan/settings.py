@@ -1,4 +1,5 @@
-"""Settings as text: dotted names and values from YAML or flags, sizes in bytes, and what was probably meant."""
+"""Settings as text: dotted names and values from YAML or flags, sizes in bytes, and what was
+probably meant."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from blockwalk.plan.plan import Plan
 
 
 def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
-    """Return ``plan`` with dotted settings changed: ``{"optimizer.learning_rate": 1e-4, "prefetch": 2}``; nested mappings
-    work too. A placement whose group is left out keeps that of the plan.
+    """Return ``plan`` with dotted settings changed: ``{"optimizer.learning_rate": 1e-4, "prefetch":
+    2}``; nested mappings work too. A placement whose group is left out keeps that of the plan.
 
     Raises:
         ValueError: an unknown key (with the nearest known one) or a value of the wrong type.
@@ -31,7 +32,11 @@ def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
             nested.setdefault(head, {}).update(value)
         else:
             found = coerce(key, value, hints_of(type(plan))[head])
-            if isinstance(found, Placement) and not isinstance(value, Placement) and len(placement_parts(value)) < 3:
+            if (
+                isinstance(found, Placement)
+                and not isinstance(value, Placement)
+                and len(placement_parts(value)) < 3
+            ):
                 found = dataclasses.replace(found, group=getattr(plan, head).group)
             changes[head] = found
     for head, inner in nested.items():
@@ -41,15 +46,18 @@ def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
         hints = hints_of(type(current))
         for key in inner:
             if key not in hints:
-                raise ValueError(f"unknown setting '{head}.{key}'{did_you_mean(f'{head}.{key}', setting_names(plan))}")
+                raise ValueError(
+                    "unknown setting"
+                    f" '{head}.{key}'{did_you_mean(f'{head}.{key}', setting_names(plan))}"
+                )
         typed = {k: coerce(f"{head}.{k}", v, hints[k]) for k, v in inner.items()}
         changes[head] = dataclasses.replace(current, **typed)  # type: ignore[type-var]
     return dataclasses.replace(plan, **changes)
 
 
 def unnamed_codec(plan: Plan) -> Plan:
-    """Return the plan of a run whose settings name no codec of frozen weights: a row that rounds them off the device leaves
-    the codec to be chosen by the model and the machine."""
+    """Return the plan of a run whose settings name no codec of frozen weights: a row that rounds
+    them off the device leaves the codec to be chosen by the model and the machine."""
     if not plan.frozen.codec.encoded or plan.frozen.on_device:
         return plan
     return override(plan, {"frozen.codec": str(Codec.AUTO)})

@@ -1,4 +1,5 @@
-"""The table of update rules: a rule is a row here and a function of its name in :mod:`blockwalk.numerics.updates`.
+"""The table of update rules: a rule is a row here and a function of its name in
+:mod:`blockwalk.numerics.updates`.
 
 Nothing else names a rule: plans, programs, estimates and the engines read its row.
 """
@@ -13,11 +14,13 @@ class RuleFacts:
     """One update rule, as planning knows it."""
 
     states: tuple[str, ...] = ()
-    """Tensors kept from step to step beside each trainable: float32, of its shape, zero at first."""
+    """Tensors kept from step to step beside each trainable: float32, of its shape, zero at
+    first."""
     settings: tuple[str, ...] = ("weight_decay",)
     """The fields of ``optimizer.*`` that the rule reads."""
     linear: bool = False
-    """True where the update is θ ← (1 − lr·weight_decay)·θ − lr·g: a sum of directions may be applied one by one."""
+    """True where the update is θ ← (1 − lr·weight_decay)·θ − lr·g: a sum of directions may be
+    applied one by one."""
     zeroth_order_only: bool = False
 
 

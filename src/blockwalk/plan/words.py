@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with the noun that it counts, a regular one in the singular: ``1 tensor``, ``1,024 tensors``."""
+    """Return a number with the noun that it counts, a regular one in the singular: ``1 tensor``,
+    ``1,024 tensors``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

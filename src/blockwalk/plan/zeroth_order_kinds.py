@@ -1,7 +1,8 @@
-"""The table of zeroth-order kinds: a kind is a row here and a file of its name in :mod:`blockwalk.estimators.zeroth_order`.
+"""The table of zeroth-order kinds: a kind is a row here and a file of its name in
+:mod:`blockwalk.estimators.zeroth_order`.
 
-The row says which forwards a step has and what lies beside the weights; the file says what the losses are turned into.
-"""
+The row says which forwards a step has and what lies beside the weights; the file says what the
+losses are turned into."""
 
 from __future__ import annotations
 
@@ -28,26 +29,36 @@ class KindFacts:
     because: str = ""
     """The reason for ``least_queries``, where that is more than 1."""
     states: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-    """Tensors beside each trainable, of its shape, that forwards read: the field of ``zo.*`` that says its codec, and the value
-    that it begins with."""
+    """Tensors beside each trainable, of its shape, that forwards read: the field of ``zo.*`` that
+    says its codec, and the value that it begins with."""
     settings: tuple[str, ...] = ()
     """Further fields of ``zo.*`` that an update reads."""
 
     def passes(self, queries: int) -> tuple[tuple[int, float], ...]:
         """(query, sign) of each forward of a step, in the program's order."""
-        return (AT_REST,) * self.at_rest + tuple((query, sign) for query in range(queries) for sign in self.signs)
+        return (AT_REST,) * self.at_rest + tuple(
+            (query, sign) for query in range(queries) for sign in self.signs
+        )
 
 
 KINDS = {
     "spsa": KindFacts((1.0, -1.0)),
-    "fzoo": KindFacts((1.0,), True, 2, "divides by the standard deviation of its losses (8 in the paper)"),
-    "hizoo": KindFacts((1.0, -1.0), True, states={"hessian": ("hessian_codec", 1.0)}, settings=("hessian_alpha",)),
+    "fzoo": KindFacts(
+        (1.0,), True, 2, "divides by the standard deviation of its losses (8 in the paper)"
+    ),
+    "hizoo": KindFacts(
+        (1.0, -1.0), True, states={"hessian": ("hessian_codec", 1.0)}, settings=("hessian_alpha",)
+    ),
 }
 """Zeroth-order kinds by ``zo.kind``."""
 
 
-def states_beside(zo: ZerothOrderSettings, optimizer: OptimizerSettings) -> dict[str, tuple[Codec, float]]:
-    """Return the tensors that a zeroth-order run keeps beside each trainable, the kind's and the rule's: codec and first
-    value."""
-    of_kind = {name: (getattr(zo, codec), begin) for name, (codec, begin) in KINDS[zo.kind].states.items()}
+def states_beside(
+    zo: ZerothOrderSettings, optimizer: OptimizerSettings
+) -> dict[str, tuple[Codec, float]]:
+    """Return the tensors that a zeroth-order run keeps beside each trainable, the kind's and the
+    rule's: codec and first value."""
+    of_kind = {
+        name: (getattr(zo, codec), begin) for name, (codec, begin) in KINDS[zo.kind].states.items()
+    }
     return {**of_kind, **dict.fromkeys(RULES[optimizer.name].states, (Codec.FP32, 0.0))}

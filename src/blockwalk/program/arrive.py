@@ -1,20 +1,23 @@
 """The ways in which a part of a unit comes into its slot, and what is where in between.
 
-:class:`Residency` is a value. :func:`arrive` answers the ops that bring one part, and the residency after them; it depends on
-what came before (a slice that an update left out of date, one that is kept on the device) and on facts of the plan, and
-changes nothing. There are three ways:
+:class:`Residency` is a value. :func:`arrive` answers the ops that bring one part, and the residency
+after them; it depends on what came before (a slice that an update left out of date, one that is
+kept on the device) and on facts of the plan, and changes nothing. There are three ways:
 
 - **fetched**: FETCH, from the host, the disk or a file map;
-- **in slices** (zeroth order over a group): FETCH of this rank's slice, UPDATE, STORE (of trainables), then GATHER;
-- **gathered** (backpropagation over ranks). A unit's parameters of one part are one flat buffer of n elements. Between uses a
-  rank keeps its slice over the group of ``trainable`` (the *node slice*, where that is a node: on the device, or with
-  ``cache.tier: host`` in host memory) and the slice over the group of ``optimizer_state`` beside its moments. Node slices are
-  refreshed from the wider slices at the first use after an update, and never else: which of them are out of date (*dirty*) is
-  known when the program is compiled, so that all ranks agree. Where parameters are spread as widely as optimizer states there
-  is no node slice, and every use gathers the slices that are updated.
+- **in slices** (zeroth order over a group): FETCH of this rank's slice, UPDATE, STORE (of
+  trainables), then GATHER;
+- **gathered** (backpropagation over ranks). A unit's parameters of one part are one flat buffer of
+  n elements. Between uses a rank keeps its slice over the group of ``trainable`` (the *node slice*,
+  where that is a node: on the device, or with ``cache.tier: host`` in host memory) and the slice
+  over the group of ``optimizer_state`` beside its moments. Node slices are refreshed from the wider
+  slices at the first use after an update, and never else: which of them are out of date (*dirty*)
+  is known when the program is compiled, so that all ranks agree. Where parameters are spread as
+  widely as optimizer states there is no node slice, and every use gathers the slices that are
+  updated.
 
-Source: Rajbhandari et al., "ZeRO" (2020); Wang et al., "ZeRO++" (2023); Zhang et al., "MiCS" (2022).
-"""
+Source: Rajbhandari et al., "ZeRO" (2020); Wang et al., "ZeRO++" (2023); Zhang et al., "MiCS"
+(2022)."""
 
 from __future__ import annotations
 
@@ -73,7 +76,9 @@ class Residency:
     def left(self, unit: int, op: int, freed: Collection[StateKind]) -> Residency:
         held = {each: its for each, its in self.held.items() if each != unit}
         kept = self.kept - {(unit, part) for part in freed}
-        return replace(self, held=held, emptied={**self.emptied, self.held[unit].slot: op}, kept=kept)
+        return replace(
+            self, held=held, emptied={**self.emptied, self.held[unit].slot: op}, kept=kept
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,54 +88,113 @@ class Ways:
     places: Placements
     pending: Pending = Pending()
     gathers: bool = True
-    """False where nothing computes: a flush brings slices up to date, and nobody needs the others'."""
+    """False where nothing computes: a flush brings slices up to date, and nobody needs the
+    others'."""
     keeps: frozenset[tuple[int, StateKind]] = frozenset()
-    """The adaptive cache: node slices that stay on the device (:mod:`blockwalk.program.adaptive_cache`)."""
+    """The adaptive cache: node slices that stay on the device
+    (:mod:`blockwalk.program.adaptive_cache`)."""
 
 
-def arrive(ways: Ways, unit: int, part: StateKind, residency: Residency, start: int) -> tuple[list[Op], Residency]:
-    """Return the ops, numbered from ``start``, that bring a part of a unit into the slot that the unit holds, and the
-    residency after them."""
-    draft, places = Draft(start), ways.places
+def arrive(
+    ways: Ways, unit: int, part: StateKind, residency: Residency, start: int
+) -> tuple[list[Op], Residency]:
+    """Return the ops, numbered from ``start``, that bring a part of a unit into the slot that the
+    unit holds, and the residency after them."""
+    draft = Draft(start)
+    places = ways.places
     own = _in_slices if places.ranks(part) > 1 else _fetched
     way = _gathered if places.sharded else own
     return draft.ops, way(ways, unit, part, residency, draft)
 
 
-def _fetched(ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft) -> Residency:
-    places, held = ways.places, residency.held[unit]
+def _fetched(
+    ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft
+) -> Residency:
+    places = ways.places
+    held = residency.held[unit]
     nbytes = places.part_bytes(places.reads(unit), part)
     takes = ((Pool.MAPPED, nbytes),) if places.mapped(part) else ()
-    fetch = draft.op(OpKind.FETCH, unit, Lane.FETCH, held.after, part=part, nbytes=nbytes, slot=held.slot, takes=takes)
+    fetch = draft.op(
+        OpKind.FETCH,
+        unit,
+        Lane.FETCH,
+        held.after,
+        part=part,
+        nbytes=nbytes,
+        slot=held.slot,
+        takes=takes,
+    )
     return residency.arrived(unit, fetch)
 
 
-def _in_slices(ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft) -> Residency:
-    places, held, ranks = ways.places, residency.held[unit], ways.places.ranks(part)
+def _in_slices(
+    ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft
+) -> Residency:
+    places = ways.places
+    held = residency.held[unit]
+    ranks = ways.places.ranks(part)
     entries = ways.pending.entries if part is StateKind.TRAINABLE else 0
     own, gathered = places.slice_bytes(places.model.units[unit], part)
-    done, stored = draft.op(OpKind.FETCH, unit, Lane.FETCH, held.after, part=part, nbytes=own, slot=held.slot), []
+    done = draft.op(
+        OpKind.FETCH, unit, Lane.FETCH, held.after, part=part, nbytes=own, slot=held.slot
+    )
+    stored = []
     if entries:
         done = draft.op(OpKind.UPDATE, unit, Lane.INTRA, [done], part=part, entries=entries)
         if ways.pending.flush or not ways.gathers:
             stored = [draft.op(OpKind.STORE, unit, Lane.STORE, [done], part=part, nbytes=own)]
     if ways.gathers:
-        nbytes, axes = (ranks - 1) * gathered, names_of(between(make_axes(places.plan.mesh), 1, ranks))
-        done = draft.op(OpKind.GATHER, unit, Lane.INTRA, [done], part=part, nbytes=nbytes, slot=held.slot, axes=axes)
+        nbytes = (ranks - 1) * gathered
+        axes = names_of(between(make_axes(places.plan.mesh), 1, ranks))
+        done = draft.op(
+            OpKind.GATHER,
+            unit,
+            Lane.INTRA,
+            [done],
+            part=part,
+            nbytes=nbytes,
+            slot=held.slot,
+            axes=axes,
+        )
     return residency.arrived(unit, done, *stored)
 
 
-def _gathered(ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft) -> Residency:
-    places, plan, key = ways.places, ways.places.plan, (unit, part)
-    held, hosted, trains = residency.held[unit], hosts_node_slice(plan), part is StateKind.TRAINABLE
-    nbytes, at, caches = places.node_bytes(unit, part), list(held.after), []
+def _gathered(
+    ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft
+) -> Residency:
+    places = ways.places
+    plan = ways.places.plan
+    key = (unit, part)
+    held = residency.held[unit]
+    hosted = hosts_node_slice(plan)
+    trains = part is StateKind.TRAINABLE
+    nbytes = places.node_bytes(unit, part)
+    at = list(held.after)
+    caches = []
 
-    def gather(after: Sequence[int], inner: int, outer: int, slot: int, *, kept: bool = False) -> int:
-        whole, at = places.layout(unit, part).nbytes, list(after)
-        for lane, axes in reversed(by_lane(between(make_axes(plan.mesh), inner, outer)) or [(Lane.INTRA, ())]):
+    def gather(
+        after: Sequence[int], inner: int, outer: int, slot: int, *, kept: bool = False
+    ) -> int:
+        whole = places.layout(unit, part).nbytes
+        at = list(after)
+        for lane, axes in reversed(
+            by_lane(between(make_axes(plan.mesh), inner, outer)) or [(Lane.INTRA, ())]
+        ):
             few, many = reach(axes)
-            moved, names, first = gather_bytes(axes, whole // few), names_of(axes), kept and many == outer
-            op = draft.op(OpKind.GATHER, unit, lane, at, part=part, nbytes=moved, slot=slot, axes=names, kept=first)
+            moved = gather_bytes(axes, whole // few)
+            names = names_of(axes)
+            first = kept and many == outer
+            op = draft.op(
+                OpKind.GATHER,
+                unit,
+                lane,
+                at,
+                part=part,
+                nbytes=moved,
+                slot=slot,
+                axes=names,
+                kept=first,
+            )
             at = [op]
         return at[0]
 
@@ -142,14 +206,34 @@ def _gathered(ways: Ways, unit: int, part: StateKind, residency: Residency, draf
         if key not in ways.keeps:  # else it stays out of date on the host
             residency = replace(residency, dirty=residency.dirty - {unit})
             if hosted:
-                caches = [draft.op(OpKind.CACHE, unit, Lane.STORE, at, part=part, nbytes=nbytes, slot=held.slot)]
+                caches = [
+                    draft.op(
+                        OpKind.CACHE, unit, Lane.STORE, at, part=part, nbytes=nbytes, slot=held.slot
+                    )
+                ]
                 residency = replace(residency, cached={**residency.cached, unit: caches[0]})
     elif hosted:
         after = [*at, *([residency.cached[unit]] if trains and unit in residency.cached else [])]
-        at = [draft.op(OpKind.FETCH, unit, Lane.FETCH, after, part=part, nbytes=nbytes, slot=held.slot)]
+        at = [
+            draft.op(
+                OpKind.FETCH, unit, Lane.FETCH, after, part=part, nbytes=nbytes, slot=held.slot
+            )
+        ]
     if key in ways.keeps:
-        residency, takes = replace(residency, kept=residency.kept | {key}), ((Pool.DEVICE, nbytes),)
-        caches.append(draft.op(OpKind.CACHE, unit, Lane.STORE, at, part=part, slot=held.slot, takes=takes, kept=True))
+        residency = replace(residency, kept=residency.kept | {key})
+        takes = ((Pool.DEVICE, nbytes),)
+        caches.append(
+            draft.op(
+                OpKind.CACHE,
+                unit,
+                Lane.STORE,
+                at,
+                part=part,
+                slot=held.slot,
+                takes=takes,
+                kept=True,
+            )
+        )
     return residency.arrived(unit, gather(at, 1, plan.parameter_ranks, held.slot), *caches)
 
 

@@ -1,4 +1,5 @@
-"""Backpropagation by blocks: forward without graph, storing each block's input; then backwards, one graph at a time."""
+"""Backpropagation by blocks: forward without graph, storing each block's input; then backwards, one
+graph at a time."""
 
 from __future__ import annotations
 
@@ -15,24 +16,41 @@ from blockwalk.program.residency import activation_pool, compute_dtype, gradient
 
 
 def backprop(b: Builder, *, update: bool, graphs: int) -> None:
-    """Forward without graph, storing each block's input; then backwards, one block's graph at a time, as far down as something
-    is trained. At most the last ``graphs`` blocks keep theirs. At the end the gradients are judged, and used where they were
-    not at the blocks' turns."""
-    plan, last = b.places.plan, b.places.last
-    lowest = next((i for i, unit in enumerate(b.places.model.units) if unit.numel(trainable=True)), last)
+    """Forward without graph, storing each block's input; then backwards, one block's graph at a
+    time, as far down as something is trained. At most the last ``graphs`` blocks keep theirs. At
+    the end the gradients are judged, and used where they were not at the blocks' turns."""
+    plan = b.places.plan
+    last = b.places.last
+    lowest = next(
+        (i for i, unit in enumerate(b.places.model.units) if unit.numel(trainable=True)), last
+    )
     every = list(range(plan.gradient_accumulation_steps))
-    walk = _Backprop(b, update and plan.update.at_turn, every[-1], _kept_graphs(b, graphs, lowest), lowest)
+    walk = _Backprop(
+        b, update and plan.update.at_turn, every[-1], _kept_graphs(b, graphs, lowest), lowest
+    )
     turns: list[Turn] = []
     for group in [[m] for m in every] if plan.accumulation_order == "micro_batch" else [every]:
         turns += [Turn(i, partial(walk.forward, i, group)) for i in range(last)]
-        turns += [Turn(i, partial(walk.differentiate, i, group)) for i in range(last, max(lowest, 1) - 1, -1)]
+        turns += [
+            Turn(i, partial(walk.differentiate, i, group))
+            for i in range(last, max(lowest, 1) - 1, -1)
+        ]
         if lowest == 0:
             turns.append(Turn(0, partial(walk.differentiate, 0, group)))
     b.walk(turns)
     counts = walk.judge(update=update)
     if update and plan.update.timing is Timing.STEP:
         if plan.optimizer.max_grad_norm > 0:
-            counts = [b.op(OpKind.NORM, last, Lane.COMPUTE, counts, part=StateKind.GRADIENT, axes=b.everyone)]
+            counts = [
+                b.op(
+                    OpKind.NORM,
+                    last,
+                    Lane.COMPUTE,
+                    counts,
+                    part=StateKind.GRADIENT,
+                    axes=b.everyone,
+                )
+            ]
         b.update_all(counts)
 
 
@@ -55,7 +73,8 @@ class _Backprop:
     hidden: dict[int, int] = field(default_factory=dict)
     """The op that made each micro-batch's hidden state."""
     coming: list[tuple[int, int]] = field(default_factory=list)
-    """Blocks and micro-batches whose inputs or graphs are still to be brought back, in the order of their backwards."""
+    """Blocks and micro-batches whose inputs or graphs are still to be brought back, in the order of
+    their backwards."""
     saved_inputs: list[int] = field(default_factory=list)
     """The ops that saved inputs, in order."""
     loaded: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -65,37 +84,61 @@ class _Backprop:
     complete: dict[int, int] = field(default_factory=dict)
     """The op after which each unit's gradients are complete."""
     leaving: list[tuple[int, int]] = field(default_factory=list)
-    """Units whose complete gradients are to leave the device for host memory, each with the op after which they may."""
+    """Units whose complete gradients are to leave the device for host memory, each with the op
+    after which they may."""
 
     def __post_init__(self) -> None:
         self.reductions = Reductions(self.b)
 
     def forward(self, unit: int, group: list[int], after: Sequence[int]) -> list[int]:
-        b, cost, used = self.b, self.b.cost(unit), []
+        b = self.b
+        cost = self.b.cost(unit)
+        used = []
         graph = self._graph(unit)
         on_device = any(pool is Pool.DEVICE for pool, _ in graph)
-        transient = max(cost.forward_transient - cost.saved, 0) if on_device else cost.forward_transient
+        transient = (
+            max(cost.forward_transient - cost.saved, 0) if on_device else cost.forward_transient
+        )
         for m in group:
             if unit >= max(self.lowest, 1) and unit not in self.keep:
-                saved = self._moves_input(OpKind.SAVE, Lane.STORE, unit, m, self.hidden[m], takes=self._input())
+                saved = self._moves_input(
+                    OpKind.SAVE, Lane.STORE, unit, m, self.hidden[m], takes=self._input()
+                )
                 self.saves[unit, m] = saved
                 self.saved_inputs.append(saved)
             kind, flops = (OpKind.FORWARD, cost.forward_flops) if unit else (OpKind.PROLOGUE, 0)
-            details = {"micro_batch": m, "keep_graph": unit in self.keep, "flops": flops, "transient": transient}
+            details = {
+                "micro_batch": m,
+                "keep_graph": unit in self.keep,
+                "flops": flops,
+                "transient": transient,
+            }
             deps = [*after, *self._leaves_buffer()]
             self.hidden[m] = b.op(kind, unit, Lane.COMPUTE, deps, takes=graph, **details)
             used.append(self.hidden[m])
             if unit in self.keep and b.places.maps_graphs:
-                self.saves[unit, m] = self._moves_graph(OpKind.SAVE, Lane.STORE, unit, m, self.hidden[m])
+                self.saves[unit, m] = self._moves_graph(
+                    OpKind.SAVE, Lane.STORE, unit, m, self.hidden[m]
+                )
         return used
 
     def differentiate(self, unit: int, group: list[int], after: Sequence[int]) -> list[int]:
-        """Return the loss at the epilogue's turn, or a backward; then what completes the unit's gradients and uses them."""
-        b, places, cost, kept, used = self.b, self.b.places, self.b.cost(unit), unit in self.keep, []
-        block, freed = 0 < unit < places.last, self._graph(unit) if kept else self._input()
-        flops = cost.backward_flops + (cost.unread.flops if kept else cost.forward_flops) if unit else 0
+        """Return the loss at the epilogue's turn, or a backward; then what completes the unit's
+        gradients and uses them."""
+        b = self.b
+        places = self.b.places
+        cost = self.b.cost(unit)
+        kept = unit in self.keep
+        used = []
+        block = 0 < unit < places.last
+        freed = self._graph(unit) if kept else self._input()
+        flops = (
+            cost.backward_flops + (cost.unread.flops if kept else cost.forward_flops) if unit else 0
+        )
         kind = OpKind.BACKWARD if block else OpKind.LOSS if unit else OpKind.PROLOGUE_BACKWARD
-        transient = cost.backward_transient - (cost.saved if block and (kept or places.maps_graphs) else 0)
+        transient = cost.backward_transient - (
+            cost.saved if block and (kept or places.maps_graphs) else 0
+        )
         if unit == places.last:
             blocks = range(places.last - 1, max(self.lowest, 1) - 1, -1)
             self.coming = [(i, m) for i in blocks if self._comes_back(i) for m in group]
@@ -103,14 +146,17 @@ class _Backprop:
             after = [*after, *self._fetch_gradients(unit, group)]
         after = [*after, *self._leave(places.plan.prefetch)]
         for m in group:
-            deps, details = self.reductions.open(unit, after), self._claims(unit, m, transient)
+            deps = self.reductions.open(unit, after)
+            details = self._claims(unit, m, transient)
             comes_back = block and self._comes_back(unit)
             if comes_back:
                 deps.append(self._load(unit, m))
             if block:
                 details |= {"keep_graph": kept, "frees": freed}
             details |= {"micro_batch": m, "last": m == self.final, "flops": flops}
-            used.append(b.op(kind, unit, Lane.COMPUTE, deps, buffer=self.reductions.buffer(unit), **details))
+            used.append(
+                b.op(kind, unit, Lane.COMPUTE, deps, buffer=self.reductions.buffer(unit), **details)
+            )
             if comes_back:
                 self.backwards.append(used[-1])
             if block and not kept and places.maps_graphs:  # the graph was made again, in file maps
@@ -122,24 +168,31 @@ class _Backprop:
         return used + self._finish(unit, done, complete=complete)
 
     def _fetch_gradients(self, unit: int, group: list[int]) -> list[int]:
-        """Bring the gradients that were added to before, by an earlier micro-batch or, of a tied weight, by the head."""
+        """Bring the gradients that were added to before, by an earlier micro-batch or, of a tied
+        weight, by the head."""
         b = self.b
         places = self.b.places
         nbytes = places.gradient_bytes(unit)
         if not group[0]:
             nbytes -= places.made_gradients(unit)
-        return [b.op(OpKind.FETCH, unit, Lane.FETCH, part=StateKind.GRADIENT, nbytes=nbytes)] if nbytes else []
+        return (
+            [b.op(OpKind.FETCH, unit, Lane.FETCH, part=StateKind.GRADIENT, nbytes=nbytes)]
+            if nbytes
+            else []
+        )
 
     def _store_gradients(self, unit: int, done: int, *, complete: bool) -> int:
-        """Hand the gradients of a turn to the disk, where they wait there; the answer is the op after which they are there."""
+        """Hand the gradients of a turn to the disk, where they wait there; the answer is the op
+        after which they are there."""
         b = self.b
         nbytes = self.b.places.gradient_bytes(unit)
         details = {"part": StateKind.GRADIENT, "nbytes": nbytes, "last": complete}
         return b.op(OpKind.STORE, unit, Lane.STORE, [done], **details) if nbytes else done
 
     def _claims(self, unit: int, micro_batch: int, transient: int) -> dict[str, object]:
-        """Return memory claimed by a backward op: the first micro-batch allocates the float32 accumulators. In a float32
-        model they are the gradient tensors themselves. LOSS finds its accumulators already allocated."""
+        """Return memory claimed by a backward op: the first micro-batch allocates the float32
+        accumulators. In a float32 model they are the gradient tensors themselves. LOSS finds its
+        accumulators already allocated."""
         places = self.b.places
         made = places.made_gradients(unit) if micro_batch == 0 else 0
         size = DTYPE_BYTES[compute_dtype(places.plan, places.model)]
@@ -150,8 +203,10 @@ class _Backprop:
         return {"transient": transient, "takes": ((pool, made),) if made else ()}
 
     def _finish(self, unit: int, done: int, *, complete: bool) -> list[int]:
-        """Sum the gradients over ranks, and update the unit at its turn once those of all micro-batches are there."""
-        b, sharded = self.b, self.b.places.sharded
+        """Sum the gradients over ranks, and update the unit at its turn once those of all
+        micro-batches are there."""
+        b = self.b
+        sharded = self.b.places.sharded
         reduced = self.reductions.reduce(unit, done, complete=complete)
         if complete and (reduced or not sharded):
             self.complete[unit] = [done, *reduced][-1]
@@ -164,9 +219,11 @@ class _Backprop:
         return [] if sharded else updated  # over ranks no slot is read or written
 
     def _leave(self, most: int) -> list[int]:
-        """Let gradients leave the device until those of at most so many units are on it, and update their units; the answer is
-        the ops that bring them to host memory, which the next compute op waits for: no update is among them."""
-        b, landed = self.b, list[int]()
+        """Let gradients leave the device until those of at most so many units are on it, and update
+        their units; the answer is the ops that bring them to host memory, which the next compute op
+        waits for: no update is among them."""
+        b = self.b
+        landed = list[int]()
         while len(self.leaving) > most:
             unit, done = self.leaving.pop(0)
             landed.append(b.land(unit, [done]))
@@ -174,10 +231,13 @@ class _Backprop:
         return landed
 
     def judge(self, *, update: bool) -> list[int]:
-        """Add up the losses of all ranks; decide whether a step that updates counts: its loss and gradients must be finite.
-        Without an update one rank has nothing to decide, and its caller takes the gradients over."""
+        """Add up the losses of all ranks; decide whether a step that updates counts: its loss and
+        gradients must be finite. Without an update one rank has nothing to decide, and its caller
+        takes the gradients over."""
         self._leave(0)
-        b, ops, deps = self.b, self.b.draft.ops, list(self.complete.values())
+        b = self.b
+        ops = self.b.draft.ops
+        deps = list(self.complete.values())
         if b.places.sharded:
             deps.append(max(op.index for op in ops if op.lane is Lane.COMPUTE))
             deps += [op.index for op in ops if op.kind is OpKind.UPDATE]
@@ -192,12 +252,13 @@ class _Backprop:
         return [b.op(kind, b.places.last, Lane.COMPUTE, deps, part=part, axes=b.everyone)]
 
     def _load(self, unit: int, micro_batch: int) -> int:
-        """Bring back a block's input or its graph, and with it those of the next backwards, as far as places are free:
-        ``prefetch`` + 1, each of which the backward that used it frees. Inputs come into the buffers that they left by, after
-        the last of them has left."""
+        """Bring back a block's input or its graph, and with it those of the next backwards, as far
+        as places are free: ``prefetch`` + 1, each of which the backward that used it frees. Inputs
+        come into the buffers that they left by, after the last of them has left."""
         places = self.b.places.plan.prefetch + 1
         while self.coming and len(self.loaded) < places:
-            key, before = self.coming.pop(0), len(self.backwards) + len(self.loaded) - places
+            key = self.coming.pop(0)
+            before = len(self.backwards) + len(self.loaded) - places
             saved = self.saved_inputs[-1] if self._stages else self.saves[key]
             after = [saved, *([self.backwards[before]] if before >= 0 else [])]
             if key[0] in self.keep:
@@ -207,18 +268,29 @@ class _Backprop:
         return self.loaded.pop((unit, micro_batch))
 
     def _comes_back(self, unit: int) -> bool:
-        """Return True where a block's backward needs something that was saved: its input, or its graph in file maps."""
+        """Return True where a block's backward needs something that was saved: its input, or its
+        graph in file maps."""
         return unit not in self.keep or self.b.places.maps_graphs
 
-    def _moves_graph(self, kind: OpKind, lane: Lane, unit: int, micro_batch: int, *after: int) -> int:
-        """Hand the file maps that a block's graph was written to over to the disk, or bring their pages back."""
+    def _moves_graph(
+        self, kind: OpKind, lane: Lane, unit: int, micro_batch: int, *after: int
+    ) -> int:
+        """Hand the file maps that a block's graph was written to over to the disk, or bring their
+        pages back."""
         details = {"part": StateKind.ACTIVATION, "micro_batch": micro_batch, "of_graph": True}
         return self.b.op(kind, unit, lane, after, nbytes=self.b.cost(unit).saved, **details)
 
-    def _moves_input(self, kind: OpKind, lane: Lane, unit: int, micro_batch: int, *after: int, **memory: object) -> int:
+    def _moves_input(
+        self, kind: OpKind, lane: Lane, unit: int, micro_batch: int, *after: int, **memory: object
+    ) -> int:
         """Write a block's input to its tier, or bring it back."""
         nbytes = sum(nbytes for pool, nbytes in self._input() if pool is not Pool.DEVICE)
-        details = {"part": StateKind.ACTIVATION, "micro_batch": micro_batch, "nbytes": nbytes, **memory}
+        details = {
+            "part": StateKind.ACTIVATION,
+            "micro_batch": micro_batch,
+            "nbytes": nbytes,
+            **memory,
+        }
         return self.b.op(kind, unit, lane, after, **details)
 
     def _input(self) -> Bytes:
@@ -230,26 +302,35 @@ class _Backprop:
         return stages_inputs(self.b.places.plan, self.b.places.device)
 
     def _leaves_buffer(self) -> list[int]:
-        """Return the save that the device buffer of the next input must have been left by: ``prefetch`` + 1 before it."""
+        """Return the save that the device buffer of the next input must have been left by:
+        ``prefetch`` + 1 before it."""
         buffers = self.b.places.plan.prefetch + 1
-        return self.saved_inputs[-buffers:][:1] if self._stages and len(self.saved_inputs) >= buffers else []
+        return (
+            self.saved_inputs[-buffers:][:1]
+            if self._stages and len(self.saved_inputs) >= buffers
+            else []
+        )
 
     def _graph(self, unit: int) -> Bytes:
         """Return the memory of a block's kept graph."""
-        pool, saved = Pool.MAPPED if self.b.places.maps_graphs else Pool.DEVICE, self.b.cost(unit).saved
+        pool = Pool.MAPPED if self.b.places.maps_graphs else Pool.DEVICE
+        saved = self.b.cost(unit).saved
         return ((pool, saved),) if unit in self.keep and saved else ()
 
 
 def _kept_graphs(b: Builder, graphs: int, lowest: int) -> frozenset[int]:
-    """Return the blocks whose activations stay between forward and backward, on the device or in file maps: at most the last
-    ``graphs``.
+    """Return the blocks whose activations stay between forward and backward, on the device or in
+    file maps: at most the last ``graphs``.
 
-    ``none`` recomputes nothing, ``all`` everything; ``auto`` keeps those of as many of the last blocks as the budget holds
-    (``graphs``), or the page cache. A graph refers to its weights, so only resident or mapped ones can be kept, and of
-    those in slots just the last block.
-    """
-    plan, places, blocks = b.places.plan, b.places, range(max(lowest, 1), b.places.last)
-    if plan.recompute == "all" or (plan.recompute == "auto" and plan.budget is None and not places.maps_graphs):
+    ``none`` recomputes nothing, ``all`` everything; ``auto`` keeps those of as many of the last
+    blocks as the budget holds (``graphs``), or the page cache. A graph refers to its weights, so
+    only resident or mapped ones can be kept, and of those in slots just the last block."""
+    plan = b.places.plan
+    places = b.places
+    blocks = range(max(lowest, 1), b.places.last)
+    if plan.recompute == "all" or (
+        plan.recompute == "auto" and plan.budget is None and not places.maps_graphs
+    ):
         return frozenset()
     groups = plan.gradient_accumulation_steps if plan.accumulation_order == "block" else 1
     room = b.page_cache if plan.recompute == "auto" and places.maps_graphs else None
@@ -266,12 +347,18 @@ def _kept_graphs(b: Builder, graphs: int, lowest: int) -> frozenset[int]:
 
 
 def _graph_bytes(b: Builder, unit: int) -> int:
-    """Return about the bytes that a block's graph keeps, where nothing was measured: inputs and outputs of its matrices,
-    and half as much again for norms and attention. Too many for most models: 17.6 MB for 14.3 MB of Qwen2.5-0.5B at 256
-    tokens."""
+    """Return about the bytes that a block's graph keeps, where nothing was measured: inputs and
+    outputs of its matrices, and half as much again for norms and attention. Too many for most
+    models: 17.6 MB for 14.3 MB of Qwen2.5-0.5B at 256 tokens."""
     model = b.places.model
     sides = dict.fromkeys((False, True), 0)
     for p in model.units[unit].params:
         if len(p.shape) > 1:
             sides[p.trainable] += p.shape[-1] + p.shape[-2]
-    return 3 * b.shape.tokens * max(sides.values()) * DTYPE_BYTES[compute_dtype(b.places.plan, model)] // 2
+    return (
+        3
+        * b.shape.tokens
+        * max(sides.values())
+        * DTYPE_BYTES[compute_dtype(b.places.plan, model)]
+        // 2
+    )

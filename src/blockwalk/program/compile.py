@@ -1,11 +1,12 @@
 """The compiler from a plan to a program: the one place where the order of a step is decided.
 
-A step is a list of *turns*: the prologue, the blocks forwards, the epilogue, and for backpropagation the blocks
-backwards (:mod:`~blockwalk.program.backprop`, :mod:`~blockwalk.program.zeroth_order`). Each turn names a unit and the work
-done with it; everything else (arrivals ahead of their turn, slots, evictions, write-backs) is one walk for every plan
-(:mod:`~blockwalk.program.lower`), in which a part arrives as the plan's placements say (:mod:`~blockwalk.program.arrive`).
-:func:`compile` is pure: ranks that give the same arguments have the same program.
-"""
+A step is a list of *turns*: the prologue, the blocks forwards, the epilogue, and for
+backpropagation the blocks backwards (:mod:`~blockwalk.program.backprop`,
+:mod:`~blockwalk.program.zeroth_order`). Each turn names a unit and the work done with it;
+everything else (arrivals ahead of their turn, slots, evictions, write-backs) is one walk for every
+plan (:mod:`~blockwalk.program.lower`), in which a part arrives as the plan's placements say
+(:mod:`~blockwalk.program.arrive`). :func:`compile` is pure: ranks that give the same arguments have
+the same program."""
 
 from __future__ import annotations
 
@@ -51,16 +52,21 @@ def compile(
     Args:
         plan: the placements and settings.
         model: the units, in execution order.
-        step_kind: train, gradients (no update), evaluate (no gradient) or flush (apply what is pending).
+        step_kind: train, gradients (no update), evaluate (no gradient) or flush (apply what is
+            pending).
         shape: the shape bucket of one micro-batch.
-        costs: transients and FLOPs of each kind of unit at this shape; without them those figures are zero.
+        costs: transients and FLOPs of each kind of unit at this shape; without them those figures
+            are zero.
         pending: deferred updates that this step finds.
         batches: micro-batches of an evaluation, all of them computed at each unit's turn.
         device: ``cpu`` or ``cuda``. On a CPU, files are mapped instead of copied.
-        page_cache: bytes that ``recompute: auto`` may keep in file maps instead of recomputing them (``activation: disk``).
-        coordinates: the rank's places on the axes of the mesh (:func:`blockwalk.plan.mesh.coordinates_of`). Those at the
-            first place of ``perturb`` run the most forwards; over the axes of state every rank's program is the same.
-        pieces: the parts of a zeroth-order step that are computed, where ranks come and go; those of the place unless given.
+        page_cache: bytes that ``recompute: auto`` may keep in file maps instead of recomputing them
+            (``activation: disk``).
+        coordinates: the rank's places on the axes of the mesh
+            (:func:`blockwalk.plan.mesh.coordinates_of`). Those at the first place of ``perturb``
+            run the most forwards; over the axes of state every rank's program is the same.
+        pieces: the parts of a zeroth-order step that are computed, where ranks come and go; those
+            of the place unless given.
 
     Raises:
         AssertionError: an invariant of :mod:`blockwalk.program.program` does not hold.
@@ -68,26 +74,48 @@ def compile(
     """
     if plan.frozen.codec.facts.chosen_later:
         raise ValueError(
-            f"frozen is {plan.frozen}, and a program is of a codec that is known: name one, such as {plan.frozen.tier} × int4a"
+            f"frozen is {plan.frozen}, and a program is of a codec that is known: name one, such"
+            f" as {plan.frozen.tier} × int4a"
         )
     places = Placements(plan, model, device)
 
     def lowered(graphs: int, keeps: frozenset[tuple[int, StateKind]] = frozenset()) -> Program:
         """Return the program in which at most so many of the last blocks keep their graphs."""
         ways = Ways(places, pending, step_kind is not StepKind.FLUSH, keeps)
-        b = Builder(places, ways, Residency(dirty=pending.dirty), shape, costs, page_cache, coordinates, pieces)
+        b = Builder(
+            places,
+            ways,
+            Residency(dirty=pending.dirty),
+            shape,
+            costs,
+            page_cache,
+            coordinates,
+            pieces,
+        )
         emit(b, step_kind, pending, graphs, batches)
         program = check(b.program(step_kind))
-        if step_kind.trains and adapts(plan) and not keeps and (keeps := kept_slices(plan, model, program)):
+        if (
+            step_kind.trains
+            and adapts(plan)
+            and not keeps
+            and (keeps := kept_slices(plan, model, program))
+        ):
             return lowered(graphs, keeps)
         return program
 
     fewest = most = len(model.blocks)
-    if step_kind.trains and plan.recompute == "auto" and plan.budget is not None and not places.maps_graphs:
+    if (
+        step_kind.trains
+        and plan.recompute == "auto"
+        and plan.budget is not None
+        and not places.maps_graphs
+    ):
         fewest = 0
     while fewest < most:  # the most graphs with which the whole program stays within the budget
         middle = (fewest + most + 1) // 2
-        fewest, most = (fewest, middle - 1) if over_budget(lowered(middle), plan.budget) else (middle, most)
+        fewest, most = (
+            (fewest, middle - 1) if over_budget(lowered(middle), plan.budget) else (middle, most)
+        )
     return lowered(fewest)
 
 
@@ -107,19 +135,23 @@ def emit(b: Builder, step_kind: StepKind, pending: Pending, graphs: int, batches
 
 
 def compile_ranks(plan: Plan, model: ModelSpec, *step: Any, **inputs: Any) -> tuple[Program, ...]:
-    """Return the distinct programs of a plan's ranks, that of the first rank first; arguments as :func:`compile`.
+    """Return the distinct programs of a plan's ranks, that of the first rank first; arguments as
+    :func:`compile`.
 
-    Work is shared so evenly that the first and the last place of an axis stand for all, and programs of other micro-batches
-    and other forwards are one if nothing else tells them apart. Over the axes of state every rank's is the same.
-    """
+    Work is shared so evenly that the first and the last place of an axis stand for all, and
+    programs of other micro-batches and other forwards are one if nothing else tells them apart.
+    Over the axes of state every rank's is the same."""
     ends = [[(axis.name, place) for place in (0, axis.length - 1)] for axis in work_axes(plan.mesh)]
     found: dict[tuple[Op, ...], Program] = {}
     for coordinates in product(*ends):
         program = compile(plan, model, *step, coordinates=coordinates, **inputs)
-        found.setdefault(tuple(replace(op, micro_batch=0, forward_pass=0) for op in program.ops), program)
+        found.setdefault(
+            tuple(replace(op, micro_batch=0, forward_pass=0) for op in program.ops), program
+        )
     return tuple(found.values())
 
 
 def resident(plan: Plan, model: ModelSpec, *, device: str = "cpu") -> Counter[Pool]:
-    """Return bytes that each pool of one rank holds between steps: parameters on their tiers and optimizer states."""
+    """Return bytes that each pool of one rank holds between steps: parameters on their tiers and
+    optimizer states."""
     return Placements(plan, model, device).resident()

@@ -1,4 +1,5 @@
-"""Inputs of the compiler beside the plan and the model: costs of units, and the updates that a step finds pending."""
+"""Inputs of the compiler beside the plan and the model: costs of units, and the updates that a step
+finds pending."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Work:
     starts: int = 0
     """Operations that move nothing: views, allocations."""
     thin_products: Sizes = ()
-    """Products by FLOPs, with a side that is below :data:`THIN`, an adapter's: far from a machine's rate for the others."""
+    """Products by FLOPs, with a side that is below :data:`THIN`, an adapter's: far from a machine's
+    rate for the others."""
     float32_passes: Sizes = ()
     """Passes whose result is float32: of a float32 model all of them, of others the norms."""
     in_place: Sizes = ()
@@ -40,12 +42,16 @@ class Work:
 
     @property
     def flops(self) -> int:
-        return self.attention + sum(size * count for size, count in (*self.products, *self.thin_products))
+        return self.attention + sum(
+            size * count for size, count in (*self.products, *self.thin_products)
+        )
 
     @property
     def touched(self) -> int:
         """Bytes that element-wise operations read and write."""
-        return sum(size * count for size, count in (*self.passes, *self.float32_passes, *self.in_place))
+        return sum(
+            size * count for size, count in (*self.passes, *self.float32_passes, *self.in_place)
+        )
 
     @property
     def all(self) -> int:
@@ -56,8 +62,12 @@ class Work:
         return {name: getattr(self, name) for name in _SIZED}
 
     def __add__(self, other: Work) -> Work:
-        sized = {name: sizes((*each, *getattr(other, name))) for name, each in self._sized().items()}
-        return Work(**sized, attention=self.attention + other.attention, starts=self.starts + other.starts)
+        sized = {
+            name: sizes((*each, *getattr(other, name))) for name, each in self._sized().items()
+        }
+        return Work(
+            **sized, attention=self.attention + other.attention, starts=self.starts + other.starts
+        )
 
     def __sub__(self, part: Work) -> Work:
         """Return the rest of the work without a part of it."""
@@ -65,7 +75,10 @@ class Work:
 
     def __mul__(self, times: int) -> Work:
         """Return the work done so many times."""
-        sized = {name: tuple((size, n * times) for size, n in each) for name, each in self._sized().items()}
+        sized = {
+            name: tuple((size, n * times) for size, n in each)
+            for name, each in self._sized().items()
+        }
         return Work(**sized, attention=self.attention * times, starts=self.starts * times)
 
 
@@ -79,7 +92,8 @@ def elementwise(passes: Sizes, itemsize: int) -> Work:
 
 
 def sizes(pairs: Iterable[tuple[int, int]]) -> Sizes:
-    """Return pairs of size and count with equal sizes added up; pairs without a size are left out."""
+    """Return pairs of size and count with equal sizes added up; pairs without a size are left
+    out."""
     total: Counter[int] = Counter()
     for size, count in pairs:
         if size > 0:
@@ -89,25 +103,28 @@ def sizes(pairs: Iterable[tuple[int, int]]) -> Sizes:
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """The memory and the work of one kind of unit while it computes, for one shape: measured once, read by plan, program and
-    simulator."""
+    """The memory and the work of one kind of unit while it computes, for one shape: measured once,
+    read by plan, program and simulator."""
 
     forward_transient: int = 0
     """Peak device bytes of a forward without graph, beyond its input."""
     backward_transient: int = 0
-    """Peak device bytes of recomputing with graph and differentiating, gradients of parameters included."""
+    """Peak device bytes of recomputing with graph and differentiating, gradients of parameters
+    included."""
     saved: int = 0
-    """Bytes of activations that a kept graph holds; of a prologue, its hidden state and the tensors that its calls hold
-    for the blocks."""
+    """Bytes of activations that a kept graph holds; of a prologue, its hidden state and the tensors
+    that its calls hold for the blocks."""
     forward_flops: int = 0
     backward_flops: int = 0
     """FLOPs of differentiating; the recomputation of a block is not included."""
     forward: Work = NOTHING
-    """The operations of a forward: those that ``forward_flops`` count, and all others; empty where only FLOPs are known."""
+    """The operations of a forward: those that ``forward_flops`` count, and all others; empty where
+    only FLOPs are known."""
     backward: Work = NOTHING
     unread: Work = NOTHING
-    """The operations of a forward that a recomputation leaves out (:mod:`blockwalk.cutting.verify`). They are already
-    subtracted from ``backward``: add them back for a kept graph, which recomputes nothing."""
+    """The operations of a forward that a recomputation leaves out
+    (:mod:`blockwalk.cutting.verify`). They are already subtracted from ``backward``: add them back
+    for a kept graph, which recomputes nothing."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +133,8 @@ class Costs:
 
     units: tuple[tuple[str, UnitCost], ...] = ()
     scratch: int = 0
-    """Device bytes of the buffers that weights are decoded or perturbed into: kept from op to op."""
+    """Device bytes of the buffers that weights are decoded or perturbed into: kept from op to
+    op."""
 
     def of(self, kind: str) -> UnitCost:
         return dict(self.units).get(kind, UnitCost())
@@ -124,7 +142,8 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Deferred updates that a step finds: how many are not in the store yet, and whether this step writes them back."""
+    """Deferred updates that a step finds: how many are not in the store yet, and whether this step
+    writes them back."""
 
     entries: int = 0
     flush: bool = False

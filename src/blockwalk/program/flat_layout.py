@@ -1,8 +1,8 @@
-"""Flat buffers of sharded state: where each parameter lies, which device buffers a plan reuses, what a rank keeps.
+"""Flat buffers of sharded state: where each parameter lies, which device buffers a plan reuses,
+what a rank keeps.
 
-One part (frozen or trainable) of a unit is one flat buffer, padded so that every rank of the world has a slice of it; who
-holds which slice is told in :mod:`blockwalk.program.arrive`.
-"""
+One part (frozen or trainable) of a unit is one flat buffer, padded so that every rank of the world
+has a slice of it; who holds which slice is told in :mod:`blockwalk.program.arrive`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from blockwalk.program.program import POOLS, Pool
 from blockwalk.program.residency import compute_dtype
 
 ALIGN = 16
-"""Elements that every parameter's place, and every rank's slice, is a multiple of: 64 bytes of float32."""
+"""Elements that every parameter's place, and every rank's slice, is a multiple of: 64 bytes of
+float32."""
 
 ENCODED_ALIGN = 64
 """Bytes that every place and slice is a multiple of, where a part's matrices are encoded."""
@@ -36,17 +37,22 @@ class FlatLayout:
     itemsize: int
     """Bytes of an element; 1 where matrices are encoded."""
     codec: Codec = Codec.RAW
-    """The codec of the matrices, where elements are bytes; the other parameters are in the compute dtype."""
+    """The codec of the matrices, where elements are bytes; the other parameters are in the compute
+    dtype."""
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.itemsize
 
 
-def flat_layout(unit: UnitSpec, part: StateKind, world: int, dtype: str, codec: Codec = Codec.RAW) -> FlatLayout:
-    """Return the layout of one part of a unit over ``world`` ranks: elements of ``dtype``, or with a ``codec`` bytes."""
+def flat_layout(
+    unit: UnitSpec, part: StateKind, world: int, dtype: str, codec: Codec = Codec.RAW
+) -> FlatLayout:
+    """Return the layout of one part of a unit over ``world`` ranks: elements of ``dtype``, or with
+    a ``codec`` bytes."""
     align = ALIGN if codec is Codec.RAW else ENCODED_ALIGN
-    offsets, end = [], 0
+    offsets = []
+    end = 0
     for param in unit.part(part is StateKind.TRAINABLE):
         offsets.append((param.name, end))
         if codec is Codec.RAW:
@@ -60,30 +66,35 @@ def flat_layout(unit: UnitSpec, part: StateKind, world: int, dtype: str, codec: 
 
 def part_layout(plan: Plan, model: ModelSpec, unit: UnitSpec, part: StateKind) -> FlatLayout:
     """Return the layout of one part of a unit under a plan."""
-    codec = plan.frozen.codec if part is StateKind.FROZEN and plan.frozen.codec.encoded else Codec.RAW
+    codec = (
+        plan.frozen.codec if part is StateKind.FROZEN and plan.frozen.codec.encoded else Codec.RAW
+    )
     return flat_layout(unit, part, plan.mesh.world, compute_dtype(plan, model), codec)
 
 
 def travels_as(param: ParamSpec, dtype: str) -> str:
-    """Return the dtype that a parameter has in a flat buffer of ``dtype``: one that is computed in float32 keeps its bits."""
+    """Return the dtype that a parameter has in a flat buffer of ``dtype``: one that is computed in
+    float32 keeps its bits."""
     return "float32" if param.exact else dtype
 
 
 def width_in(param: ParamSpec, dtype: str) -> int:
-    """Return elements of a flat buffer of ``dtype`` that an element of a parameter takes: two where it keeps float32's bits
-    among those of 16. Its master, moments and gradient lie at the same elements of float32 buffers, and use the first of
-    the two."""
+    """Return elements of a flat buffer of ``dtype`` that an element of a parameter takes: two where
+    it keeps float32's bits among those of 16. Its master, moments and gradient lie at the same
+    elements of float32 buffers, and use the first of the two."""
     return DTYPE_BYTES[travels_as(param, dtype)] // DTYPE_BYTES[dtype]
 
 
 def written_as(param: ParamSpec, codec: Codec) -> Codec:
-    """Return the codec of a frozen parameter: matrices are encoded; vectors, and experts in three dimensions, are not."""
+    """Return the codec of a frozen parameter: matrices are encoded; vectors, and experts in three
+    dimensions, are not."""
     return codec if param.quantizable and len(param.shape) == 2 else Codec.RAW
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """The device buffers that a sharded plan reuses, in elements: (frozen, trainable) of each slot, and gradients."""
+    """The device buffers that a sharded plan reuses, in elements: (frozen, trainable) of each slot,
+    and gradients."""
 
     slots: tuple[tuple[int, int], ...]
     gradients: tuple[int, ...]
@@ -93,7 +104,8 @@ class Buffers:
 
 
 def buffer_pools(plan: Plan, model: ModelSpec) -> Buffers:
-    """Return one slot for every block that is on the device at once, and for prologue and epilogue; gradients likewise."""
+    """Return one slot for every block that is on the device at once, and for prologue and epilogue;
+    gradients likewise."""
 
     def most(units: Iterable[UnitSpec], part: StateKind) -> int:
         return max((part_layout(plan, model, unit, part).numel for unit in units), default=0)
@@ -101,19 +113,23 @@ def buffer_pools(plan: Plan, model: ModelSpec) -> Buffers:
     def pair(units: Sequence[UnitSpec]) -> tuple[int, int]:
         return most(units, StateKind.FROZEN), most(units, StateKind.TRAINABLE)
 
-    count, ends = plan.prefetch + 1, (model.prologue, model.epilogue)
+    count = plan.prefetch + 1
+    ends = (model.prologue, model.epilogue)
     each = [(unit,) for unit in ends] if model.tied else [ends]
     waiting = min(count, 2)
     return Buffers(
         slots=(*[pair(model.blocks)] * count, *(pair(units) for units in each)),
-        gradients=tuple(most(units, StateKind.TRAINABLE) for units in [*[model.blocks] * waiting, *each]),
+        gradients=tuple(
+            most(units, StateKind.TRAINABLE) for units in [*[model.blocks] * waiting, *each]
+        ),
         slot_of_end=(count, count + len(each) - 1),
         gradient_of_end=(waiting, waiting + len(each) - 1),
     )
 
 
 def accumulates(plan: Plan) -> bool:
-    """Whether a unit's gradients are complete only after several turns, so that they are kept in between."""
+    """Whether a unit's gradients are complete only after several turns, so that they are kept in
+    between."""
     return plan.gradient_accumulation_steps > 1 and plan.accumulation_order == "micro_batch"
 
 
@@ -128,8 +144,8 @@ def hosts_node_slice(plan: Plan) -> bool:
 def sharded_resident(plan: Plan, model: ModelSpec, device: str) -> Counter[Pool]:
     """Return bytes of one rank between steps, without slots and gradient buffers.
 
-    On the device with 16-bit parameters, Adam and gradients that accumulate: 12n/o + 4n/g + 2n/p, spread over o, g and p ranks.
-    """
+    On the device with 16-bit parameters, Adam and gradients that accumulate: 12n/o + 4n/g + 2n/p,
+    spread over o, g and p ranks."""
     size = DTYPE_BYTES[compute_dtype(plan, model)]
     held: Counter[Pool] = Counter()
     states = 4 * (1 + len(plan.update_rule.states))
@@ -140,14 +156,18 @@ def sharded_resident(plan: Plan, model: ModelSpec, device: str) -> Counter[Pool]
         node = Pool.HOST if hosts_node_slice(plan) else Pool.DEVICE
         held[node] += (frozen.nbytes + flat.nbytes) // plan.parameter_ranks
         if not has_node_slice(plan) and size == 4 and own_state:
-            held[Pool.DEVICE] -= size * flat.numel // plan.parameter_ranks  # the master is gathered from
+            held[Pool.DEVICE] -= (
+                size * flat.numel // plan.parameter_ranks
+            )  # the master is gathered from
         elif hosts_node_slice(plan) and not (size == 4 and own_state):
             held[Pool.DEVICE] += size * flat.numel // plan.optimizer_ranks
         held[POOLS[plan.optimizer_state.tier]] += states * flat.numel // plan.optimizer_ranks
         if plan.update.at_turn:  # what a step that is refused goes back to
             beside = Pool.DISK if device == "cpu" else POOLS[plan.optimizer_state.tier]
             held[beside] += states * flat.numel // plan.optimizer_ranks
-        held[Pool.DEVICE] += 4 * flat.numel // (plan.gradient_ranks if in_place else plan.optimizer_ranks)
+        held[Pool.DEVICE] += (
+            4 * flat.numel // (plan.gradient_ranks if in_place else plan.optimizer_ranks)
+        )
         if accumulates(plan) and not in_place:
             held[Pool.HOST] += 4 * flat.numel // plan.gradient_ranks
     return +held

@@ -10,7 +10,8 @@ from blockwalk.program.costs import Work, sizes
 
 @dataclass(frozen=True, slots=True)
 class LossMemory:
-    """Bytes that one chunked cross-entropy takes beside its input: n tokens and v vocabulary rows a chunk."""
+    """Bytes that one chunked cross-entropy takes beside its input: n tokens and v vocabulary rows a
+    chunk."""
 
     buffers: int
     """A chunk's hidden states and logits: all that a loss without gradient keeps."""
@@ -41,31 +42,40 @@ class ChunkedLoss:
     @property
     def chunks(self) -> tuple[int, int]:
         """n and v."""
-        budget, sides = LOSS_BUDGET[self.device], (self.tokens, self.hidden_size, self.vocab_size)
+        budget = LOSS_BUDGET[self.device]
+        sides = (self.tokens, self.hidden_size, self.vocab_size)
         return chunk_sizes(*sides, self.itemsize, soft_cap=self.soft_cap, budget=budget)
 
     @property
     def rows(self) -> int:
         """The rows that all chunks of tokens are multiplied as."""
         n, _ = self.chunks
-        whole, rest = (multiplied_rows(rows, self.itemsize, self.device) for rows in (n, self.tokens % n))
+        whole, rest = (
+            multiplied_rows(rows, self.itemsize, self.device) for rows in (n, self.tokens % n)
+        )
         return self.tokens // n * whole + rest
 
     @property
     def memory(self) -> LossMemory:
         """Bytes that it allocates."""
         n, v = self.chunks
-        size, width = self.itemsize, self.hidden_size
+        size = self.itemsize
+        width = self.hidden_size
         wide = max(size, 4)
         narrow = size if size < wide else 0
         rows = max(n, v if self.trains_head else 0)
         at_once = LIFT[self.device]
-        product, lift = rows * width * narrow, min(at_once, rows * width) * wide if narrow else 0
-        labels = 0 if self.trains_head else min(n, max(1, at_once // width)) * width * (wide + narrow)
-        copies, added, of_head = (
-            widened_bytes(*sides) if self.widened else 0 for sides in ((n, width, v), (n, v, width), (v, n, width))
+        product = rows * width * narrow
+        lift = min(at_once, rows * width) * wide if narrow else 0
+        labels = (
+            0 if self.trains_head else min(n, max(1, at_once // width)) * width * (wide + narrow)
         )
-        # buffers stay once they are taken: those of the first chunk are there when the next one is multiplied
+        copies, added, of_head = (
+            widened_bytes(*sides) if self.widened else 0
+            for sides in ((n, width, v), (n, v, width), (v, n, width))
+        )
+        # buffers stay once they are taken: those of the first chunk are there when the next one is
+        # multiplied
         before = product + lift if (n, v) != (self.tokens, self.vocab_size) else 0
         taken = [before + copies, max(before, n * width * narrow) + added, product + lift + labels]
         if self.trains_head:
@@ -79,12 +89,15 @@ class ChunkedLoss:
         )
 
     def work(self, *, gradient: bool) -> Work:
-        """Return its operations, gradients included where they are asked for: one pass over the vocabulary, two where the
-        head is trained."""
+        """Return its operations, gradients included where they are asked for: one pass over the
+        vocabulary, two where the head is trained."""
         n, v = self.chunks
-        size, wide, width = self.itemsize, max(self.itemsize, 4), self.hidden_size
+        size = self.itemsize
+        wide = max(self.itemsize, 4)
+        width = self.hidden_size
         chunks = -(-self.tokens // n) * -(-self.vocab_size // v)
-        logits, narrow = n * v * wide, n * v * (wide + size) * (size < wide)
+        logits = n * v * wide
+        narrow = n * v * (wide + size) * (size < wide)
         below = [(2 * logits, 3)]  # minus the maximum, at least _NEGLIGIBLE, exp
         capped = [(2 * logits, 4), (3 * logits, 1)] if self.soft_cap else []
         passes = [(narrow, 1), (logits, 2), *below, *capped]
@@ -92,7 +105,9 @@ class ChunkedLoss:
 
         def added(rows: int) -> list[tuple[int, int]]:
             """Adding a product [rows, D] up in float32, where it is made in 16 bits."""
-            return [(rows * width * (size + wide), 1), (3 * rows * width * wide, 1)] if narrow else []
+            return (
+                [(rows * width * (size + wide), 1), (3 * rows * width * wide, 1)] if narrow else []
+            )
 
         if gradient and not self.trains_head:
             products += 1
@@ -109,9 +124,12 @@ class ChunkedLoss:
         )
 
 
-def own_loss_work(tokens: int, hidden_size: int, vocab_size: int, size: int, *, trains_head: bool) -> tuple[Work, Work]:
+def own_loss_work(
+    tokens: int, hidden_size: int, vocab_size: int, size: int, *, trains_head: bool
+) -> tuple[Work, Work]:
     """Return the operations of a model's own loss, on whole logits: forward, and backward."""
-    wide, count = max(size, 4), tokens * vocab_size
+    wide = max(size, 4)
+    count = tokens * vocab_size
     product = 2 * count * hidden_size
     lifted = (count * (size + wide) * (size < wide), 1)
     forward = Work(((product, 1),), float32_passes=sizes([lifted, (2 * count * wide, 2)]))

@@ -1,4 +1,5 @@
-"""Lower turns to ops: arrivals ahead of their turn, slots, evictions, write-backs and memory, one way for every plan."""
+"""Lower turns to ops: arrivals ahead of their turn, slots, evictions, write-backs and memory, one
+way for every plan."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ from blockwalk.program.residency import activation_pool, compute_dtype, stages_i
 
 @dataclass(slots=True)
 class Turn:
-    """One unit's turn: ``work`` emits the ops that use it, given what they must wait for, and returns those of them that use
-    its slot."""
+    """One unit's turn: ``work`` emits the ops that use it, given what they must wait for, and
+    returns those of them that use its slot."""
 
     unit: int
     work: Callable[[tuple[int, ...]], list[int]]
     updates: bool = False
-    """True for updates after the walk: parameters are fetched only if the masters live in a slot."""
+    """True for updates after the walk: parameters are fetched only if the masters live in a
+    slot."""
 
 
 @dataclass(slots=True)
@@ -45,7 +47,9 @@ class Builder:
     updates: list[int] = field(default_factory=list)
     """The updates so far, in order."""
 
-    def op(self, kind: OpKind, unit: int, lane: Lane, deps: Sequence[int] = (), **details: object) -> int:
+    def op(
+        self, kind: OpKind, unit: int, lane: Lane, deps: Sequence[int] = (), **details: object
+    ) -> int:
         """Write an op, and answer its number."""
         return self.draft.op(kind, unit, lane, deps, **details)
 
@@ -61,14 +65,16 @@ class Builder:
     @property
     def hidden_bytes(self) -> int:
         """Bytes of one micro-batch's hidden state."""
-        plan, model = self.places.plan, self.places.model
+        plan = self.places.plan
+        model = self.places.model
         return self.shape.tokens * model.hidden_size * DTYPE_BYTES[compute_dtype(plan, model)]
 
-    # ---- the walk -------------------------------------------------------------------------------------------------
+    # ---- the walk --------------------------------------------------------------------------------
 
     def walk(self, turns: Sequence[Turn]) -> None:
-        """Emit the turns in order. Units arrive ahead of their turn, as far as slots are free; one whose next turn is near
-        keeps its slot, so that the last block arrives once for its forward and backward."""
+        """Emit the turns in order. Units arrive ahead of their turn, as far as slots are free; one
+        whose next turn is near keeps its slot, so that the last block arrives once for its forward
+        and backward."""
         free = list(range(self.places.slot_count))
         for k, turn in enumerate(turns):
             for later in self._window(turns, k):
@@ -77,7 +83,9 @@ class Builder:
                     break
             here = [unit for unit in self._needs(turn) if unit in self.residency.held]
             used = turn.work(tuple(op for unit in here for op in self.residency.held[unit].ready))
-            near: dict[tuple[int, ...], int] = {}  # by slot, for the ends may share one: the first that needs it
+            near: dict[
+                tuple[int, ...], int
+            ] = {}  # by slot, for the ends may share one: the first that needs it
             for later in self._window(turns, k + 1):
                 for unit in self._needs(turns[later]):
                     near.setdefault(self._slot_key(unit), unit)
@@ -86,8 +94,8 @@ class Builder:
                     free.append(self._evict(unit, used, turns[k + 1 :]))
 
     def _window(self, turns: Sequence[Turn], start: int) -> Iterator[int]:
-        """Yield the turns from ``start`` on for which ``prefetch`` further units arrive; those that stay, or have slots of
-        their own, do not count."""
+        """Yield the turns from ``start`` on for which ``prefetch`` further units arrive; those that
+        stay, or have slots of their own, do not count."""
         left = self.places.plan.prefetch + 1
         for k in range(start, len(turns)):
             unit = turns[k].unit
@@ -109,7 +117,10 @@ class Builder:
         if unit in self.residency.held or not self.places.parts(unit):
             return True
         own = self.places.own_slot(unit)
-        slot = next((s for s in free if (s < self.places.plan.prefetch + 1 if own is None else s == own)), None)
+        slot = next(
+            (s for s in free if (s < self.places.plan.prefetch + 1 if own is None else s == own)),
+            None,
+        )
         if slot is None:
             return False
         free.remove(slot)
@@ -120,30 +131,44 @@ class Builder:
         return True
 
     def _evict(self, unit: int, used: Sequence[int], later: Sequence[Turn]) -> int:
-        """Empty a unit's slot once its users are done with it, and answer which. Slices of it that stay on the device do so
-        until no later turn needs them."""
-        places, held = self.places, self.residency.held[unit]
+        """Empty a unit's slot once its users are done with it, and answer which. Slices of it that
+        stay on the device do so until no later turn needs them."""
+        places = self.places
+        held = self.residency.held[unit]
         kept = [part for part in places.parts(unit) if (unit, part) in self.residency.kept]
         freed = [] if kept and any(unit in self._needs(turn) for turn in later) else kept
-        pages = sum(places.part_bytes(places.reads(unit), p) for p in places.parts(unit) if places.mapped(p))
-        sizes = ((Pool.MAPPED, pages), (Pool.DEVICE, sum(places.node_bytes(unit, part) for part in freed)))
+        pages = sum(
+            places.part_bytes(places.reads(unit), p) for p in places.parts(unit) if places.mapped(p)
+        )
+        sizes = (
+            (Pool.MAPPED, pages),
+            (Pool.DEVICE, sum(places.node_bytes(unit, part) for part in freed)),
+        )
         frees = tuple((pool, nbytes) for pool, nbytes in sizes if nbytes)
         after = [*used, *held.fills]
         # On the lane of what fills the slot next: no slot waits for another unit's write-back.
-        op = self.op(OpKind.EVICT, unit, Lane.FETCH, after, slot=held.slot, frees=frees, kept=bool(freed))
+        op = self.op(
+            OpKind.EVICT, unit, Lane.FETCH, after, slot=held.slot, frees=frees, kept=bool(freed)
+        )
         self.residency = self.residency.left(unit, op, freed)
         return held.slot
 
-    # ---- updates ----------------------------------------------------------------------------------------------------
+    # ---- updates ---------------------------------------------------------------------------------
 
     def update(self, unit: int, after: Sequence[int]) -> list[int]:
-        """Update a unit, which uses its accumulated gradients up; where its trainables are in a slot, write them back."""
+        """Update a unit, which uses its accumulated gradients up; where its trainables are in a
+        slot, write them back."""
         if self.places.updates_on_host:
             return self.update_on_host(unit, self.land(unit, after))
         lane = self.places.update_lane
         frees = () if self.places.plan.zeroth_order else self.places.accumulated(unit)
         done = self.op(
-            OpKind.UPDATE, unit, lane, [*after, *self._fetch_states(unit)], part=StateKind.TRAINABLE, frees=frees
+            OpKind.UPDATE,
+            unit,
+            lane,
+            [*after, *self._fetch_states(unit)],
+            part=StateKind.TRAINABLE,
+            frees=frees,
         )
         self.updates.append(done)
         if has_node_slice(self.places.plan):
@@ -151,9 +176,10 @@ class Builder:
         return [done, *self.store(unit, [done])]
 
     def land(self, unit: int, after: Sequence[int]) -> int:
-        """Bring a unit's complete gradients to a place in host memory, and free them on the device. Where places are fewer than
-        units, it is that of an update before."""
-        places, before = self.places, len(self.updates)
+        """Bring a unit's complete gradients to a place in host memory, and free them on the device.
+        Where places are fewer than units, it is that of an update before."""
+        places = self.places
+        before = len(self.updates)
         count = len(places.landings)
         own = count == len(places.trained)
         details = {
@@ -167,25 +193,29 @@ class Builder:
         return self.op(OpKind.STORE, unit, Lane.STORE, [*after, *waits], **details)
 
     def update_on_host(self, unit: int, landed: int) -> list[int]:
-        """Let the processor update a unit. Where the device has a copy that stays, bring it up to date."""
+        """Let the processor update a unit. Where the device has a copy that stays, bring it up to
+        date."""
         lane = self.places.update_lane
         ops = [self.op(OpKind.UPDATE, unit, lane, [landed], part=StateKind.TRAINABLE)]
         if not self.places.streams(unit, StateKind.TRAINABLE):
             nbytes = self.places.part_bytes(self.places.model.units[unit], StateKind.TRAINABLE)
-            ops.append(self.op(OpKind.FETCH, unit, lane, ops, part=StateKind.TRAINABLE, nbytes=nbytes))
+            ops.append(
+                self.op(OpKind.FETCH, unit, lane, ops, part=StateKind.TRAINABLE, nbytes=nbytes)
+            )
         self.updates.append(ops[0])
         return ops
 
     def _fetch_states(self, unit: int) -> list[int]:
-        """Bring the optimizer states that an update reads, and gradients that wait for it, where they are in file maps: no
-        earlier than ``prefetch`` updates before."""
+        """Bring the optimizer states that an update reads, and gradients that wait for it, where
+        they are in file maps: no earlier than ``prefetch`` updates before."""
         places = self.places
         ahead = self.places.plan.prefetch + 1
         if not (places.maps_states or places.maps_gradients):
             return []
         waits = self.updates[-ahead:][:1] if len(self.updates) >= ahead else []
         moved = {
-            StateKind.GRADIENT: places.maps_gradients and 4 * places.model.units[unit].numel(trainable=True),
+            StateKind.GRADIENT: places.maps_gradients
+            and 4 * places.model.units[unit].numel(trainable=True),
             StateKind.OPTIMIZER: places.maps_states and places.state_bytes(unit),
         }
         return [
@@ -195,15 +225,24 @@ class Builder:
         ]
 
     def store(self, unit: int, after: Sequence[int]) -> list[int]:
-        """Write a streamed unit's trainables back, and optimizer states in file maps, with what an update has copied."""
+        """Write a streamed unit's trainables back, and optimizer states in file maps, with what an
+        update has copied."""
         places = self.places
         stores = list[int]()
         if places.rewritten(unit):
             nbytes = places.part_bytes(places.model.units[unit], StateKind.TRAINABLE)
-            stores.append(self.op(OpKind.STORE, unit, Lane.STORE, after, part=StateKind.TRAINABLE, nbytes=nbytes))
+            stores.append(
+                self.op(
+                    OpKind.STORE, unit, Lane.STORE, after, part=StateKind.TRAINABLE, nbytes=nbytes
+                )
+            )
         if places.maps_states and places.state_bytes(unit):
             nbytes = places.state_bytes(unit) + places.undo_bytes(unit)
-            stores.append(self.op(OpKind.STORE, unit, Lane.STORE, after, part=StateKind.OPTIMIZER, nbytes=nbytes))
+            stores.append(
+                self.op(
+                    OpKind.STORE, unit, Lane.STORE, after, part=StateKind.OPTIMIZER, nbytes=nbytes
+                )
+            )
         return stores
 
     def update_all(self, after: Sequence[int]) -> None:
@@ -214,13 +253,17 @@ class Builder:
 
         self.walk([Turn(unit, work(unit), updates=True) for unit in self.places.trained])
 
-    # ---- the finished program -------------------------------------------------------------------------------------
+    # ---- the finished program --------------------------------------------------------------------
 
     def program(self, step_kind: StepKind) -> Program:
-        places, model = self.places, self.places.model
-        slots, static = places.slot_sizes(), places.resident()
+        places = self.places
+        model = self.places.model
+        slots = places.slot_sizes()
+        static = places.resident()
         gradients = 4 * sum(places.pools.gradients) if step_kind.trains else 0
-        static[Pool.DEVICE] += sum(slots) + gradients + self.costs.scratch + self._carried(step_kind) + self._staged()
+        static[Pool.DEVICE] += (
+            sum(slots) + gradients + self.costs.scratch + self._carried(step_kind) + self._staged()
+        )
         streamed = frozenset(u for u in range(places.last + 1) if places.parts(u))
         return Program(
             title=f"{places.plan.method} on {model.name}",
@@ -237,24 +280,34 @@ class Builder:
         )
 
     def _staged(self) -> int:
-        """Return device bytes of the buffers by way of which inputs go to their tier and come back."""
+        """Return device bytes of the buffers by way of which inputs go to their tier and come
+        back."""
         plan = self.places.plan
         saves = any(op.kind is OpKind.SAVE and not op.of_graph for op in self.draft.ops)
-        return (plan.prefetch + 1) * self.hidden_bytes if saves and stages_inputs(plan, self.places.device) else 0
+        return (
+            (plan.prefetch + 1) * self.hidden_bytes
+            if saves and stages_inputs(plan, self.places.device)
+            else 0
+        )
 
     def _carried(self, step_kind: StepKind) -> int:
-        """Return device bytes that go from op to op for the whole walk: of every walk under way its hidden state (in the
-        backward walk the hidden state's gradient) and what the prologue made for the blocks."""
-        made, plan = self.cost(0).saved, self.places.plan
+        """Return device bytes that go from op to op for the whole walk: of every walk under way its
+        hidden state (in the backward walk the hidden state's gradient) and what the prologue made
+        for the blocks."""
+        made = self.cost(0).saved
+        plan = self.places.plan
         saves = not plan.zeroth_order and step_kind is not StepKind.EVALUATE
         if made and not (saves and activation_pool(plan, self.places.device) is Pool.DEVICE):
             made += self.hidden_bytes  # the prologue's own hidden state stays beside the walk's
         return self._walks_at_once() * made
 
     def _walks_at_once(self) -> int:
-        """Return the most walks under way at any time: of one micro-batch in one forward pass, from its first op to its
-        last."""
+        """Return the most walks under way at any time: of one micro-batch in one forward pass, from
+        its first op to its last."""
         walks = [(op.micro_batch, op.forward_pass) for op in self.draft.ops if op.kind in COMPUTES]
         first = {walk: place for place, walk in reversed(list(enumerate(walks)))}
         last = {walk: place for place, walk in enumerate(walks)}
-        return max((sum(first[walk] <= at <= last[walk] for walk in first) for at in first.values()), default=0)
+        return max(
+            (sum(first[walk] <= at <= last[walk] for walk in first) for at in first.values()),
+            default=0,
+        )

@@ -1,8 +1,9 @@
-"""The original MeZO: weights perturbed and updated where they lie, all of them in one pass of draws; a forward in between.
+"""The original MeZO: weights perturbed and updated where they lie, all of them in one pass of
+draws; a forward in between.
 
-A draw depends on those before it in the order of the model's ``named_parameters()``, in which units alternate: so an op
-changes the trainables of all units. They are resident; frozen parameters stream as in every other program.
-"""
+A draw depends on those before it in the order of the model's ``named_parameters()``, in which units
+alternate: so an op changes the trainables of all units. They are resident; frozen parameters stream
+as in every other program."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from blockwalk.program.zeroth_order import exchange, forwards, own_pieces
 
 
 def mezo_original(b: Builder, _: Pending) -> None:
-    """The walk of one step: to θ + ε·z and a forward, to θ − ε·z and a forward, back to θ, and the update."""
+    """The walk of one step: to θ + ε·z and a forward, to θ − ε·z and a forward, back to θ, and the
+    update."""
     for p in range(2):
         _in_place(b, OpKind.PERTURB, forward_pass=p)
         b.walk(forwards(b, own_pieces(b, [p])))
@@ -29,7 +31,8 @@ def replay(b: Builder, pending: Pending) -> None:
 
 
 def _in_place(b: Builder, kind: OpKind, **details: int) -> int:
-    """Return an op on the trainables of all units: beside them a whole parameter's draw, and its product with the scale."""
+    """Return an op on the trainables of all units: beside them a whole parameter's draw, and its
+    product with the scale."""
     drawn = 2 * max((p.nbytes for p in b.places.model.params(trainable=True)), default=0)
     after = [len(b.draft.ops) - 1] if b.draft.ops else []
     return b.op(kind, 0, Lane.COMPUTE, after, part=StateKind.TRAINABLE, transient=drawn, **details)

@@ -1,9 +1,10 @@
-"""A program: the ops of one kind of step, in order, with lane, bytes, memory and dependencies. Data, not behaviour.
+"""A program: the ops of one kind of step, in order, with lane, bytes, memory and dependencies.
+Data, not behaviour.
 
-Lanes are first-in, first-out; an op starts when the op before it on its lane and all its dependencies are done. The executors
-(:class:`blockwalk.walk.walker.Walker` and the simulator) run this list and decide nothing. The rules that hold for every
-program are written below as pure functions over it, each returning the broken places in words.
-"""
+Lanes are first-in, first-out; an op starts when the op before it on its lane and all its
+dependencies are done. The executors (:class:`blockwalk.walk.walker.Walker` and the simulator) run
+this list and decide nothing. The rules that hold for every program are written below as pure
+functions over it, each returning the broken places in words."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class OpKind(StrEnum):
     """The kinds of op, each an action on one unit."""
 
     FETCH = "FETCH"
-    """A unit's state is brought from its tier into a slot (on a CPU with mapped files: its pages are made resident)."""
+    """A unit's state is brought from its tier into a slot (on a CPU with mapped files: its pages
+    are made resident)."""
     GATHER = "GATHER"
     """A slice is completed over a group of ranks."""
     CACHE = "CACHE"
@@ -28,12 +30,13 @@ class OpKind(StrEnum):
     PROLOGUE = "PROLOGUE"
     FORWARD = "FORWARD"
     SAVE = "SAVE"
-    """A block's input, the activation checkpoint, is written to its tier; or, on a CPU, what a block's graph holds in file
-    maps goes to the disk as far as memory is short."""
+    """A block's input, the activation checkpoint, is written to its tier; or, on a CPU, what a
+    block's graph holds in file maps goes to the disk as far as memory is short."""
     LOAD = "LOAD"
     """An activation checkpoint, or what a kept graph holds in file maps, is brought back."""
     LOSS = "LOSS"
-    """The epilogue: final norm, head and loss, with the gradient of its input where the estimator needs one."""
+    """The epilogue: final norm, head and loss, with the gradient of its input where the estimator
+    needs one."""
     BACKWARD = "BACKWARD"
     """A block is recomputed with its graph, unless the graph was kept, and differentiated."""
     PROLOGUE_BACKWARD = "PROLOGUE_BACKWARD"
@@ -42,15 +45,19 @@ class OpKind(StrEnum):
     NORM = "NORM"
     """The norm of all gradients is taken, which a clipped step's updates are scaled by."""
     PERTURB = "PERTURB"
-    """The original MeZO: the resident weights are perturbed in place, all of them in one pass of draws."""
+    """The original MeZO: the resident weights are perturbed in place, all of them in one pass of
+    draws."""
     UPDATE_ALL = "UPDATE_ALL"
-    """The original MeZO: the resident weights are updated in place, all of them in one pass of draws."""
+    """The original MeZO: the resident weights are updated in place, all of them in one pass of
+    draws."""
     REPLAY = "REPLAY"
-    """The original MeZO: the steps of an earlier process are done again on all weights, perturbations and updates."""
+    """The original MeZO: the steps of an earlier process are done again on all weights,
+    perturbations and updates."""
     TOTAL = "TOTAL"
     """First order: the losses of all ranks are added up."""
     CHECK = "CHECK"
-    """First order: the losses of all ranks are added up, and the step is refused where it or a gradient is not finite."""
+    """First order: the losses of all ranks are added up, and the step is refused where it or a
+    gradient is not finite."""
     EXCHANGE = "EXCHANGE"
     """Zeroth order: the losses of all ranks' forwards become the step's entry of the ledger."""
     UPDATE = "UPDATE"
@@ -61,7 +68,8 @@ class OpKind(StrEnum):
 
 
 COMPUTES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
-"""The kinds of op that compute with a unit's parameters, for one micro-batch in one forward pass."""
+"""The kinds of op that compute with a unit's parameters, for one micro-batch in one forward
+pass."""
 
 
 class Lane(StrEnum):
@@ -73,9 +81,11 @@ class Lane(StrEnum):
     INTRA = "intra-node"
     INTER = "inter-node"
     INTER_SUMS = "inter-sums"
-    """Reductions between nodes, where gathers have the other lane to themselves; they share its link."""
+    """Reductions between nodes, where gathers have the other lane to themselves; they share its
+    link."""
     UPDATE = "update"
-    """Updates by the processor behind an accelerator, and new masters on their way back, by the link of fetches."""
+    """Updates by the processor behind an accelerator, and new masters on their way back, by the
+    link of fetches."""
 
     @property
     def link(self) -> Lane:
@@ -89,7 +99,8 @@ class Pool(StrEnum):
     DEVICE = "device"
     HOST = "host"
     MAPPED = "mapped"
-    """File-backed pages: in memory while there is room for them, never charged as anonymous memory."""
+    """File-backed pages: in memory while there is room for them, never charged as anonymous
+    memory."""
     DISK = "disk"
 
 
@@ -144,22 +155,24 @@ class Op:
     flops: int = 0
     micro_batch: int = 0
     forward_pass: int = 0
-    """The number of the forward in a zeroth-order step: one for each perturbed copy of the weights."""
+    """The number of the forward in a zeroth-order step: one for each perturbed copy of the
+    weights."""
     passes: int = 1
     """Forwards that it computes as one batch, from that number on."""
     slot: int = -1
     axes: tuple[str, ...] = ()
-    """The axes of the mesh that it is a collective over, innermost first: a GATHER's slices come from there, a REDUCE's sums
-    go there, and every rank's scalars are exchanged."""
+    """The axes of the mesh that it is a collective over, innermost first: a GATHER's slices come
+    from there, a REDUCE's sums go there, and every rank's scalars are exchanged."""
     buffer: int = -1
     """The gradient buffer that a backward op fills and a REDUCE empties."""
     kept: bool = False
-    """True for a CACHE that keeps a node slice on the device for the rest of the step, for a GATHER that begins with that
-    slice, and for an EVICT that frees it."""
+    """True for a CACHE that keeps a node slice on the device for the rest of the step, for a GATHER
+    that begins with that slice, and for an EVICT that frees it."""
     entries: int = 0
     """Entries of the ledger that an UPDATE or a REPLAY applies."""
     keep_graph: bool = False
-    """True for a FORWARD whose activations stay for its BACKWARD, and for a BACKWARD that need not recompute."""
+    """True for a FORWARD whose activations stay for its BACKWARD, and for a BACKWARD that need not
+    recompute."""
     of_graph: bool = False
     """True for a SAVE or LOAD of what a block's graph holds in file maps, in place of its input."""
     last: bool = False
@@ -179,7 +192,9 @@ class Draft:
     start: int = 0
     ops: list[Op] = field(default_factory=list)
 
-    def op(self, kind: OpKind, unit: int, lane: Lane, deps: Iterable[int] = (), **details: Any) -> int:
+    def op(
+        self, kind: OpKind, unit: int, lane: Lane, deps: Iterable[int] = (), **details: Any
+    ) -> int:
         """Write an op, and answer its number."""
         index = self.start + len(self.ops)
         self.ops.append(Op(index, kind, unit, lane, tuple(sorted(set(deps))), **details))
@@ -210,8 +225,8 @@ class Program:
         """Return bytes that cross the link of each lane in one run.
 
         Args:
-            graphs: bytes that each block's graph wrote to file maps, by unit and micro-batch, in place of those foreseen: a
-                program that was compiled without costs foresees none.
+            graphs: bytes that each block's graph wrote to file maps, by unit and micro-batch, in
+                place of those foreseen: a program that was compiled without costs foresees none.
         """
         total: Counter[Lane] = Counter()
         for op in self.ops:
@@ -223,8 +238,8 @@ class Program:
         return dict(total)
 
     def peaks(self) -> Counter[Pool]:
-        """Return peak bytes of each pool (0 of one that is not used) if every op started as early as its place in the list:
-        an upper bound of any run."""
+        """Return peak bytes of each pool (0 of one that is not used) if every op started as early
+        as its place in the list: an upper bound of any run."""
         if not self._peaks:
             peak = Counter(dict(self.static))
             for op, held in self._holding():
@@ -235,7 +250,8 @@ class Program:
         return Counter(self._peaks)
 
     def device_bytes(self) -> list[int]:
-        """Return bytes held on the device while each op runs, transients included, under the assumption of :meth:`peaks`."""
+        """Return bytes held on the device while each op runs, transients included, under the
+        assumption of :meth:`peaks`."""
         return [held[Pool.DEVICE] + op.transient for op, held in self._holding()]
 
     def _holding(self) -> Iterator[tuple[Op, Counter[Pool]]]:
@@ -249,7 +265,8 @@ class Program:
                 held[pool] -= nbytes
 
     def waits(self) -> Iterator[tuple[Op, tuple[int, ...]]]:
-        """Yield each op, and those that it waits for: its own, and the one before it on its lane."""
+        """Yield each op, and those that it waits for: its own, and the one before it on its
+        lane."""
         last: dict[Lane, int] = {}
         for op in self.ops:
             yield op, (*op.deps, *([last[op.lane]] if op.lane in last else []))
@@ -260,8 +277,13 @@ class Program:
 
     def lines(self) -> Iterator[str]:
         """Yield the schedule as a table, one op a line."""
-        yield f"{self.title}: {self.step_kind}, {self.shape.batch} × {self.shape.sequence} tokens, {len(self.ops)} ops"
-        if self.streamed and (stay := [n for unit, n in enumerate(self.unit_names) if unit not in self.streamed]):
+        yield (
+            f"{self.title}: {self.step_kind}, {self.shape.batch} × {self.shape.sequence} tokens,"
+            f" {len(self.ops)} ops"
+        )
+        if self.streamed and (
+            stay := [n for unit, n in enumerate(self.unit_names) if unit not in self.streamed]
+        ):
             yield f"stay on the device: {', '.join(stay)}"
         yield f"{'#':>5}  {'lane':<10} {'op':<18} {'unit':<12} {'detail':<30} {'bytes':>10}  after"
         for op in self.ops:
@@ -272,7 +294,9 @@ class Program:
 
 
 def _detail(op: Op) -> str:
-    of_batch = op.kind in (*COMPUTES, OpKind.SAVE, OpKind.LOAD) and op.kind is not OpKind.PROLOGUE_BACKWARD
+    of_batch = (
+        op.kind in (*COMPUTES, OpKind.SAVE, OpKind.LOAD) and op.kind is not OpKind.PROLOGUE_BACKWARD
+    )
     words = (
         op.part.value if op.part else "",
         f"µ{op.micro_batch}" if of_batch else "",

@@ -1,11 +1,12 @@
-"""Gradients over ranks: the buffers that they are made in, and the sums that leave each rank its slice.
+"""Gradients over ranks: the buffers that they are made in, and the sums that leave each rank its
+slice.
 
-Gradients accumulate in a rank's slice over the group of ``gradient``. Bytes that one node sends per optimizer step, with N
-nodes, parameters and gradients over a node and optimizer states over the world: (N − 1)/N · n · (b_p + b_g), whatever the
-number of micro-batches. That is the least for an exact synchronous step: every node must receive every parameter from the
-node that updates it, and that node must receive every other's gradient. Replicas of the optimizer states inside a node send
-their sum between nodes once, each a slice of it, and gather it afterwards.
-"""
+Gradients accumulate in a rank's slice over the group of ``gradient``. Bytes that one node sends per
+optimizer step, with N nodes, parameters and gradients over a node and optimizer states over the
+world: (N − 1)/N · n · (b_p + b_g), whatever the number of micro-batches. That is the least for an
+exact synchronous step: every node must receive every parameter from the node that updates it, and
+that node must receive every other's gradient. Replicas of the optimizer states inside a node send
+their sum between nodes once, each a slice of it, and gather it afterwards."""
 
 from __future__ import annotations
 
@@ -39,8 +40,10 @@ class Reductions:
         self._scattered = scattered_axes(self.b.places.plan)
 
     def open(self, unit: int, after: Sequence[int]) -> list[int]:
-        """Give a unit, and the prologue with a tied head, a buffer; the answer is what a backward must wait for."""
-        places, deps = self.b.places, list(after)
+        """Give a unit, and the prologue with a tied head, a buffer; the answer is what a backward
+        must wait for."""
+        places = self.b.places
+        deps = list(after)
         for made in places.needs(unit) if places.sharded else ():
             if made not in self._open and places.model.units[made].numel(trainable=True):
                 buffer = self._open[made] = self._next(made)
@@ -51,23 +54,35 @@ class Reductions:
         return self._open.get(unit, -1)
 
     def _next(self, unit: int) -> int:
-        last, of_ends = self.b.places.last, self.b.places.pools.gradient_of_end
+        last = self.b.places.last
+        of_ends = self.b.places.pools.gradient_of_end
         if unit in (0, last):
             return of_ends[unit == last]
         self._latest = (self._latest + 1) % of_ends[0]
         return self._latest
 
     def reduce(self, unit: int, done: int, *, complete: bool) -> list[int]:
-        """Sum a unit's gradients over their group; where they are complete, over the optimizer's and its replicas as well."""
+        """Sum a unit's gradients over their group; where they are complete, over the optimizer's
+        and its replicas as well."""
         if unit not in self._open:
             return []
-        places, plan, buffer = self.b.places, self.b.places.plan, self._open.pop(unit)
-        ends = (1, plan.gradient_ranks, plan.optimizer_ranks, plan.mesh.world) if complete else (1, plan.gradient_ranks)
+        places = self.b.places
+        plan = self.b.places.plan
+        buffer = self._open.pop(unit)
+        ends = (
+            (1, plan.gradient_ranks, plan.optimizer_ranks, plan.mesh.world)
+            if complete
+            else (1, plan.gradient_ranks)
+        )
         mesh = make_axes(plan.mesh)
         pieces = [piece for span in pairwise(ends) for piece in by_lane(between(mesh, *span))]
         if ends[1] == 1:
-            pieces.insert(0, (Lane.INTRA, ()))  # into the accumulator, which is as large as the buffer
-        numel, used, at = places.layout(unit, StateKind.TRAINABLE).numel, [], done
+            pieces.insert(
+                0, (Lane.INTRA, ())
+            )  # into the accumulator, which is as large as the buffer
+        numel = places.layout(unit, StateKind.TRAINABLE).numel
+        used = []
+        at = done
         for k, (lane, axes) in enumerate(pieces):
             inner, outer = reach(axes)
             twice = 2 if sums_replicas(plan, axes) else 1  # every replica needs the sum
@@ -82,21 +97,27 @@ class Reductions:
                 self._emptied[buffer] = at
         if complete and self._scattered:
             nbytes = gather_bytes(self._scattered, 4 * numel // plan.optimizer_ranks)
-            details = {"part": StateKind.GRADIENT, "axes": names_of(self._scattered), "nbytes": nbytes}
+            details = {
+                "part": StateKind.GRADIENT,
+                "axes": names_of(self._scattered),
+                "nbytes": nbytes,
+            }
             used.append(self.b.op(OpKind.GATHER, unit, Lane.INTRA, [at], **details))
         return used
 
 
 def sums_replicas(plan: Plan, axes: Sequence[Axis]) -> bool:
-    """Return whether a reduction over these axes leaves its whole sum on each of their ranks: the last one over replicas of the
-    optimizer states does. One inside the node before it leaves each rank a slice, so that no node sends a sum twice."""
+    """Return whether a reduction over these axes leaves its whole sum on each of their ranks: the
+    last one over replicas of the optimizer states does. One inside the node before it leaves each
+    rank a slice, so that no node sends a sum twice."""
     inner, outer = reach(axes)
     return bool(axes) and inner >= plan.optimizer_ranks and outer == plan.mesh.world
 
 
 def scattered_axes(plan: Plan) -> tuple[Axis, ...]:
-    """Return the axes inside the node over which sums of replicas lie in slices when they come from the other nodes, and
-    are gathered: those between the group of the optimizer states and the node, where other nodes have replicas too."""
+    """Return the axes inside the node over which sums of replicas lie in slices when they come from
+    the other nodes, and are gathered: those between the group of the optimizer states and the node,
+    where other nodes have replicas too."""
     replicas = between(make_axes(plan.mesh), plan.optimizer_ranks, plan.mesh.world)
     inside = tuple(axis for axis in replicas if not axis.crosses_nodes)
     return inside if len(inside) < len(replicas) else ()

@@ -1,4 +1,5 @@
-"""Sizes and dtypes of state under a plan: of buckets and their slices, of what the epilogue reads, of what is computed."""
+"""Sizes and dtypes of state under a plan: of buckets and their slices, of what the epilogue reads,
+of what is computed."""
 
 from __future__ import annotations
 
@@ -22,27 +23,31 @@ def epilogue_reads(model: ModelSpec) -> UnitSpec:
 
 
 def bucket_bytes(plan: Plan, unit: UnitSpec) -> int:
-    """Return bytes of a unit's bucket as one process holds it: its trainables in their codec and the states beside them,
-    aligned."""
+    """Return bytes of a unit's bucket as one process holds it: its trainables in their codec and
+    the states beside them, aligned."""
     weights, states = _bucket_parts(plan, unit)
     return weights + states
 
 
 def slice_bytes(plan: Plan, unit: UnitSpec) -> tuple[int, int]:
-    """Return bytes of one rank's slice of a bucket that ranks hold together, and of the parameters in it, which are
-    gathered: to within the padding of rows and states."""
+    """Return bytes of one rank's slice of a bucket that ranks hold together, and of the parameters
+    in it, which are gathered: to within the padding of rows and states."""
     gathered, states = (cut_bytes(part, plan.parameter_ranks) for part in _bucket_parts(plan, unit))
     return gathered + states, gathered
 
 
 def cut_bytes(nbytes: int, ranks: int) -> int:
-    """Return bytes of one rank's slice of ``nbytes`` that so many ranks hold together: to a border of alignment."""
+    """Return bytes of one rank's slice of ``nbytes`` that so many ranks hold together: to a border
+    of alignment."""
     return -(-nbytes // (BUCKET_ALIGN * ranks)) * BUCKET_ALIGN
 
 
 def _bucket_parts(plan: Plan, unit: UnitSpec) -> tuple[int, int]:
-    """Return bytes of a unit's trainables in their codec, and of the states beside them, each tensor aligned."""
-    codec, weights, states = plan.trainable.codec, 0, 0
+    """Return bytes of a unit's trainables in their codec, and of the states beside them, each
+    tensor aligned."""
+    codec = plan.trainable.codec
+    weights = 0
+    states = 0
     beside = [state for state, _ in states_beside(plan.zo, plan.optimizer).values()]
     for p in unit.part(True):
         weights += _aligned(encoded_nbytes(p.shape, p.dtype, p.stored_in(codec)))
@@ -59,9 +64,9 @@ def compute_dtype(plan: Plan, model: ModelSpec) -> str:
 
 
 def computes_in(plan: Plan, stored: str) -> str:
-    """Return the compute dtype of a checkpoint that is stored in a dtype: the plan's, or the checkpoint's own. Gradients of
-    a float16 one are computed in bfloat16, which has float32's range: in float16 most of them lie below its smallest
-    number."""
+    """Return the compute dtype of a checkpoint that is stored in a dtype: the plan's, or the
+    checkpoint's own. Gradients of a float16 one are computed in bfloat16, which has float32's
+    range: in float16 most of them lie below its smallest number."""
     if plan.compute_dtype != "auto":
         return plan.compute_dtype
     return "bfloat16" if stored == "float16" and not plan.zeroth_order else stored
@@ -73,23 +78,27 @@ def activation_pool(plan: Plan, device: str) -> Pool:
 
 
 def stages_inputs(plan: Plan, device: str) -> bool:
-    """Whether a block's input goes to its tier, and comes back, by way of device buffers: ``prefetch`` + 1 for all blocks."""
+    """Whether a block's input goes to its tier, and comes back, by way of device buffers:
+    ``prefetch`` + 1 for all blocks."""
     return device != "cpu" and activation_pool(plan, device) is not Pool.DEVICE
 
 
 def gradient_pool(plan: Plan, device: str) -> Pool:
-    """Return the pool in which the gradients of one process wait for the step's end: the device's or, on a CPU, file maps."""
+    """Return the pool in which the gradients of one process wait for the step's end: the device's
+    or, on a CPU, file maps."""
     on_disk = plan.gradient.on_disk and device == "cpu" and not plan.update.at_turn
     return Pool.MAPPED if on_disk else Pool.DEVICE
 
 
 def updates_on_host(plan: Plan, device: str) -> bool:
-    """Return whether the processor behind an accelerator updates one process's trainables: where optimizer states, or without
-    any they themselves, are not on the device. Masters and states then lie together, and the device has copies of masters."""
+    """Return whether the processor behind an accelerator updates one process's trainables: where
+    optimizer states, or without any they themselves, are not on the device. Masters and states then
+    lie together, and the device has copies of masters."""
     updated = plan.optimizer_state if plan.update_rule.states else plan.trainable
     return device != "cpu" and not (plan.zeroth_order or plan.sharded or updated.on_device)
 
 
 def maps_graphs(plan: Plan, device: str) -> bool:
-    """Return whether what a graph saves goes to file maps: where activations do, on a CPU; a compiled block keeps its own."""
+    """Return whether what a graph saves goes to file maps: where activations do, on a CPU; a
+    compiled block keeps its own."""
     return activation_pool(plan, device) is Pool.MAPPED and not plan.compile and not plan.sharded

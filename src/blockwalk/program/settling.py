@@ -1,8 +1,8 @@
-"""Choices that a run leaves to its machine, settled once, before its model is opened: the tiers that feed an accelerator, the
-device memory that a step may use, and the blocks that stay there.
+"""Choices that a run leaves to its machine, settled once, before its model is opened: the tiers
+that feed an accelerator, the device memory that a step may use, and the blocks that stay there.
 
-A processor changes nothing of a plan but the blocks that stay. Nothing that is settled here changes a bit of what is computed.
-"""
+A processor changes nothing of a plan but the blocks that stay. Nothing that is settled here changes
+a bit of what is computed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from blockwalk.program.program import Pool, Shape, StepKind, human_bytes
 from blockwalk.program.resident_blocks import settled
 
 BUDGET = 0.9
-"""The share of what is free on an accelerator that a step may use unless ``budget`` says otherwise: the rest is for libraries'
-workspaces, kernels that are loaded later, fragments, and what the forecast is wrong by."""
+"""The share of what is free on an accelerator that a step may use unless ``budget`` says otherwise:
+the rest is for libraries' workspaces, kernels that are loaded later, fragments, and what the
+forecast is wrong by."""
 
 PINNED = 0.8
-"""The share of host memory that buffers beside an accelerator may take. They are pinned: the kernel can neither swap nor drop
-them, and wants the rest for itself, the process, and the pages of the model's file."""
+"""The share of host memory that buffers beside an accelerator may take. They are pinned: the kernel
+can neither swap nor drop them, and wants the rest for itself, the process, and the pages of the
+model's file."""
 
 FEEDS = ("frozen", "activation")
-"""The kinds of state whose tier the machine decides where a first-order method's row has them on disk."""
+"""The kinds of state whose tier the machine decides where a first-order method's row has them on
+disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,11 @@ def settle(
     found, pinned = next((full, nbytes) for full, nbytes in tried if nbytes <= max(most, anyway))
     left = free_tiers(plan, named)
     names = [f"{kind}.tier" for kind in left]
-    names += [name for name, unset in UNSET.items() if getattr(plan, name) == unset != getattr(found, name)]
+    names += [
+        name
+        for name, unset in UNSET.items()
+        if getattr(plan, name) == unset != getattr(found, name)
+    ]
     return Settled(found, tuple(names), tuple(_notes(found, left, (tried[0][1], pinned, most))))
 
 
@@ -95,17 +102,20 @@ UNSET = {"budget": None, "resident": AUTO}
 
 
 def free_tiers(plan: Plan, named: Collection[str] | None) -> tuple[str, ...]:
-    """Return the kinds of state whose tier the machine decides: those of :data:`FEEDS` that the row of a first-order method
-    of one rank has on disk, and nobody named."""
+    """Return the kinds of state whose tier the machine decides: those of :data:`FEEDS` that the row
+    of a first-order method of one rank has on disk, and nobody named."""
     if named is None or plan.zeroth_order or plan.sharded:
         return ()
     on_disk = (kind for kind in FEEDS if getattr(plan, kind).on_disk)
     return tuple(kind for kind in on_disk if not {kind, f"{kind}.tier"} & set(named))
 
 
-def settled_before(plan: Plan, named: Collection[str] | None, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a resumed run takes from its checkpoint: those that the machine decided then (``before``, by
-    name), and that nobody has given since. The blocks that stay go with the budget that they were counted for."""
+def settled_before(
+    plan: Plan, named: Collection[str] | None, before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings that a resumed run takes from its checkpoint: those that the machine
+    decided then (``before``, by name), and that nobody has given since. The blocks that stay go
+    with the budget that they were counted for."""
     left = [f"{kind}.tier" for kind in free_tiers(plan, named)]
     unset = left + [name for name, value in UNSET.items() if getattr(plan, name) == value]
     if "budget" not in unset or "budget" not in before:
@@ -114,16 +124,19 @@ def settled_before(plan: Plan, named: Collection[str] | None, before: Mapping[st
 
 
 def begins(plan: Plan, named: Collection[str] | None) -> Iterator[Plan]:
-    """Yield the plan with the tiers that an accelerator may begin from, best first: all on the host, the activations alone,
-    none. The first with room for what it pins is taken, the last without asking."""
+    """Yield the plan with the tiers that an accelerator may begin from, best first: all on the
+    host, the activations alone, none. The first with room for what it pins is taken, the last
+    without asking."""
     left = free_tiers(plan, named)
     for moved in dict.fromkeys((left, left[1:], ())):
-        yield replace(plan, **{kind: replace(getattr(plan, kind), tier=Tier.HOST) for kind in moved})
+        yield replace(
+            plan, **{kind: replace(getattr(plan, kind), tier=Tier.HOST) for kind in moved}
+        )
 
 
 def budgeted(plan: Plan, free: int) -> Plan:
-    """Return the plan with a budget: :data:`BUDGET` of the ``free`` bytes, unless it has one. Ranks that have to agree on
-    it have none."""
+    """Return the plan with a budget: :data:`BUDGET` of the ``free`` bytes, unless it has one. Ranks
+    that have to agree on it have none."""
     agree = plan.mesh.world > 1 and "budget" in plan.shared()
     if plan.budget is not None or not free or agree:
         return plan
@@ -131,12 +144,15 @@ def budgeted(plan: Plan, free: int) -> Plan:
 
 
 def _notes(found: Plan, left: Collection[str], pinned: tuple[int, int, int]) -> Iterator[str]:
-    """Yield a sentence on each tier. ``pinned``: the host bytes of the first plan that was tried and of the one that was taken,
-    and the most that may be."""
+    """Yield a sentence on each tier. ``pinned``: the host bytes of the first plan that was tried
+    and of the one that was taken, and the most that may be."""
     wanted, taken, most = map(human_bytes, pinned)
     moved = [kind for kind in left if getattr(found, kind).on_host]
     may = f"{most} may be, {PINNED} of what is free"
     if moved:
-        yield f"{' and '.join(moved)} begin from the host: {taken} lie there, {may} ({moved[0]}.tier: disk leaves it there)"
+        yield (
+            f"{' and '.join(moved)} begin from the host: {taken} lie there, {may}"
+            f" ({moved[0]}.tier: disk leaves it there)"
+        )
     if stays := [kind for kind in left if kind not in moved]:
         yield f"{' and '.join(stays)} begin from the disk: the host would hold {wanted}, and {may}"

@@ -1,4 +1,5 @@
-"""Zeroth order: every forward of a step while the unit is on the device; deferred updates at the next fetch."""
+"""Zeroth order: every forward of a step while the unit is on the device; deferred updates at the
+next fetch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from blockwalk.program.program import Lane, OpKind
 
 
 def zeroth_order(b: Builder, pending: Pending) -> None:
-    """Every forward of the step while the unit is on the device; the last step's update first, where it is deferred."""
+    """Every forward of the step while the unit is on the device; the last step's update first,
+    where it is deferred."""
     plan = b.places.plan
     deferred = plan.update.deferred
     passes = forwards_at(plan.mesh, dict(b.coordinates), plan.forward_passes)
@@ -26,24 +28,41 @@ def zeroth_order(b: Builder, pending: Pending) -> None:
 
 def exchange(b: Builder) -> int:
     """Return the losses of all ranks become the step's entry of the ledger."""
-    return b.op(OpKind.EXCHANGE, b.places.last, Lane.COMPUTE, [len(b.draft.ops) - 1], axes=b.everyone)
+    return b.op(
+        OpKind.EXCHANGE, b.places.last, Lane.COMPUTE, [len(b.draft.ops) - 1], axes=b.everyone
+    )
 
 
 def own_pieces(b: Builder, passes: Sequence[int]) -> list[Piece]:
-    """Return these forwards on each part of the global batch that the rank takes, as micro-batches."""
+    """Return these forwards on each part of the global batch that the rank takes, as
+    micro-batches."""
     plan = b.places.plan
-    cuts = micro_batches_at(plan.mesh, dict(b.coordinates), plan.gradient_accumulation_steps * plan.mesh.data)
-    return list(product(passes, cuts))  # one perturbed copy of a unit serves all micro-batches of a pass
+    cuts = micro_batches_at(
+        plan.mesh, dict(b.coordinates), plan.gradient_accumulation_steps * plan.mesh.data
+    )
+    return list(
+        product(passes, cuts)
+    )  # one perturbed copy of a unit serves all micro-batches of a pass
 
 
 def forwards(b: Builder, pieces: Sequence[Piece], pending: Pending = Pending()) -> list[Turn]:
-    """Return the turns of a walk in which every unit computes these pieces, after the updates that wait for it."""
+    """Return the turns of a walk in which every unit computes these pieces, after the updates that
+    wait for it."""
 
     def work(unit: int, after: tuple[int, ...]) -> list[int]:
-        cost, used = b.cost(unit), _apply_pending(b, unit, pending, after)
-        kind = OpKind.PROLOGUE if unit == 0 else OpKind.LOSS if unit == b.places.last else OpKind.FORWARD
+        cost = b.cost(unit)
+        used = _apply_pending(b, unit, pending, after)
+        kind = (
+            OpKind.PROLOGUE
+            if unit == 0
+            else OpKind.LOSS
+            if unit == b.places.last
+            else OpKind.FORWARD
+        )
         deps = [*after, *used[:1]]
-        together = batches(b, unit, pieces) if kind is OpKind.FORWARD else [(p, m, 1) for p, m in pieces]
+        together = (
+            batches(b, unit, pieces) if kind is OpKind.FORWARD else [(p, m, 1) for p, m in pieces]
+        )
         return used + [
             b.op(
                 kind, unit, Lane.COMPUTE, deps, micro_batch=m, forward_pass=p, passes=passes,
@@ -56,10 +75,15 @@ def forwards(b: Builder, pieces: Sequence[Piece], pending: Pending = Pending()) 
 
 
 def batches(b: Builder, unit: int, pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
-    """Return the batches, (first pass, micro-batch, passes), in which a block computes these pieces: consecutive passes on a
-    micro-batch, where all its trainables are matrices and vectors."""
+    """Return the batches, (first pass, micro-batch, passes), in which a block computes these
+    pieces: consecutive passes on a micro-batch, where all its trainables are matrices and
+    vectors."""
     trained = b.places.model.units[unit].part(True)
-    most = b.places.plan.passes_together(b.shape.tokens) if all(len(p.shape) < 3 for p in trained) else 1
+    most = (
+        b.places.plan.passes_together(b.shape.tokens)
+        if all(len(p.shape) < 3 for p in trained)
+        else 1
+    )
     passes, cuts = (list(dict.fromkeys(numbers)) for numbers in zip(*pieces, strict=True))
     if most == 1 or b.pieces:
         return [(p, m, 1) for p, m in pieces]
@@ -70,9 +94,8 @@ def batches(b: Builder, unit: int, pieces: Sequence[Piece]) -> list[tuple[int, i
 def _apply_pending(b: Builder, unit: int, pending: Pending, after: Sequence[int]) -> list[int]:
     """Apply what is pending to the fetched copy, and write it back where this step flushes.
 
-    A resident unit was brought up to date in every step, so it finds one entry; a streamed one finds all that its
-    tier has not seen, and a bucket in slices found them on its way.
-    """
+    A resident unit was brought up to date in every step, so it finds one entry; a streamed one
+    finds all that its tier has not seen, and a bucket in slices found them on its way."""
     streamed = b.places.streams(unit, StateKind.TRAINABLE)
     entries = pending.entries if streamed else min(pending.entries, 1)
     sliced = streamed and b.places.ranks(StateKind.TRAINABLE) > 1
@@ -83,6 +106,12 @@ def _apply_pending(b: Builder, unit: int, pending: Pending, after: Sequence[int]
 
 
 def flush(b: Builder, pending: Pending) -> None:
-    """Apply and write back what is pending, without a forward: before saving, evaluating or generating."""
+    """Apply and write back what is pending, without a forward: before saving, evaluating or
+    generating."""
     at_once = Pending(pending.entries, flush=True)
-    b.walk([Turn(unit, partial(_apply_pending, b, unit, at_once), updates=True) for unit in b.places.trained])
+    b.walk(
+        [
+            Turn(unit, partial(_apply_pending, b, unit, at_once), updates=True)
+            for unit in b.places.trained
+        ]
+    )

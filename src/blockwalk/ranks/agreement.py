@@ -1,4 +1,5 @@
-"""Agreement between ranks: facts, files and values that they compare, or tell each other, before they train."""
+"""Agreement between ranks: facts, files and values that they compare, or tell each other, before
+they train."""
 
 from __future__ import annotations
 
@@ -25,12 +26,15 @@ _CHUNK = 16 << 20
 
 def versions() -> dict[str, str]:
     """Return versions, by package, that must be equal on all ranks whatever they compute."""
-    return {"python": platform.python_version(), **installed(("blockwalk", "torch", "transformers", "peft"))}
+    return {
+        "python": platform.python_version(),
+        **installed(("blockwalk", "torch", "transformers", "peft")),
+    }
 
 
 def gather_json(value: Any, group: Any = None) -> list[Any]:
-    """Return every rank's value, by rank; every rank calls this together. Values of other ranks are parsed, never unpickled: a
-    pickle from another machine would run code here."""
+    """Return every rank's value, by rank; every rank calls this together. Values of other ranks are
+    parsed, never unpickled: a pickle from another machine would run code here."""
     text = json.dumps(value).encode()
     where = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=where)
@@ -43,8 +47,8 @@ def gather_json(value: Any, group: Any = None) -> list[Any]:
 
 
 def first_json(value: Any) -> Any:
-    """Rank 0's value, on every rank, which call this together; what the others give is not looked at. See
-    :func:`gather_json`."""
+    """Rank 0's value, on every rank, which call this together; what the others give is not looked
+    at. See :func:`gather_json`."""
     where = "cuda" if dist.get_backend() == "nccl" else "cpu"
     text = json.dumps(value).encode() if dist.get_rank() == 0 else b""
     length = torch.tensor([len(text)], device=where)
@@ -74,30 +78,39 @@ def require_agreement(facts: Mapping[str, str]) -> None:
         differing = [rank for rank, each in enumerate(everyone) if each.get(key) != expected]
         if differing:
             other = everyone[differing[0]].get(key)
-            wrong.append(f"{key}: rank 0 has {expected!r}, rank {', '.join(map(str, differing))} has {other!r}")
+            wrong.append(
+                f"{key}: rank 0 has {expected!r}, rank {', '.join(map(str, differing))} has"
+                f" {other!r}"
+            )
     if wrong:
         raise ValueError("the ranks were not started alike; " + "; ".join(wrong))
 
 
 def files_digest(folder: Path) -> str:
-    """Return a digest of the files in a folder, which ranks may have on file systems of their own; every rank calls this
-    together.
+    """Return a digest of the files in a folder, which ranks may have on file systems of their own;
+    every rank calls this together.
 
-    Ranks that see the very same files (by number, size and times of inode, which no copy keeps) compare these alone. Where
-    they do not, each of the copies is read once, split over the ranks that see it.
-    """
+    Ranks that see the very same files (by number, size and times of inode, which no copy keeps)
+    compare these alone. Where they do not, each of the copies is read once, split over the ranks
+    that see it."""
     stats = [(path, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-    about = [(path.name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for path, at in stats]
+    about = [
+        (path.name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for path, at in stats
+    ]
     inodes = hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
     everyone = gather_json(inodes)
     same = [rank for rank, theirs in enumerate(everyone) if theirs == inodes]
     total = 0
     if len(same) < len(everyone):
-        chunks = [(path, start) for path, at in stats for start in range(0, at.st_size or 1, _CHUNK)]
+        chunks = [
+            (path, start) for path, at in stats for start in range(0, at.st_size or 1, _CHUNK)
+        ]
         for path, start in chunks[same.index(dist.get_rank()) :: len(same)]:
             with path.open("rb") as file:
                 file.seek(start)
-                digest = hashlib.blake2b(f"{path.name} {start} ".encode() + file.read(_CHUNK), digest_size=8)
+                digest = hashlib.blake2b(
+                    f"{path.name} {start} ".encode() + file.read(_CHUNK), digest_size=8
+                )
             total += int.from_bytes(digest.digest(), "little")
         sums = gather_json(total)
         total = sum(sums[rank] for rank in same)
@@ -106,13 +119,17 @@ def files_digest(folder: Path) -> str:
 
 
 def model_digest(model: StrPath | nn.Module) -> str:
-    """Return a digest of a model's weights: of the files in its folder, or of a module's parameters and buffers. Every rank
-    calls this together."""
+    """Return a digest of a model's weights: of the files in its folder, or of a module's parameters
+    and buffers. Every rank calls this together."""
     if not isinstance(model, nn.Module):
         return files_digest(model_folder(model))
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in model.state_dict(keep_vars=True).items():
-        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)).encode())
+        digest.update(
+            repr((name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)).encode()
+        )
         if not tensor.is_meta:
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            digest.update(
+                tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            )
     return digest.hexdigest()

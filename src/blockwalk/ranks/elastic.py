@@ -1,10 +1,12 @@
 """Ranks as they come: a zeroth-order run whose steps are shared with whichever processes are there.
 
-One process, the *host*, is the run: it has the ledger, the logs, the checkpoints, and a store of keys (torch's ``TCPStore``).
-Others join at any time, for their weights are the model's and the ledger's lines, which the store holds. A step has as many
-pieces as forwards times micro-batches, whoever is there. In each *turn* the host tells who computes which; a rank answers with
-their losses; what has not come in time the host computes itself. So a rank may end at any instant, and only the host decides a
-step. Losses are added up exactly, in the order of the pieces: no bit depends on who computed what.
+One process, the *host*, is the run: it has the ledger, the logs, the checkpoints, and a store of
+keys (torch's ``TCPStore``). Others join at any time, for their weights are the model's and the
+ledger's lines, which the store holds. A step has as many pieces as forwards times micro-batches,
+whoever is there. In each *turn* the host tells who computes which; a rank answers with their
+losses; what has not come in time the host computes itself. So a rank may end at any instant, and
+only the host decides a step. Losses are added up exactly, in the order of the pieces: no bit
+depends on who computed what.
 
     header       facts of the run, and its ledger's header: a rank compares them with its own before it works
     entry/7      the ledger's line of step 7, decided once
@@ -40,7 +42,8 @@ _POLL = 0.002
 
 
 class Unfinished(Exception):
-    """The host has not all losses of a step: it walks once more, for the pieces that did not come."""
+    """The host has not all losses of a step: it walks once more, for the pieces that did not
+    come."""
 
 
 class Lent(Exception):
@@ -49,7 +52,8 @@ class Lent(Exception):
 
 @dataclass(slots=True)
 class Elastic(SharedForwards):
-    """This process among the ranks of an elastic run: its host, number 0, or a rank that joined it."""
+    """This process among the ranks of an elastic run: its host, number 0, or a rank that joined
+    it."""
 
     store: Any = None
     number: int = 0
@@ -70,11 +74,13 @@ class Elastic(SharedForwards):
     _heard: int = 0
     """Lines of ``asks`` that the host has read."""
 
-    # ---- the host -----------------------------------------------------------------------------------------------------
+    # ---- the host --------------------------------------------------------------------------------
 
     def open(self, header: Mapping[str, Any], entries: Sequence[Any]) -> None:
         """Let ranks join a run that stands after these entries."""
-        self.store.multi_set([f"entry/{e.step}" for e in entries], [json.dumps(asdict(e)) for e in entries])
+        self.store.multi_set(
+            [f"entry/{e.step}" for e in entries], [json.dumps(asdict(e)) for e in entries]
+        )
         self.store.set("asks", "")
         self.announce(step=len(entries) + 1, shares={})
         self.store.set("header", json.dumps(header))
@@ -86,7 +92,8 @@ class Elastic(SharedForwards):
         self.store.set(f"turn/{self.turn['number']}", "")
 
     def _divide(self, step: int, pieces: Sequence[Piece]) -> None:
-        """Begin a turn: consecutive pieces for everybody who asked, as many as each is fast, and one for the host at least."""
+        """Begin a turn: consecutive pieces for everybody who asked, as many as each is fast, and
+        one for the host at least."""
         lines = self.store.get("asks").decode().splitlines()
         for rank, pace in filter(None, map(_request, lines[self._heard :])):
             if rank not in self._paces:  # it may have asked twice
@@ -101,14 +108,17 @@ class Elastic(SharedForwards):
         self._own = tuple(self._awaited.pop(0))
 
     def _collect(self, step: int, took: float) -> None:
-        """Wait for the other ranks' losses; those that do not come are out of the run until they ask again."""
+        """Wait for the other ranks' losses; those that do not come are out of the run until they
+        ask again."""
         for rank, pieces in self._awaited.items():
             key = f"losses/{self.turn['number']}/{rank}"
             until = self._began + 2 * max(took, self._paces[rank] * len(pieces)) + GRACE
             while pieces and not self.store.check([key]) and time.monotonic() < until:
                 time.sleep(_POLL)
             if pieces and self.store.check([key]):
-                answer = _answer(self.store.get(key), len(pieces), len(next(iter(self._known.values()))))
+                answer = _answer(
+                    self.store.get(key), len(pieces), len(next(iter(self._known.values())))
+                )
                 self.store.delete_key(key)
                 if answer is not None:
                     losses, self._paces[rank] = answer
@@ -124,7 +134,7 @@ class Elastic(SharedForwards):
         if (decided := self.store.compare_set(f"entry/{step}", "", line).decode()) != line:
             raise RuntimeError(f"step {step} was decided by another host of this store: {decided}")
 
-    # ---- a rank that joined -------------------------------------------------------------------------------------------
+    # ---- a rank that joined ----------------------------------------------------------------------
 
     def header(self) -> dict[str, Any]:
         """Return the facts that :meth:`open` was given, once it was."""
@@ -156,17 +166,19 @@ class Elastic(SharedForwards):
         Raises:
             RuntimeError: they differ; this rank ends, and the run goes on without it.
         """
-        key, ours = f"sums/{step}", {**whole, **slices}
+        key = f"sums/{step}"
+        ours = {**whole, **slices}
         if not self.number:
             self.store.set(key, json.dumps(ours))
         elif self.store.check([key]) and (theirs := json.loads(self.store.get(key))) != ours:
             wrong = [name for name in ours if ours[name] != theirs.get(name)]
             raise RuntimeError(
-                f"step {step}: the weights of {', '.join(wrong)} on rank {self.number} differ from the host's; this rank"
+                f"step {step}: the weights of {', '.join(wrong)} on rank {self.number} differ"
+                " from the host's; this rank"
                 " ends: start it again to make them anew from the ledger"
             )
 
-    # ---- a step ---------------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
     def read(self, batch: Mapping[str, Tensor]) -> None:
         self._read = digest_of(batch)
@@ -176,7 +188,9 @@ class Elastic(SharedForwards):
         pieces = list(itertools.product(range(passes), range(cuts)))
         if self.number:
             if self._read != self.turn["read"]:
-                raise ValueError(f"step {step}: this rank reads other data than the run that it joined")
+                raise ValueError(
+                    f"step {step}: this rank reads other data than the run that it joined"
+                )
             self._own = tuple(pieces[slice(*self.turn["shares"][str(self.number)])])
         elif self._known:
             self._own = tuple(piece for piece in pieces if piece not in self._known)
@@ -188,13 +202,15 @@ class Elastic(SharedForwards):
     def losses(
         self, step: int, own: Sequence[float], counted: Sequence[int], passes: int, rows: int
     ) -> list[list[float]]:
-        """Return losses of all pieces, by forward and in the order of the global batch: see :meth:`SharedForwards.losses`.
+        """Return losses of all pieces, by forward and in the order of the global batch: see
+        :meth:`SharedForwards.losses`.
 
         Raises:
             Unfinished: on the host: not all came.
             Lent: on a rank that joined: it has answered.
         """
-        took, of_piece = time.monotonic() - self._began, [list(own[at : at + rows]) for at in range(0, len(own), rows)]
+        took = time.monotonic() - self._began
+        of_piece = [list(own[at : at + rows]) for at in range(0, len(own), rows)]
         self.pace = took / len(self._own)
         if self.number:
             answer = {"pace": self.pace, "losses": of_piece}
@@ -205,13 +221,14 @@ class Elastic(SharedForwards):
         self._collect(step, took)
         if len(self._known) < passes * len(counted):
             raise Unfinished
-        known, self._known = self._known, {}
+        known = self._known
+        self._known = {}
         return [[loss for m in range(len(counted)) for loss in known[p, m]] for p in range(passes)]
 
 
 def _request(line: str) -> tuple[int, float | None] | None:
-    """Return the number of a rank that wants to take part, and the seconds that a piece takes it; None for a line of another
-    form."""
+    """Return the number of a rank that wants to take part, and the seconds that a piece takes it;
+    None for a line of another form."""
     try:
         rank, pace = json.loads(line)
     except (ValueError, TypeError, RecursionError):
@@ -222,14 +239,19 @@ def _request(line: str) -> tuple[int, float | None] | None:
 
 
 def _answer(text: bytes, pieces: int, rows: int) -> tuple[list[list[float]], float] | None:
-    """Return the losses of a rank's pieces, ``rows`` each, and the seconds that a piece took it; None for an answer of
-    another form, or with a loss that is not finite: the rank counts as gone."""
+    """Return the losses of a rank's pieces, ``rows`` each, and the seconds that a piece took it;
+    None for an answer of another form, or with a loss that is not finite: the rank counts as
+    gone."""
     try:
         answer = json.loads(text)
         losses = answer["losses"]
         pace = answer["pace"]
-        complete = len(losses) == pieces and all(len(piece) == rows for piece in losses) and _is_pace(pace)
-        finite = all(type(loss) is float and math.isfinite(loss) for piece in losses for loss in piece)
+        complete = (
+            len(losses) == pieces and all(len(piece) == rows for piece in losses) and _is_pace(pace)
+        )
+        finite = all(
+            type(loss) is float and math.isfinite(loss) for piece in losses for loss in piece
+        )
     except (ValueError, TypeError, LookupError, RecursionError):
         return None
     return (losses, pace) if complete and finite else None
@@ -240,7 +262,8 @@ def _is_pace(pace: Any) -> bool:
 
 
 def elastic(mesh: MeshSettings, address: str, timeout: float, *, joins: bool) -> Elastic:
-    """Return the host of an elastic run, which serves the store at ``address`` (``host:port``), or a rank that joins it.
+    """Return the host of an elastic run, which serves the store at ``address`` (``host:port``), or
+    a rank that joins it.
 
     Raises:
         LostRank: the address is taken; or nobody answers there within ``timeout`` seconds.

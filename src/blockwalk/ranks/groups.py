@@ -1,10 +1,10 @@
-"""Ranks that work together: process groups on the axes of a mesh, gathers and reductions in a fixed order, and the watch
-over ranks that die or hang.
+"""Ranks that work together: process groups on the axes of a mesh, gathers and reductions in a fixed
+order, and the watch over ranks that die or hang.
 
-An axis inside the node belongs to the intra-node lane, one between nodes to the inter-node lane: each lane has process
-groups of its own, so that collectives of different lanes never wait for each other. Reductions between nodes may have such a
-lane beside that of gathers (:attr:`blockwalk.plan.plan.Plan.sums_apart`).
-"""
+An axis inside the node belongs to the intra-node lane, one between nodes to the inter-node lane:
+each lane has process groups of its own, so that collectives of different lanes never wait for each
+other. Reductions between nodes may have such a lane beside that of gathers
+(:attr:`blockwalk.plan.plan.Plan.sums_apart`)."""
 
 from __future__ import annotations
 
@@ -40,17 +40,21 @@ class Groups:
     _scratch: dict[Lane, Tensor] = field(default_factory=dict)
 
     def slice(self, numel: int, size: int) -> slice:
-        """Return this rank's slice, as a range of elements, of a buffer of ``numel`` elements over its group of ``size``
-        ranks."""
+        """Return this rank's slice, as a range of elements, of a buffer of ``numel`` elements over
+        its group of ``size`` ranks."""
         return slice(*slice_of(self.axes, self.rank, numel, size))
 
-    def gather_(self, full: Tensor, axes: Sequence[Axis], lane: Lane, *, direct: bool = False) -> None:
-        """Complete ``full`` in place. This rank's slice of ``full`` over these axes is already where it belongs; the
-        outermost axis goes first.
+    def gather_(
+        self, full: Tensor, axes: Sequence[Axis], lane: Lane, *, direct: bool = False
+    ) -> None:
+        """Complete ``full`` in place. This rank's slice of ``full`` over these axes is already
+        where it belongs; the outermost axis goes first.
 
         Args:
-            full: [P], contiguous: this rank's slice over the group inside the innermost of ``axes``.
-            direct: on a CPU, send to each rank by itself: as many bytes, and no second buffer of P as gloo's gather has.
+            full: [P], contiguous: this rank's slice over the group inside the innermost of
+                ``axes``.
+            direct: on a CPU, send to each rank by itself: as many bytes, and no second buffer of P
+                as gloo's gather has.
         """
         slices = [full]
         for axis in axes:
@@ -67,9 +71,15 @@ class Groups:
                 all_gather(out, own, group=self._groups[axis, lane])
 
     def _swap(self, out: Tensor, axis: Axis, lane: Lane) -> None:
-        """Send this rank's slice of ``out`` [P] to the others of an axis, and receive their slices into place."""
-        group, slices = self._groups[axis, lane], out.chunk(axis.length)
-        others = [(each, its) for each, its in zip(axis.members(self.rank), slices, strict=True) if each != self.rank]
+        """Send this rank's slice of ``out`` [P] to the others of an axis, and receive their slices
+        into place."""
+        group = self._groups[axis, lane]
+        slices = out.chunk(axis.length)
+        others = [
+            (each, its)
+            for each, its in zip(axis.members(self.rank), slices, strict=True)
+            if each != self.rank
+        ]
         own = slices[axis.coordinate(self.rank)]
         works = [dist.irecv(its, each, group=group) for each, its in others]
         works += [dist.isend(own, each, group=group) for each, _ in others]
@@ -78,12 +88,12 @@ class Groups:
             work.wait()
 
     def reduce(self, full: Tensor, axes: Sequence[Axis], lane: Lane) -> Tensor:
-        """Return this rank's slice of the sum of ``full`` (float32 [P]) over the ranks of these axes, innermost axis first.
-        The slice is a view of ``full``, whose other elements are overwritten. Addition is in the order of the ranks (on
-        NCCL in its own).
+        """Return this rank's slice of the sum of ``full`` (float32 [P]) over the ranks of these
+        axes, innermost axis first. The slice is a view of ``full``, whose other elements are
+        overwritten. Addition is in the order of the ranks (on NCCL in its own).
 
-        gloo's reduce_scatter moves the bytes of an all-reduce; an all-to-all and a local sum move half of them.
-        """
+        gloo's reduce_scatter moves the bytes of an all-reduce; an all-to-all and a local sum move
+        half of them."""
         assert full.dtype == torch.float32, f"gradients are reduced in float32, not {full.dtype}"
         for axis in axes:
             own = full.chunk(axis.length)[axis.coordinate(self.rank)]
@@ -101,7 +111,8 @@ class Groups:
         return full
 
     def _over_host(self, group: dist.ProcessGroup) -> bool:
-        """Return whether a group of an accelerator's ranks speaks over the host: gloo, where several ranks share one device."""
+        """Return whether a group of an accelerator's ranks speaks over the host: gloo, where
+        several ranks share one device."""
         return self.device.type != "cpu" and dist.get_backend(group) == "gloo"
 
     def sum_(self, slice_P: Tensor, axes: Sequence[Axis], lane: Lane) -> None:
@@ -135,8 +146,8 @@ class Groups:
         self.exchange([0.0])
 
     def close(self) -> None:
-        """Destroy the process groups; every rank calls this together: one that leaves early breaks what the others still
-        send."""
+        """Destroy the process groups; every rank calls this together: one that leaves early breaks
+        what the others still send."""
         if self._groups:
             dist.barrier()
             for group in self._groups.values():
@@ -150,38 +161,50 @@ class Groups:
 
 
 def started(mesh: MeshSettings) -> int:
-    """Return the ranks that were started. Raises ValueError where they, or those of this node, are not the mesh's."""
+    """Return the ranks that were started. Raises ValueError where they, or those of this node, are
+    not the mesh's."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if mesh.world != world:
-        raise ValueError(f"mesh.world is {mesh.world}, and {counted(world, 'rank')} started; set mesh.world: {world}")
+        raise ValueError(
+            f"mesh.world is {mesh.world}, and {counted(world, 'rank')} started; set mesh.world:"
+            f" {world}"
+        )
     if world == 1:
         return world
     here = place()
     if here.world == world and here.ranks_per_node % mesh.ranks_per_node:
         raise ValueError(
-            f"mesh.ranks_per_node is {mesh.ranks_per_node} (mesh.world unless given), and {here.ranks_per_node} ranks were"
+            f"mesh.ranks_per_node is {mesh.ranks_per_node} (mesh.world unless given), and"
+            f" {here.ranks_per_node} ranks were"
             f" started on this node; set mesh.ranks_per_node: {here.ranks_per_node}"
         )
     return world
 
 
 def _backend(device: torch.device) -> str | None:
-    """Return the backend of the default group for a device alone: an axis needs no connections of any other."""
-    config = dict(each.split(":") for each in str(dist.get_backend_config()).split(",") if ":" in each)
+    """Return the backend of the default group for a device alone: an axis needs no connections of
+    any other."""
+    config = dict(
+        each.split(":") for each in str(dist.get_backend_config()).split(",") if ":" in each
+    )
     return config.get(device.type)
 
 
 def make_groups(mesh: MeshSettings, device: torch.device, *, sums_apart: bool = False) -> Groups:
-    """Return the process groups of a mesh, with ``sums_apart`` others for reductions between nodes; every rank calls this
-    together.
+    """Return the process groups of a mesh, with ``sums_apart`` others for reductions between nodes;
+    every rank calls this together.
 
     Raises:
         ValueError: the mesh does not nest, or is not the world that was started.
     """
-    axes, world = make_axes(mesh), started(mesh)
+    axes = make_axes(mesh)
+    world = started(mesh)
     groups = Groups(mesh, dist.get_rank() if world > 1 else 0, axes, device)
     for axis in axes:
-        lanes = [groups.lane(axis), *([Lane.INTER_SUMS] if sums_apart and axis.crosses_nodes else [])]
+        lanes = [
+            groups.lane(axis),
+            *([Lane.INTER_SUMS] if sums_apart and axis.crosses_nodes else []),
+        ]
         for lane, first in product(lanes, range(world)):
             if axis.coordinate(first) == 0:
                 members = axis.members(first)

@@ -1,12 +1,13 @@
-"""The start of a run's ranks: their place is read from torchrun's or SLURM's variables, or they are started here.
+"""The start of a run's ranks: their place is read from torchrun's or SLURM's variables, or they are
+started here.
 
     blockwalk train run.yaml --nproc-per-node 4             starts ranks on this machine
     torchrun ... -m blockwalk train run.yaml                one of these on each node of a cluster
     srun --ntasks-per-node 4 blockwalk train run.yaml       likewise
 
-Ranks that are started here find each other through a file in a folder that only their user can enter, and talk over the
-loopback interface: nobody else can reach them. Nothing here imports torch before a process joins the others.
-"""
+Ranks that are started here find each other through a file in a folder that only their user can
+enter, and talk over the loopback interface: nobody else can reach them. Nothing here imports torch
+before a process joins the others."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
-    """Start ranks on this machine and answer their exit code, or, for several nodes, print what to run on each of them.
+    """Start ranks on this machine and answer their exit code, or, for several nodes, print what to
+    run on each of them.
 
     Args:
         arguments: of ``blockwalk``, without :data:`LAUNCH_FLAGS`.
@@ -56,8 +58,10 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
             where = f"--nnodes {nodes} --node-rank {node} --master-addr HOST --master-port {PORT}"
             say(f"torchrun {where} --nproc-per-node {ranks_per_node} {shlex.join(module)}")
         say(
-            "ranks listen without a password: whoever reaches them can stop the run or falsify it. Keep others out, as root on"
-            " each node, with the nodes' network (such as 10.0.0.0/24) in place of NETWORK; --interface NAME keeps the ranks'"
+            "ranks listen without a password: whoever reaches them can stop the run or falsify"
+            " it. Keep others out, as root on"
+            " each node, with the nodes' network (such as 10.0.0.0/24) in place of NETWORK;"
+            " --interface NAME keeps the ranks'"
             " traffic on one interface:"
         )
         say(firewall(_own_ports()))
@@ -75,26 +79,38 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
             "WORLD_SIZE": str(ranks_per_node),
             "LOCAL_WORLD_SIZE": str(ranks_per_node),
         }
-        own = ({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks_per_node))
-        command, ends = [sys.executable, *module], _ends_with(os.getpid()) if sys.platform == "linux" else None
-        # a group of its own: a terminal's Ctrl-C comes from here alone, and a second one would end a rank at once
-        return _attend([subprocess.Popen(command, env=env, process_group=0, preexec_fn=ends) for env in own])
+        own = (
+            {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks_per_node)
+        )
+        command = [sys.executable, *module]
+        ends = _ends_with(os.getpid()) if sys.platform == "linux" else None
+        # a group of its own: a terminal's Ctrl-C comes from here alone, and a second one would end
+        # a rank at once
+        return _attend(
+            [subprocess.Popen(command, env=env, process_group=0, preexec_fn=ends) for env in own]
+        )
 
 
 def _require_loopback() -> None:
-    """Raise ValueError where this machine's loopback interface is down: ranks that are started here talk over it."""
+    """Raise ValueError where this machine's loopback interface is down: ranks that are started here
+    talk over it."""
     for address, family in (("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)):
-        with contextlib.suppress(OSError), socket.create_server((address, 0), family=family) as server:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server((address, 0), family=family) as server,
+        ):
             socket.create_connection(server.getsockname()[:2], timeout=5.0).close()
             return
     raise ValueError(
-        f"the loopback interface of {platform.node()} is down, and ranks that are started here talk over it: bring it up with"
+        f"the loopback interface of {platform.node()} is down, and ranks that are started here"
+        " talk over it: bring it up with"
         " ip link set lo up (a container's network may have none), or start one rank"
     )
 
 
 def _ends_with(launcher: int) -> Callable[[], None]:
-    """Run in a rank before its program: the kernel sends it SIGTERM when its launcher is gone, however that ended."""
+    """Run in a rank before its program: the kernel sends it SIGTERM when its launcher is gone,
+    however that ended."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux's alone
 
     def die_with_parent() -> None:
@@ -107,7 +123,8 @@ def _ends_with(launcher: int) -> Callable[[], None]:
 
 
 def _attend(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for ranks, pass signals on to them, stop all of them when one has failed, and answer the run's exit code."""
+    """Wait for ranks, pass signals on to them, stop all of them when one has failed, and answer the
+    run's exit code."""
     asked: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
@@ -117,7 +134,11 @@ def _attend(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
 
     def failures() -> list[tuple[int, int, int]]:
         ended = [(rank, each.pid, each.poll() or 0) for rank, each in enumerate(ranks)]
-        return [each for each in ended if each[2] not in (0, *(sign for n in asked for sign in (-n, 128 + n)))]
+        return [
+            each
+            for each in ended
+            if each[2] not in (0, *(sign for n in asked for sign in (-n, 128 + n)))
+        ]
 
     with handled(pass_on, STOPS):
         try:
@@ -140,9 +161,14 @@ def _attend(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:
-    """Return the message and the exit code of a run whose ranks failed with these (rank, process, exit code). A rank that
-    only lost the others, or was stopped because of them, is not the cause."""
-    causes = [failure for failure in failures if failure[2] not in (LOST, -signal.SIGTERM, 128 + signal.SIGTERM)]
+    """Return the message and the exit code of a run whose ranks failed with these (rank, process,
+    exit code). A rank that only lost the others, or was stopped because of them, is not the
+    cause."""
+    causes = [
+        failure
+        for failure in failures
+        if failure[2] not in (LOST, -signal.SIGTERM, 128 + signal.SIGTERM)
+    ]
     lost = [each for each in failures if each[2] == LOST]
     rank, process, code = min(causes or lost or failures)
     who = f"rank {rank} (process {process})"
@@ -156,7 +182,8 @@ def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:
 
 
 def lost_rank(rank: int, error: RuntimeError) -> LostRank | None:
-    """Return a broken collective's error as a :class:`LostRank` that says what to do; None where the error is another one."""
+    """Return a broken collective's error as a :class:`LostRank` that says what to do; None where
+    the error is another one."""
     from torch.distributed import DistError
 
     if not isinstance(error, DistError) and "gloo" not in str(error):
@@ -164,27 +191,31 @@ def lost_rank(rank: int, error: RuntimeError) -> LostRank | None:
     reason = str(error).splitlines()[0].partition("] ")[2].partition(". This")[0] or str(error)
     if "Unable to find address for" in reason:
         return LostRank(
-            f"rank {rank} on {platform.node()} has no address to talk to other ranks from ({reason}): that interface is down"
+            f"rank {rank} on {platform.node()} has no address to talk to other ranks from"
+            f" ({reason}): that interface is down"
             " or has none; name another one with interface, or bring it up"
         )
     return LostRank(
-        f"rank {rank} lost the connection to another rank ({reason}): that one has ended, or cannot be reached. The run ends;"
+        f"rank {rank} lost the connection to another rank ({reason}): that one has ended, or"
+        " cannot be reached. The run ends;"
         " start it again to resume"
     )
 
 
 @contextlib.contextmanager
-def joined(here: Place, output_dir: Path, start_timeout: float, interface: str = "") -> Iterator[None]:
-    """Join the other ranks for the time of a run, and watch them. Every rank's log is ``output_dir/logs``; what ranks other
-    than 0 print goes there as well.
+def joined(
+    here: Place, output_dir: Path, start_timeout: float, interface: str = ""
+) -> Iterator[None]:
+    """Join the other ranks for the time of a run, and watch them. Every rank's log is
+    ``output_dir/logs``; what ranks other than 0 print goes there as well.
 
     Args:
         start_timeout: seconds that this rank waits for the others.
         interface: the one that gloo and NCCL listen and talk on; empty: the one they choose.
 
     Raises:
-        ValueError: this machine has no such interface, a rank's log is a link, or the variables of the launcher do not say
-            where rank 0 is.
+        ValueError: this machine has no such interface, a rank's log is a link, or the variables of
+            the launcher do not say where rank 0 is.
         LostRank: a rank has not come within that time, or was lost later.
     """
     if here.world == 1:
@@ -197,7 +228,9 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
 
     if interface and STORE not in os.environ:
         if interface not in (known := [name for _, name in socket.if_nameindex()]):
-            raise ValueError(f"interface is {interface!r}, and {platform.node()} has {', '.join(known)}")
+            raise ValueError(
+                f"interface is {interface!r}, and {platform.node()} has {', '.join(known)}"
+            )
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
 
     if STORE not in os.environ:
@@ -208,11 +241,15 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
     links.refuse_linked(folder / f"rank-{here.rank:04d}")
     folder.mkdir(parents=True, exist_ok=True)
     rank_log = links.append_to(folder / f"rank-{here.rank:04d}.log")
-    logging.basicConfig(stream=rank_log, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    logging.basicConfig(
+        stream=rank_log, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s"
+    )
     for handler in logging.getLogger().handlers:
         handler.addFilter(clean_record)
     logging.captureWarnings(True)
-    logging.getLogger(__name__).info("rank %d of %d, process %d", here.rank, here.world, os.getpid())
+    logging.getLogger(__name__).info(
+        "rank %d of %d, process %d", here.rank, here.world, os.getpid()
+    )
     store = _store(here, start_timeout)
     watch = Watch(here, store, start_timeout=start_timeout)
     store.set_timeout(TIMEOUT)
@@ -221,16 +258,24 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
     if accelerator is not None:
         index = here.local_rank % torch.accelerator.device_count()
         torch.accelerator.set_device_index(index)
-        read_properties = getattr(torch.get_device_module(accelerator), "get_device_properties", None)
-        properties: Any = None if read_properties is None else read_properties(index)  # Apple's module has no such function
+        read_properties = getattr(
+            torch.get_device_module(accelerator), "get_device_properties", None
+        )
+        properties: Any = (
+            None if read_properties is None else read_properties(index)
+        )  # Apple's module has no such function
         if accelerator.type == "cuda":
             bind_to_gpu(properties)
         own = f"{platform.node()} {getattr(properties, 'uuid', index)}"
         if have_their_own(store, here, own):
-            backend = f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
+            backend = (
+                f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
+            )
     console = sys.stdout
     try:
-        dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=TIMEOUT)
+        dist.init_process_group(
+            backend, store=store, rank=here.rank, world_size=here.world, timeout=TIMEOUT
+        )
         if here.rank:
             sys.stdout = rank_log
         yield
@@ -243,8 +288,8 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
 
 
 def _store(here: Place, timeout: float) -> Any:
-    """Return the store of keys through which ranks find each other: a file's where they were started here, rank 0's (under
-    torchrun: its agent's) where they may be on other machines.
+    """Return the store of keys through which ranks find each other: a file's where they were
+    started here, rank 0's (under torchrun: its agent's) where they may be on other machines.
 
     Raises:
         LostRank: rank 0's does not answer.
@@ -259,12 +304,16 @@ def _store(here: Place, timeout: float) -> Any:
     serves = here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     variables = "MASTER_ADDR and MASTER_PORT"
     store = key_store(address, port, timeout, serves, f"rank {here.rank}", "rank 0", variables)
-    return dist.PrefixStore(attempt, store)  # torchrun's outlives its restarts, and gloo would find ranks that are gone
+    return dist.PrefixStore(
+        attempt, store
+    )  # torchrun's outlives its restarts, and gloo would find ranks that are gone
 
 
-def key_store(address: str, port: int, timeout: float, serves: bool, who: str, host: str, setting: str) -> Any:
-    """Return a store of keys at an address: served there by this process, ``who``, or reached within ``timeout`` seconds where
-    ``host`` serves it; ``setting`` is what says the address.
+def key_store(
+    address: str, port: int, timeout: float, serves: bool, who: str, host: str, setting: str
+) -> Any:
+    """Return a store of keys at an address: served there by this process, ``who``, or reached
+    within ``timeout`` seconds where ``host`` serves it; ``setting`` is what says the address.
 
     Raises:
         LostRank: there is none.
@@ -274,7 +323,8 @@ def key_store(address: str, port: int, timeout: float, serves: bool, who: str, h
 
     dist: Any = torch.distributed
     port_of(str(port), setting)
-    who, deadline = f"{who} on {platform.node()}", time.monotonic() + timeout
+    who = f"{who} on {platform.node()}"
+    deadline = time.monotonic() + timeout
     while not serves:  # torch's own client would print a page for each attempt
         try:
             socket.create_connection((address, port), max(1.0, deadline - time.monotonic())).close()
@@ -282,7 +332,8 @@ def key_store(address: str, port: int, timeout: float, serves: bool, who: str, h
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LostRank(
-                    f"{who} could not reach {host} at {address}:{port} for {timeout:g} s ({error}): start every rank with"
+                    f"{who} could not reach {host} at {address}:{port} for {timeout:g} s"
+                    f" ({error}): start every rank with"
                     f" {host}'s {setting}, or give it longer (start_timeout)"
                 ) from None
             time.sleep(0.2)
@@ -293,17 +344,21 @@ def key_store(address: str, port: int, timeout: float, serves: bool, who: str, h
             # torch's own listens on every address
             listens = {"master_listen_fd": _listening(address, port)} if serves else {}
             limit = timedelta(seconds=timeout)
-            made.append(dist.TCPStore(address, port, None, serves, limit, wait_for_workers=False, **listens))
+            made.append(
+                dist.TCPStore(address, port, None, serves, limit, wait_for_workers=False, **listens)
+            )
         except Exception as error:
             made.append(error)
 
-    # torch's client waits for the first answer without a limit: where another program listens, for ever
+    # torch's client waits for the first answer without a limit: where another program listens, for
+    # ever
     maker = threading.Thread(target=make, name="blockwalk store", daemon=True)
     maker.start()
     maker.join(max(1.0, deadline - time.monotonic()))
     if not made:
         raise LostRank(
-            f"{who} reached {address}:{port}, which has not answered for {timeout:g} s: it is another program's port, or"
+            f"{who} reached {address}:{port}, which has not answered for {timeout:g} s: it is"
+            " another program's port, or"
             f" {host} is stopped; change {setting}, or give it longer (start_timeout)"
         )
     if isinstance(made[0], Exception):
@@ -313,13 +368,15 @@ def key_store(address: str, port: int, timeout: float, serves: bool, who: str, h
 
 
 def _listening(address: str, port: int) -> int:
-    """Return the descriptor of a socket that listens on an address of this machine, and on no other."""
+    """Return the descriptor of a socket that listens on an address of this machine, and on no
+    other."""
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(place, family=family, backlog=socket.SOMAXCONN).detach()
 
 
 def firewall(ports: str) -> str:
-    """Return the command by which root keeps everybody outside a network from the ports of a node's ranks."""
+    """Return the command by which root keeps everybody outside a network from the ports of a node's
+    ranks."""
     return (
         f"iptables -I INPUT ! -i lo ! -s NETWORK -p tcp -m multiport --dports {PORT},{ports}"
         " -m conntrack --ctstate NEW -j DROP"
@@ -336,7 +393,8 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def cores_beside(pci_address: str) -> set[int]:
-    """Return the cores of the NUMA node of a PCI device such as ``0000:3b:00.0``; none where the kernel does not say."""
+    """Return the cores of the NUMA node of a PCI device such as ``0000:3b:00.0``; none where the
+    kernel does not say."""
     listed = PCI_DEVICES / pci_address.lower() / "local_cpulist"
     return parse_cores(listed.read_text()) if listed.is_file() else set()
 
@@ -351,15 +409,15 @@ def parse_cores(text: str) -> set[int]:
 
 
 def have_their_own(store: Any, here: Place, own: str) -> bool:
-    """Whether every rank has a device of its own, told by names of devices that all ranks call this with together: a task may
-    see one device alone, and it may be the task's or everybody's."""
+    """Whether every rank has a device of its own, told by names of devices that all ranks call this
+    with together: a task may see one device alone, and it may be the task's or everybody's."""
     store.set(f"device/{here.rank}", own)
     return len({store.get(f"device/{rank}") for rank in range(here.world)}) == here.world
 
 
 def bind_to_gpu(properties: Any) -> set[int]:
-    """Keep this process, and the threads that it starts from here on, on the cores beside a CUDA device, as far as it may use
-    them; answers the cores that it has then."""
+    """Keep this process, and the threads that it starts from here on, on the cores beside a CUDA
+    device, as far as it may use them; answers the cores that it has then."""
     if not hasattr(os, "sched_getaffinity"):
         return set()
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

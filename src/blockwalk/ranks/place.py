@@ -14,8 +14,9 @@ PORT = 29500
 LOST = 13
 """The exit code of a rank that ends because others are gone."""
 TIMEOUT = timedelta(hours=1)
-"""The time that ranks wait for one another in every process group. Unless told, NCCL waits for ten minutes: less than rank 0
-may write at a run's end. :mod:`blockwalk.ranks.watch` finds a rank that has died or hangs sooner."""
+"""The time that ranks wait for one another in every process group. Unless told, NCCL waits for ten
+minutes: less than rank 0 may write at a run's end. :mod:`blockwalk.ranks.watch` finds a rank that
+has died or hangs sooner."""
 
 
 class LostRank(RuntimeError):
@@ -32,7 +33,8 @@ class Place:
     ranks_per_node: int = 1
 
     def settings(self) -> list[tuple[str, int]]:
-        """Return the mesh's settings, by name, that the configuration must have; none where there is one rank."""
+        """Return the mesh's settings, by name, that the configuration must have; none where there
+        is one rank."""
         if self.world == 1:
             return []
         return [("mesh.world", self.world), ("mesh.ranks_per_node", self.ranks_per_node)]
@@ -50,9 +52,19 @@ class Launcher:
     """The way to have ranks numbered node by node."""
 
 
-TORCHRUN = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "number them so, or leave LOCAL_RANK out")
+TORCHRUN = Launcher(
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "number them so, or leave LOCAL_RANK out",
+)
 SLURM = Launcher(
-    "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "srun --distribution=block"
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "srun --distribution=block",
 )
 OPEN_MPI = Launcher(
     "OMPI_COMM_WORLD_RANK",
@@ -64,11 +76,12 @@ OPEN_MPI = Launcher(
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """Return this process's place, from the variables of torchrun, of a SLURM step or of Open MPI's mpirun.
+    """Return this process's place, from the variables of torchrun, of a SLURM step or of Open MPI's
+    mpirun.
 
     Raises:
-        ValueError: a variable is missing beside others, is no number, or contradicts another one; nodes have different
-            numbers of ranks; or ranks are not numbered node by node.
+        ValueError: a variable is missing beside others, is no number, or contradicts another one;
+            nodes have different numbers of ranks; or ranks are not numbered node by node.
     """
     named = [name for name in (TORCHRUN.rank, TORCHRUN.world) if name in environment]
     if len(named) == 2:
@@ -80,7 +93,8 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
                 if name in named and _number(environment, name) != value:
                     theirs = launcher.rank if name == TORCHRUN.rank else launcher.world
                     raise ValueError(
-                        f"{name} is {environment[name]}, and {theirs} is {value}: unset {name}, or set both alike"
+                        f"{name} is {environment[name]}, and {theirs} is {value}: unset {name},"
+                        " or set both alike"
                     )
             return here
     for launcher in (TORCHRUN, OPEN_MPI):
@@ -89,8 +103,8 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
 
 
 def _refuse_half(launcher: Launcher, environment: Mapping[str, str]) -> None:
-    """Raise ValueError where a launcher's variables are there in part: each of several ranks would train alone. One that says
-    that there is one rank is no such part."""
+    """Raise ValueError where a launcher's variables are there in part: each of several ranks would
+    train alone. One that says that there is one rank is no such part."""
     for name in (launcher.rank, launcher.world, launcher.local_rank, launcher.ranks_per_node):
         missing = launcher.world if name != launcher.world else launcher.rank
         if name not in environment or missing in environment:
@@ -98,7 +112,8 @@ def _refuse_half(launcher: Launcher, environment: Mapping[str, str]) -> None:
         is_size = name in (launcher.world, launcher.ranks_per_node)
         if not is_size or _number(environment, name, least=1) > 1:
             raise ValueError(
-                f"{name} is {environment[name]!r}, and {missing} is not set: set both, as the launcher does on every rank, or"
+                f"{name} is {environment[name]!r}, and {missing} is not set: set both, as the"
+                " launcher does on every rank, or"
                 f" unset {name} to train on one"
             )
 
@@ -109,7 +124,8 @@ def _placed(launcher: Launcher, environment: Mapping[str, str]) -> Place:
     world = _number(environment, launcher.world, least=1)
     if rank >= world:
         raise ValueError(
-            f"{launcher.rank} is {rank}, and {launcher.world} is {world}: ranks are numbered from 0 to {world - 1}; correct one"
+            f"{launcher.rank} is {rank}, and {launcher.world} is {world}: ranks are numbered from"
+            f" 0 to {world - 1}; correct one"
         )
     if launcher is SLURM:
         per_node = _tasks_per_node(environment, world)
@@ -117,15 +133,19 @@ def _placed(launcher: Launcher, environment: Mapping[str, str]) -> Place:
         per_node = _number(environment, launcher.ranks_per_node, least=1, default=world)
     if world % per_node:
         raise ValueError(
-            f"{launcher.ranks_per_node} is {per_node}, which does not divide {launcher.world} {world}: start as many ranks on"
+            f"{launcher.ranks_per_node} is {per_node}, which does not divide {launcher.world}"
+            f" {world}: start as many ranks on"
             " every node"
         )
-    local = _number(environment, launcher.local_rank, default=None if launcher is SLURM else rank % per_node)
+    local = _number(
+        environment, launcher.local_rank, default=None if launcher is SLURM else rank % per_node
+    )
     cyclic = environment.get("SLURM_DISTRIBUTION", "").startswith("cyclic") and 1 < per_node < world
     if local != rank % per_node or (launcher is SLURM and cyclic):
         remark = "" if launcher.ranks_per_node in environment else " (not set: all on one node)"
         raise ValueError(
-            f"{launcher.rank} is {rank} and {launcher.local_rank} {local} of {per_node} ranks on a node"
+            f"{launcher.rank} is {rank} and {launcher.local_rank} {local} of {per_node} ranks on"
+            " a node"
             f" ({launcher.ranks_per_node}{remark}): ranks must be numbered node by node"
             f"{', and SLURM_DISTRIBUTION is cyclic' if cyclic else ''}; use {launcher.by_node}"
             f"{f', or set {launcher.ranks_per_node}' if remark else ''}"
@@ -138,26 +158,36 @@ def _tasks_per_node(environment: Mapping[str, str], world: int) -> int:
     name = SLURM.ranks_per_node
     tasks = environment.get(name)
     if tasks is None:
-        raise ValueError(f"{name} is not set, and {SLURM.world} is {world}: start the ranks with srun, which sets it")
+        raise ValueError(
+            f"{name} is not set, and {SLURM.world} is {world}: start the ranks with srun, which"
+            " sets it"
+        )
     match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", tasks.strip())
     if match is None or not int(match[1]):
         raise ValueError(
-            f"{name} is {tasks!r}: every node of the SLURM step must have as many tasks, such as 4(x2); set --ntasks-per-node"
+            f"{name} is {tasks!r}: every node of the SLURM step must have as many tasks, such as"
+            " 4(x2); set --ntasks-per-node"
         )
     if int(match[1]) * int(match[2] or 1) != world:
         raise ValueError(
-            f"{name} is {tasks!r}, and {SLURM.world} is {world}; start the ranks with srun, which sets both"
+            f"{name} is {tasks!r}, and {SLURM.world} is {world}; start the ranks with srun, which"
+            " sets both"
         )
     return int(match[1])
 
 
-def _number(environment: Mapping[str, str], name: str, *, least: int = 0, default: int | None = None) -> int:
-    """Return the whole number in a variable; ``default`` where it is not set. Raises ValueError where it has none."""
+def _number(
+    environment: Mapping[str, str], name: str, *, least: int = 0, default: int | None = None
+) -> int:
+    """Return the whole number in a variable; ``default`` where it is not set. Raises ValueError
+    where it has none."""
     text = environment.get(name)
     if text is None and default is not None:
         return default
     if text is None:
-        raise ValueError(f"{name} is not set, and other variables of its launcher are: set it on every rank")
+        raise ValueError(
+            f"{name} is not set, and other variables of its launcher are: set it on every rank"
+        )
     if not re.fullmatch(r"\s*[0-9]+\s*", text) or int(text) < least:
         said = "is set and empty" if not text.strip() else f"is {text!r}"
         raise ValueError(f"{name} {said}; it must be a whole number from {least} on, or not be set")
@@ -165,8 +195,8 @@ def _number(environment: Mapping[str, str], name: str, *, least: int = 0, defaul
 
 
 def meeting_point(here: Place, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return the address and port at which rank 0 serves the store of keys: MASTER_ADDR and MASTER_PORT, and under SLURM unless
-    these are set the first node and a port of the job's own.
+    """Return the address and port at which rank 0 serves the store of keys: MASTER_ADDR and
+    MASTER_PORT, and under SLURM unless these are set the first node and a port of the job's own.
 
     Raises:
         ValueError: they are not set, or are no address and port, or SLURM's nodes cannot be read.
@@ -177,19 +207,28 @@ def meeting_point(here: Place, environment: Mapping[str, str] = os.environ) -> t
         address = _first_node(environment["SLURM_STEP_NODELIST"])
     if not address:
         said = "is not set" if address is None else "is set and empty"
-        raise ValueError(f"MASTER_ADDR {said}, and {many}: set it to the first node's name or address on every rank")
+        raise ValueError(
+            f"MASTER_ADDR {said}, and {many}: set it to the first node's name or address on every"
+            " rank"
+        )
     port = environment.get("MASTER_PORT")
     if port is None and "SLURM_JOB_ID" in environment:
         return address, PORT + _number(environment, "SLURM_JOB_ID") % 10000
     if port is None:
-        raise ValueError(f"MASTER_PORT is not set, and {many}: set it to a free port of {address}, such as {PORT}")
+        raise ValueError(
+            f"MASTER_PORT is not set, and {many}: set it to a free port of {address}, such as"
+            f" {PORT}"
+        )
     return address, port_of(port, "MASTER_PORT")
 
 
 def port_of(text: str, setting: str) -> int:
-    """Return a port, from 1 to 65535. Raises ValueError, with the setting that says it, where a text is none."""
+    """Return a port, from 1 to 65535. Raises ValueError, with the setting that says it, where a
+    text is none."""
     if not re.fullmatch(r"\s*[0-9]+\s*", text) or not 0 < int(text) < 1 << 16:
-        raise ValueError(f"{setting} has port {text!r}; it must be a number from 1 to 65535, such as {PORT}")
+        raise ValueError(
+            f"{setting} has port {text!r}; it must be a number from 1 to 65535, such as {PORT}"
+        )
     return int(text)
 
 
@@ -205,7 +244,8 @@ def _first_node(nodes: str) -> str:
         why = "it named none"
     if not names:
         raise ValueError(
-            f"SLURM_STEP_NODELIST is {nodes!r}, and scontrol does not tell its first node ({why}): set MASTER_ADDR to that"
+            f"SLURM_STEP_NODELIST is {nodes!r}, and scontrol does not tell its first node"
+            f" ({why}): set MASTER_ADDR to that"
             f" node's name, and MASTER_PORT to a free port of it, such as {PORT}"
         )
     return names[0]

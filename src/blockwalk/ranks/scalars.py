@@ -1,10 +1,10 @@
 """A few numbers from every rank to every rank, in few messages between nodes.
 
-Inside a node its ranks gather theirs; between nodes the first ranks gather those of whole nodes, by the algorithm of Bruck
-et al. ("Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems", 1997); then the first
-ranks tell their neighbours. So ⌈log₂ nodes⌉ messages leave a node in an exchange, however many ranks it has; gloo's ring over
-all ranks would send world − 1. Numbers are only copied: the answer has the same bits on every rank.
-"""
+Inside a node its ranks gather theirs; between nodes the first ranks gather those of whole nodes, by
+the algorithm of Bruck et al. ("Efficient Algorithms for All-to-All Communications in Multiport
+Message-Passing Systems", 1997); then the first ranks tell their neighbours. So ⌈log₂ nodes⌉
+messages leave a node in an exchange, however many ranks it has; gloo's ring over all ranks would
+send world − 1. Numbers are only copied: the answer has the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from blockwalk.ranks.place import TIMEOUT
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """This rank's process groups for scalars: on the CPU over gloo, so that no device waits for them.
+    """This rank's process groups for scalars: on the CPU over gloo, so that no device waits for
+    them.
 
     W ranks, numbered node by node; N numbers of each.
     """
@@ -53,14 +54,18 @@ class Scalars:
         return out_WN
 
     def _between(self, out_KM: Tensor, own_1M: Tensor, place: int) -> None:
-        """Gather M numbers from each of K nodes: every round doubles what a node has of those that follow it."""
-        nodes, node = len(out_KM), self.mesh.ranks_per_node
+        """Gather M numbers from each of K nodes: every round doubles what a node has of those that
+        follow it."""
+        nodes = len(out_KM)
+        node = self.mesh.ranks_per_node
         held_KM = torch.empty_like(out_KM)
         held_KM[:1] = own_1M
         have = 1
         while have < nodes:
             more = min(have, nodes - have)
-            coming = dist.irecv(held_KM[have : have + more], (place + have) % nodes * node, group=self.firsts)
+            coming = dist.irecv(
+                held_KM[have : have + more], (place + have) % nodes * node, group=self.firsts
+            )
             going = dist.isend(held_KM[:more], (place - have) % nodes * node, group=self.firsts)
             assert coming is not None
             assert going is not None
@@ -70,7 +75,8 @@ class Scalars:
         out_KM.copy_(held_KM.roll(place, 0))
 
     def close(self) -> None:
-        """Let go of the process groups, together: a rank that leaves early breaks what the others still send."""
+        """Let go of the process groups, together: a rank that leaves early breaks what the others
+        still send."""
         dist.barrier()
         for group in (self.near, self.firsts):
             if group is not None:
@@ -79,7 +85,8 @@ class Scalars:
 
 def make_scalars(mesh: MeshSettings, rank: int) -> Scalars:
     """Return the process groups for scalars; every rank calls this together."""
-    node, world = mesh.ranks_per_node, mesh.world
+    node = mesh.ranks_per_node
+    world = mesh.world
     near = None
     for first in range(0, world, node) if node > 1 else ():
         made = dist.new_group(list(range(first, first + node)), timeout=TIMEOUT, backend="gloo")

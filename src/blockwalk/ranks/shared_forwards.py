@@ -1,10 +1,12 @@
-"""Ranks that train one model by exchanging scalars: who runs which forwards on which part of the batch, and what they say.
+"""Ranks that train one model by exchanging scalars: who runs which forwards on which part of the
+batch, and what they say.
 
-Ranks are numbered node by node. Neighbours share the forwards of a step (``mesh.perturb``); groups of them cut the global
-batch (``mesh.data``); and, whatever they compute, the ranks of the group of ``trainable`` hold one copy of the streamed blocks.
-A step is one exchange of scalars (:mod:`blockwalk.ranks.scalars`): each rank's losses, their token counts, a digest of the last
-entry and whether a signal asks the run to stop. The shared seed and the ledger are rank 0's. Slices are gathered inside a
-node."""
+Ranks are numbered node by node. Neighbours share the forwards of a step (``mesh.perturb``); groups
+of them cut the global batch (``mesh.data``); and, whatever they compute, the ranks of the group of
+``trainable`` hold one copy of the streamed blocks. A step is one exchange of scalars
+(:mod:`blockwalk.ranks.scalars`): each rank's losses, their token counts, a digest of the last entry
+and whether a signal asks the run to stop. The shared seed and the ledger are rank 0's. Slices are
+gathered inside a node."""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blockwalk.plan.choices import MeshSettings
-from blockwalk.plan.mesh import Coordinates, Piece, coordinates_of, forwards_at, make_axes, micro_batches_at, slice_of
+from blockwalk.plan.mesh import (
+    Coordinates,
+    Piece,
+    coordinates_of,
+    forwards_at,
+    make_axes,
+    micro_batches_at,
+    slice_of,
+)
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import Lane
 from blockwalk.ranks.agreement import first_json
@@ -39,9 +49,11 @@ class SharedForwards:
     _groups: Groups | None = None
     _scalars: Scalars | None = None
     durable: bool = False
-    """True where a rank's weights outlive its process: the ledger is then compared before they change."""
+    """True where a rank's weights outlive its process: the ledger is then compared before they
+    change."""
     own_stop_signal: Callable[[], int] = lambda: 0
-    """The number of the signal that asks this rank to stop, or 0; it goes with this rank's losses."""
+    """The number of the signal that asks this rank to stop, or 0; it goes with this rank's
+    losses."""
     stop_signal_of_any_rank: int = 0
     """The highest such number that any rank sent with the last losses."""
     _last_entry_digest: float = 0.0
@@ -53,7 +65,7 @@ class SharedForwards:
     def world(self) -> int:
         return self.mesh.world
 
-    # ---- who does what ----------------------------------------------------------------------------------------------
+    # ---- who does what ---------------------------------------------------------------------------
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return a rank's places on the axes of the mesh."""
@@ -64,15 +76,16 @@ class SharedForwards:
         return forwards_at(self.mesh, dict(self.coordinates(rank)), passes)
 
     def micro_batches_of(self, rank: int, cuts: int) -> range:
-        """Return the parts of the global batch that a rank takes, where it was cut into ``cuts``."""
+        """Return the parts of the global batch that a rank takes, where it was cut into
+        ``cuts``."""
         return micro_batches_at(self.mesh, dict(self.coordinates(rank)), cuts)
 
     def share(self, _step: int, _passes: int, _cuts: int) -> tuple[Piece, ...]:
-        """Return the pieces of a step that this process walks for, where they are told anew in each; none: those of its
-        place."""
+        """Return the pieces of a step that this process walks for, where they are told anew in
+        each; none: those of its place."""
         return ()
 
-    # ---- slices -------------------------------------------------------------------------------------------------------
+    # ---- slices ----------------------------------------------------------------------------------
 
     @property
     def place(self) -> int:
@@ -84,20 +97,22 @@ class SharedForwards:
         return slice_of(make_axes(self.mesh), rank, ranks, ranks)[0]
 
     def gather_(self, bucket_P: Tensor, ranks: int) -> None:
-        """Complete a bucket (uint8 [P]) in place from this rank's slice in it over so many ranks, which call this together."""
+        """Complete a bucket (uint8 [P]) in place from this rank's slice in it over so many ranks,
+        which call this together."""
         if self._groups is not None and ranks > 1:
             self._groups.gather_(bucket_P, self._groups.between(1, ranks), Lane.INTRA, direct=True)
 
-    # ---- one batch ----------------------------------------------------------------------------------------------------
+    # ---- one batch -------------------------------------------------------------------------------
 
     def read(self, batch: Mapping[str, Tensor]) -> None:
-        """Take note of the global batch of the step or evaluation to come: a zeroth-order step compares it with its losses."""
+        """Take note of the global batch of the step or evaluation to come: a zeroth-order step
+        compares it with its losses."""
         if self.world > 1:
             self._read = digest_of(batch)
 
     def begin(self, step: int) -> None:
-        """First order, and every evaluation: compare the batch that was read before any of it is used, and hear of a signal;
-        all ranks together.
+        """First order, and every evaluation: compare the batch that was read before any of it is
+        used, and hear of a signal; all ranks together.
 
         Raises:
             ValueError: on every rank: they were given different batches.
@@ -109,16 +124,18 @@ class SharedForwards:
     def _require_one_batch(self, step: int, read: Sequence[float]) -> None:
         if others := [str(rank) for rank, each in enumerate(read) if each != read[0]]:
             raise ValueError(
-                f"step {step}: rank {', '.join(others)} was given other data than rank 0; give every rank the same whole batch:"
+                f"step {step}: rank {', '.join(others)} was given other data than rank 0; give"
+                " every rank the same whole batch:"
                 " each takes its own share of it"
             )
 
-    # ---- scalars ------------------------------------------------------------------------------------------------------
+    # ---- scalars ---------------------------------------------------------------------------------
 
     def losses(
         self, step: int, own: Sequence[float], counted: Sequence[int], passes: int, rows: int
     ) -> list[list[float]]:
-        """Return losses of every forward on every part of the global batch, the same bits on every rank.
+        """Return losses of every forward on every part of the global batch, the same bits on every
+        rank.
 
         Args:
             own: this rank's numbers, float64, by forward, part and row, in that order.
@@ -152,9 +169,12 @@ class SharedForwards:
             theirs = [counted[cut] for cut in self.micro_batches_of(rank, cuts)]
             if told[rank] != self._last_entry_digest:
                 raise RuntimeError(
-                    f"step {step}: rank {rank} and rank {self.rank} have different ledgers: the step before differs"
+                    f"step {step}: rank {rank} and rank {self.rank} have different ledgers: the"
+                    " step before differs"
                 )
-            wrong = f"step {step}: rank {rank} counts {values[most:]} tokens of one batch, not {theirs}"
+            wrong = (
+                f"step {step}: rank {rank} counts {values[most:]} tokens of one batch, not {theirs}"
+            )
             assert values[most:] == theirs, wrong
         return table
 
@@ -168,8 +188,8 @@ class SharedForwards:
         return int(self._all(torch.tensor([seed], dtype=torch.int64))[0, 0])
 
     def confirm(self, step: int, entry: object, *, wait: bool) -> None:
-        """Compare a step's entry with rank 0's: with the next losses, or now, when rank 0 has written it: before weights that
-        outlive this process can be ahead of the ledger.
+        """Compare a step's entry with rank 0's: with the next losses, or now, when rank 0 has
+        written it: before weights that outlive this process can be ahead of the ledger.
 
         Raises:
             RuntimeError: it is another one.
@@ -180,39 +200,53 @@ class SharedForwards:
         ours = int.from_bytes(digest, "little")
         self._last_entry_digest = float(ours)  # 48 bits: exact
         if wait and self.first_seed(ours) != ours:
-            raise RuntimeError(f"step {step}: rank {self.rank} has another ledger entry than rank 0: {entry}")
+            raise RuntimeError(
+                f"step {step}: rank {self.rank} has another ledger entry than rank 0: {entry}"
+            )
 
     def compare(self, step: int, whole: Mapping[str, int], slices: Mapping[str, int]) -> None:
-        """Compare the ranks' weights by checksums: those that every rank holds, and its slices of those that it shares.
+        """Compare the ranks' weights by checksums: those that every rank holds, and its slices of
+        those that it shares.
 
         Raises:
-            RuntimeError: on every rank: two copies differ; the message names the step, the block and the rank.
+            RuntimeError: on every rank: two copies differ; the message names the step, the block
+                and the rank.
         """
         sums = [(name, 1, its) for name, its in whole.items()]
         sums += [(name, self.slices, its) for name, its in slices.items()]
         self.compare_copies(step, sums, "its ledger")
 
-    def compare_copies(self, step: int, sums: Sequence[tuple[str, int, int]], resumed_from: str) -> None:
+    def compare_copies(
+        self, step: int, sums: Sequence[tuple[str, int, int]], resumed_from: str
+    ) -> None:
         """Compare what several ranks hold copies of; all ranks call this together.
 
         Args:
-            sums: of each kind of state its name, the ranks that hold one copy together, and a checksum of this rank's slice.
+            sums: of each kind of state its name, the ranks that hold one copy together, and a
+                checksum of this rank's slice.
             resumed_from: the record that a run goes on from, for the message.
 
         Raises:
-            RuntimeError: on every rank: two copies differ; the message names the step, the state and the ranks.
+            RuntimeError: on every rank: two copies differ; the message names the step, the state
+                and the ranks.
         """
         if self.world == 1 or not sums:
             return
         sums_WN = self._all(torch.tensor([its for _, _, its in sums], dtype=torch.int64))
-        places = {ranks: [self.place_of(rank, ranks) for rank in range(self.world)] for _, ranks, _ in sums}
+        places = {
+            ranks: [self.place_of(rank, ranks) for rank in range(self.world)]
+            for _, ranks, _ in sums
+        }
         for (name, ranks, _), sums_W in zip(sums, sums_WN.T.tolist(), strict=True):
             for place in range(ranks):
-                held = {rank: its for rank, its in enumerate(sums_W) if places[ranks][rank] == place}
+                held = {
+                    rank: its for rank, its in enumerate(sums_W) if places[ranks][rank] == place
+                }
                 usual, _ = Counter(held.values()).most_common(1)[0]
                 if different := [str(rank) for rank, value in held.items() if value != usual]:
                     raise RuntimeError(
-                        f"step {step}: the weights of {name} on rank {', '.join(different)} differ from those on the other"
+                        f"step {step}: the weights of {name} on rank {', '.join(different)}"
+                        " differ from those on the other"
                         f" ranks. The run ends; start it again to resume from {resumed_from}"
                     )
 
@@ -271,4 +305,6 @@ def make_ranks(plan: Plan, device: torch.device) -> SharedForwards:
     if plan.sharded:  # its slices have groups of their own
         return SharedForwards(mesh, dist.get_rank(), _scalars=make_scalars(mesh, dist.get_rank()))
     groups = make_groups(mesh, device)
-    return SharedForwards(mesh, groups.rank, plan.parameter_ranks, groups, make_scalars(mesh, groups.rank))
+    return SharedForwards(
+        mesh, groups.rank, plan.parameter_ranks, groups, make_scalars(mesh, groups.rank)
+    )

@@ -1,4 +1,5 @@
-"""The watch over a run's ranks: heartbeats in the store, and an end with a reason where a rank is dead or stuck."""
+"""The watch over a run's ranks: heartbeats in the store, and an end with a reason where a rank is
+dead or stuck."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ START_TIMEOUT = 120.0
 """Seconds that a rank waits for the others to come."""
 
 STUCK_AFTER = 30.0
-"""Seconds without a finished op after which a step counts as stuck, if ten usual steps are not longer."""
+"""Seconds without a finished op after which a step counts as stuck, if ten usual steps are not
+longer."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -43,18 +45,20 @@ def _end_process(message: str) -> None:
 
 
 class Watch:
-    """A watch that ends this process when another rank is dead, or when this one is stuck. Two threads: one talks to the store
-    over a connection of its own, where a link that is down can hold it for minutes; the other looks at the clock.
+    """A watch that ends this process when another rank is dead, or when this one is stuck. Two
+    threads: one talks to the store over a connection of its own, where a link that is down can hold
+    it for minutes; the other looks at the clock.
 
-    It begins when every rank has come, which it waits for. Every three seconds a rank counts its own beat up and reads the
-    others'. A rank whose beat stands still for :data:`DEAD_AFTER` seconds is dead, stopped or unreachable; so is the store's
-    host where it does not answer for as long. Inside a step (see :meth:`begin_step`) the time since the last finished op is
-    watched: more than :data:`STUCK_AFTER` seconds and ten usual steps, and the step is stuck. A slow step whose ops finish is
-    left alone, and so is a first step of any length.
+    It begins when every rank has come, which it waits for. Every three seconds a rank counts its
+    own beat up and reads the others'. A rank whose beat stands still for :data:`DEAD_AFTER` seconds
+    is dead, stopped or unreachable; so is the store's host where it does not answer for as long.
+    Inside a step (see :meth:`begin_step`) the time since the last finished op is watched: more than
+    :data:`STUCK_AFTER` seconds and ten usual steps, and the step is stuck. A slow step whose ops
+    finish is left alone, and so is a first step of any length.
 
-    If a silent rank of this node still uses its processor, it is busy (a library can keep every other thread of a process
-    waiting), and this rank counts its beat up for it. Any other is killed with SIGKILL, because a stopped process ignores
-    its launcher's SIGTERM.
+    If a silent rank of this node still uses its processor, it is busy (a library can keep every
+    other thread of a process waiting), and this rank counts its beat up for it. Any other is killed
+    with SIGKILL, because a stopped process ignores its launcher's SIGTERM.
 
     Args:
         here: this process among the ranks.
@@ -62,7 +66,8 @@ class Watch:
         end: what to do, given the message; ends the process unless given.
 
     Raises:
-        LostRank: a rank has not come within ``start_timeout`` seconds; its number and node are named.
+        LostRank: a rank has not come within ``start_timeout`` seconds; its number and node are
+            named.
     """
 
     current: ClassVar[Watch | None] = None
@@ -80,8 +85,12 @@ class Watch:
         stuck_after: float = STUCK_AFTER,
         end: Callable[[str], None] = _end_process,
     ) -> None:
-        self.interval, self.dead_after, self.stuck_after, self.end = interval, dead_after, stuck_after, end
-        self._here, self._rank = here, here.rank
+        self.interval = interval
+        self.dead_after = dead_after
+        self.stuck_after = stuck_after
+        self.end = end
+        self._here = here
+        self._rank = here.rank
         self._done = threading.Event()
         self._progress: float | None = None
         self._finished: Callable[[], int] = int
@@ -102,29 +111,40 @@ class Watch:
         self._meet(start_timeout)
         self._store.set_timeout(timedelta(seconds=dead_after / 2))
         self._lived = 0.0
-        """Seconds on this rank's clock: while its process is stopped, or no thread of it gets to run, it stands still."""
+        """Seconds on this rank's clock: while its process is stopped, or no thread of it gets to
+        run, it stands still."""
         self._answered = 0.0
         """Seconds on that clock at which the store last answered; all times below are on it."""
         works = (self._beat, self._look)
-        self._threads = [threading.Thread(target=work, name="blockwalk watch", daemon=True) for work in works]
+        self._threads = [
+            threading.Thread(target=work, name="blockwalk watch", daemon=True) for work in works
+        ]
         for thread in self._threads:
             thread.start()
         Watch.current = self
 
     def _meet(self, timeout: float) -> None:
         """Wait until every rank has come. All ranks name the same missing ones."""
-        here, store, missing = self._here, self._store, f"{self._about}/missing"
-        count, wait, deadline = f"{self._about}/present", 0.01, time.monotonic() + timeout
+        here = self._here
+        store = self._store
+        missing = f"{self._about}/missing"
+        count = f"{self._about}/present"
+        wait = 0.01
+        deadline = time.monotonic() + timeout
         try:
             store.set(self._keys[here.rank], "0")
-            store.set(self._process(here.rank), f"{os.getpid()} {_began(os.getpid())} {platform.node()}")
+            store.set(
+                self._process(here.rank), f"{os.getpid()} {_began(os.getpid())} {platform.node()}"
+            )
             store.add(count, 1)
             while store.add(count, 0) < here.world:
                 if store.check([missing]):
                     raise LostRank(store.get(missing).decode())
                 if time.monotonic() > deadline:
                     store.set(missing, self._absent(timeout))
-                    time.sleep(min(1.0, timeout / 4))  # rank 0 may hold the store: let the others read it
+                    time.sleep(
+                        min(1.0, timeout / 4)
+                    )  # rank 0 may hold the store: let the others read it
                 time.sleep(wait)
                 wait = min(2 * wait, 0.2)
         except (RuntimeError, OSError) as error:
@@ -137,20 +157,30 @@ class Watch:
     def _absent(self, timeout: float) -> str:
         """Return the message that names the ranks that have not come."""
         each = self._here.ranks_per_node
-        there = {rank for rank in range(self._here.world) if self._store.check([self._process(rank)])}
-        hosts = {rank // each: self._store.get(self._process(rank)).decode().split()[2] for rank in there}
+        there = {
+            rank for rank in range(self._here.world) if self._store.check([self._process(rank)])
+        }
+        hosts = {
+            rank // each: self._store.get(self._process(rank)).decode().split()[2] for rank in there
+        }
         who = ", ".join(
-            f"rank {rank} (node {rank // each}, {hosts.get(rank // each, 'from which no rank has come')})"
+            f"rank {rank} (node {rank // each},"
+            f" {hosts.get(rank // each, 'from which no rank has come')})"
             for rank in range(self._here.world)
             if rank not in there
         )
-        return f"{who} did not come within {timeout:g} s (start_timeout): not started, stopped, or unable to reach the others"
+        return (
+            f"{who} did not come within {timeout:g} s (start_timeout): not started, stopped, or"
+            " unable to reach the others"
+        )
 
     def begin_step(self, finished: Callable[[], int] = int) -> None:
-        """Watch a step of which so many ops have ``finished``: on an accelerator one that is issued can still be stuck, and a
-        thread that waits for the device issues none."""
-        self._finished, self._count = finished, 0
-        self._began, self._progress = time.monotonic(), self._lived
+        """Watch a step of which so many ops have ``finished``: on an accelerator one that is issued
+        can still be stuck, and a thread that waits for the device issues none."""
+        self._finished = finished
+        self._count = 0
+        self._began = time.monotonic()
+        self._progress = self._lived
 
     def _count_finished(self) -> None:
         """Note whether ops were done since this was last asked."""
@@ -179,7 +209,8 @@ class Watch:
 
     def stuck(self) -> str | None:
         """Return the message that ends a rank whose step is stuck; None where it is not."""
-        progress, steps = self._progress, self._steps
+        progress = self._progress
+        steps = self._steps
         if progress is None or not steps:
             return None
         waited = self._lived - progress
@@ -187,7 +218,8 @@ class Watch:
         if waited <= max(self.stuck_after, 10 * usual):
             return None
         return (
-            f"rank {self._rank}: no operation of this step has finished for {waited:.0f} s, and a step usually takes"
+            f"rank {self._rank}: no operation of this step has finished for {waited:.0f} s, and a"
+            " step usually takes"
             f" {usual:.1f} s: it is stuck. The run ends; start it again to resume"
         )
 
@@ -203,16 +235,24 @@ class Watch:
                 for rank, value in enumerate(values):
                     if rank not in self._seen or self._seen[rank][0] != value:
                         self._seen[rank] = (value, now)
-                    elif rank in self._node and now - self._seen[rank][1] > self.dead_after / 2 and self._works(rank):
+                    elif (
+                        rank in self._node
+                        and now - self._seen[rank][1] > self.dead_after / 2
+                        and self._works(rank)
+                    ):
                         self._store.set(self._keys[rank], f"{beats} of rank {self._rank}")
-            except Exception as error:  # a store that fails once may answer again, over another connection
+            except (
+                Exception
+            ) as error:  # a store that fails once may answer again, over another connection
                 self._trouble = f" ({str(error).splitlines()[0]})"
                 with contextlib.suppress(Exception):
                     self._store = self._store.clone()
 
     def _works(self, rank: int) -> bool:
-        """Whether the process of a silent rank of this node has used its processor since this was last asked."""
-        before, used = self._used.get(rank), _used(self._store.get(self._process(rank)).decode())
+        """Whether the process of a silent rank of this node has used its processor since this was
+        last asked."""
+        before = self._used.get(rank)
+        used = _used(self._store.get(self._process(rank)).decode())
         self._used[rank] = used
         return before is not None and used > before
 
@@ -230,22 +270,27 @@ class Watch:
                 return
 
     def unheard(self) -> str | None:
-        """Return the message that ends this rank where others are silent, or None; silent ranks of this node are killed."""
+        """Return the message that ends this rank where others are silent, or None; silent ranks of
+        this node are killed."""
         now = self._lived
         silence = now - self._answered
         if silence > self.dead_after:
             return (
-                f"rank {self._rank}: the host of rank 0 does not answer for {silence:.0f} s{self._trouble}: the run ends;"
+                f"rank {self._rank}: the host of rank 0 does not answer for {silence:.0f}"
+                f" s{self._trouble}: the run ends;"
                 " start it again to resume"
             )
-        silent = [rank for rank, (_, since) in list(self._seen.items()) if now - since > self.dead_after]
+        silent = [
+            rank for rank, (_, since) in list(self._seen.items()) if now - since > self.dead_after
+        ]
         if not silent:
             return None
         for rank in silent:
             if rank in self._node:
                 _kill(self._store.clone().get(self._process(rank)).decode())
         return (
-            f"rank {self._rank}: no sign of life from rank {', '.join(map(str, silent))} for {self.dead_after:.0f} s: dead,"
+            f"rank {self._rank}: no sign of life from rank {', '.join(map(str, silent))} for"
+            f" {self.dead_after:.0f} s: dead,"
             " stopped or unreachable. The run ends; start it again to resume"
         )
 
@@ -255,15 +300,17 @@ class Watch:
 
 
 def begin_watch(mesh: MeshSettings) -> Watch:
-    """Return a watch over ranks whose process group is there already; every rank calls this together."""
-    rank, node = dist.get_rank(), mesh.ranks_per_node
+    """Return a watch over ranks whose process group is there already; every rank calls this
+    together."""
+    rank = dist.get_rank()
+    node = mesh.ranks_per_node
     c10d: Any = dist.distributed_c10d
     return Watch(Place(rank, mesh.world, rank % node, node), c10d._get_default_store())
 
 
 def _stat(process: int) -> list[str]:
-    """Return the kernel's fields about a process of this machine, from the third field of proc(5)'s stat; nothing where it
-    is gone."""
+    """Return the kernel's fields about a process of this machine, from the third field of proc(5)'s
+    stat; nothing where it is gone."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -271,13 +318,14 @@ def _stat(process: int) -> list[str]:
 
 
 def _began(process: int) -> str:
-    """Return the time, in the kernel's ticks, at which a process of this machine began: with its number, it is that process
-    and no other."""
+    """Return the time, in the kernel's ticks, at which a process of this machine began: with its
+    number, it is that process and no other."""
     return (_stat(process) or [""] * 20)[19]
 
 
 def _used(process: str) -> int:
-    """Return processor time of a process, given as its number and its beginning, in the kernel's ticks; 0 where it is gone."""
+    """Return processor time of a process, given as its number and its beginning, in the kernel's
+    ticks; 0 where it is gone."""
     number, began, *_ = process.split(" ")
     found = _stat(int(number))
     return int(found[11]) + int(found[12]) if found and found[19] == began else 0

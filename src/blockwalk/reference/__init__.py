@@ -1,1 +1,2 @@
-"""The oracle: naive whole-model loops in memory, kept short. Whatever the plan, the numbers must be these."""
+"""The oracle: naive whole-model loops in memory, kept short. Whatever the plan, the numbers must be
+these."""

@@ -1,8 +1,8 @@
-"""MeZO as its authors' code computes it: whole model in memory, perturbed in place, one generator for all parameters.
+"""MeZO as its authors' code computes it: whole model in memory, perturbed in place, one generator
+for all parameters.
 
-Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), algorithm 1. The
-arithmetic and the order of the draws are repeated to the last bit.
-"""
+Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023),
+algorithm 1. The arithmetic and the order of the draws are repeated to the last bit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def mezo_step(
     seed: int | None = None,
     loss: Loss = own_loss,
 ) -> StepOf:
-    """One step of the original: three passes of perturbation, two forwards in evaluation mode, one pass of update."""
+    """One step of the original: three passes of perturbation, two forwards in evaluation mode, one
+    pass of update."""
     seed = int(np.random.randint(1000000000)) if seed is None else seed
     model.eval()
     with torch.no_grad():

@@ -1,9 +1,9 @@
-"""Zeroth-order steps with counter-based noise, whole model in memory: two-point SPSA, FZOO and HiZOO.
+"""Zeroth-order steps with counter-based noise, whole model in memory: two-point SPSA, FZOO and
+HiZOO.
 
-Each function states one estimator's arithmetic in the order in which it is rounded. Masters are float32; a forward sees
-``float32(master) + float32(±ε)·z`` cast to the model's dtype, and the master itself is never perturbed. Losses and what is
-made of them are float64.
-"""
+Each function states one estimator's arithmetic in the order in which it is rounded. Masters are
+float32; a forward sees ``float32(master) + float32(±ε)·z`` cast to the model's dtype, and the
+master itself is never perturbed. Losses and what is made of them are float64."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ def _draws(masters: Masters, seed: int, step: int, kind: NoiseKind | Draw) -> Dr
 
     def draw(query: int, name: str) -> Tensor:
         key = NoiseKey(seed, step, query, name)
-        return kind(query, name) if callable(kind) else fill_(torch.empty_like(masters[name]), key, kind=kind)
+        return (
+            kind(query, name)
+            if callable(kind)
+            else fill_(torch.empty_like(masters[name]), key, kind=kind)
+        )
 
     return draw
 
@@ -43,7 +47,9 @@ def _scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
 
-def _loss(model: nn.Module, batch: Batch, loss: Loss, values: Iterable[tuple[str, Tensor]]) -> float:
+def _loss(
+    model: nn.Module, batch: Batch, loss: Loss, values: Iterable[tuple[str, Tensor]]
+) -> float:
     """Return the loss where the model's parameters have these values, cast to its dtype."""
     named = dict(trainables(model))
     for name, value in values:
@@ -59,7 +65,9 @@ def _moved(masters: Masters, scale: float, draw: Draw, query: int) -> Iterator[t
         yield name, master + _scalar(scale) * draw(query, name)
 
 
-def _descend_(masters: Masters, grads: Sequence[float], draw: Draw, learning_rate: float, decay: float = 0.0) -> None:
+def _descend_(
+    masters: Masters, grads: Sequence[float], draw: Draw, learning_rate: float, decay: float = 0.0
+) -> None:
     """θ ← θ − η·(1/q)·Σᵢ gᵢ·zᵢ, after the decay of those that are decayed."""
     for name, master in masters.items():
         if decay and not any(part in name for part in UNDECAYED):
@@ -85,7 +93,9 @@ def spsa_step(
     """θ ← θ − η·(1/q)·Σᵢ gᵢ·zᵢ with gᵢ = (L(θ + ε·zᵢ) − L(θ − ε·zᵢ)) / 2ε; for q = 1, MeZO."""
     draw = _draws(masters, seed, step, kind)
     moves = [(query, sign * epsilon) for query in range(queries) for sign in (1.0, -1.0)]
-    losses = [_loss(model, batch, loss, _moved(masters, scale, draw, query)) for query, scale in moves]
+    losses = [
+        _loss(model, batch, loss, _moved(masters, scale, draw, query)) for query, scale in moves
+    ]
     grads = tuple((losses[2 * i] - losses[2 * i + 1]) / (2 * epsilon) for i in range(queries))
     _descend_(masters, grads, draw, learning_rate, weight_decay)
     return StepOf(tuple(losses), grads, seed)
@@ -108,8 +118,11 @@ def fzoo_step(
 
     σ is the population standard deviation of the lᵢ.
     """
-    at_rest, draw = _loss(model, batch, loss, masters.items()), _draws(masters, seed, step, kind)
-    losses = [_loss(model, batch, loss, _moved(masters, epsilon, draw, query)) for query in range(queries)]
+    at_rest = _loss(model, batch, loss, masters.items())
+    draw = _draws(masters, seed, step, kind)
+    losses = [
+        _loss(model, batch, loss, _moved(masters, epsilon, draw, query)) for query in range(queries)
+    ]
     sigma = statistics.pstdev(losses)
     grads = tuple((each - at_rest) / sigma if sigma else 0.0 for each in losses)
     _descend_(masters, grads, draw, learning_rate)
@@ -129,10 +142,11 @@ def hizoo_step(
     epsilon: float = 1e-3,
     loss: Loss = own_loss,
 ) -> StepOf:
-    """H ← (1 − α)·H + α·h·H·z² with h = |l₊ + l₋ − 2l₀| / 2ε², then θ ← θ − η·g·z/√H with the new H.
+    """H ← (1 − α)·H + α·h·H·z² with h = |l₊ + l₋ − 2l₀| / 2ε², then θ ← θ − η·g·z/√H with the new
+    H.
 
-    The losses l₊ and l₋ are those at θ ± ε·z/√H with the old H; g = (l₊ − l₋) / 2ε. H begins as ones.
-    """
+    The losses l₊ and l₋ are those at θ ± ε·z/√H with the old H; g = (l₊ − l₋) / 2ε. H begins as
+    ones."""
 
     draw = _draws(masters, seed, step, "gaussian")
 
@@ -140,11 +154,15 @@ def hizoo_step(
         return draw(query, name) / hessians[name].sqrt()
 
     base = _loss(model, batch, loss, masters.items())
-    plus, minus = (_loss(model, batch, loss, _moved(masters, sign * epsilon, shaped, 0)) for sign in (1.0, -1.0))
+    plus, minus = (
+        _loss(model, batch, loss, _moved(masters, sign * epsilon, shaped, 0))
+        for sign in (1.0, -1.0)
+    )
     g = (plus - minus) / (2 * epsilon)
     curvature = math.fabs(plus + minus - 2 * base) / (2 * epsilon**2)
     for name, master in masters.items():
-        z, hessian = draw(0, name), hessians[name]
+        z = draw(0, name)
+        hessian = hessians[name]
         grown = z * z * hessian * _scalar(alpha * curvature)
         hessian.mul_(_scalar(1.0 - alpha)).add_(grown)
         master += _scalar(-learning_rate * g) * (z / hessian.sqrt())

@@ -1,4 +1,5 @@
-"""Advice on the choice of a plan: what the planner is asked for a model, and the next plan where one does not fit.
+"""Advice on the choice of a plan: what the planner is asked for a model, and the next plan where
+one does not fit.
 
 Importing this imports no torch; asking does."""
 
@@ -23,10 +24,16 @@ from blockwalk.simulate.planner import Task
 
 
 def task(
-    model: str, lora: Adapters | None, machine: Hardware, shape: Shape, *, budget: int | None, micro_batches: int = 1
+    model: str,
+    lora: Adapters | None,
+    machine: Hardware,
+    shape: Shape,
+    *,
+    budget: int | None,
+    micro_batches: int = 1,
 ) -> Task:
-    """Return the planner's task for a model's folder or ``config.json``: the model as it is cut, and costs that are
-    measured as the planner asks for them, without padding.
+    """Return the planner's task for a model's folder or ``config.json``: the model as it is cut,
+    and costs that are measured as the planner asks for them, without padding.
 
     Raises:
         ValueError: there is no such model, or it cannot be cut.
@@ -38,18 +45,26 @@ def task(
     return Task(model_spec(model, costs), costs, machine, shape, budget, micro_batches)
 
 
-def next_plan(run: RunConfig, room: int | None, shape: Shape, *, device: str, host: int | None = None) -> str:
-    """Return the fastest plan for one rank that fits, in words; empty where none is known. ``shape`` is that of a micro-batch.
+def next_plan(
+    run: RunConfig, room: int | None, shape: Shape, *, device: str, host: int | None = None
+) -> str:
+    """Return the fastest plan for one rank that fits, in words; empty where none is known.
+    ``shape`` is that of a micro-batch.
 
     Args:
-        room: bytes of the device's memory that it may need; None: as many as a plan of this machine may.
-        host: bytes of the host's memory that it may need beside an accelerator; None: those of this machine.
+        room: bytes of the device's memory that it may need; None: as many as a plan of this machine
+            may.
+        host: bytes of the host's memory that it may need beside an accelerator; None: those of this
+            machine.
     """
     try:
-        machine, steps = this_machine(device), run.plan.gradient_accumulation_steps
+        machine = this_machine(device)
+        steps = run.plan.gradient_accumulation_steps
         if host is not None:
             machine = replace(machine, host_bytes=host)
-        found = planner.rank(task(run.model, run.adapters, machine, shape, budget=room, micro_batches=steps))
+        found = planner.rank(
+            task(run.model, run.adapters, machine, shape, budget=room, micro_batches=steps)
+        )
     except ValueError:  # a model that is no folder, or adapters that cannot be made anew
         return ""
     fits = (c for c in found.ranked if c.plan.mesh.world == 1 and c.plan != run.plan)
@@ -57,9 +72,15 @@ def next_plan(run: RunConfig, room: int | None, shape: Shape, *, device: str, ho
         alone = ", or train adapters (lora.rank: 8)" if run.adapters is None else ""
         most = human_bytes(machine.usable_bytes if room is None else room)
         beside = "" if host is None else f" beside {human_bytes(host)} of the host's"
-        return f"; no plan of this model fits {most}{beside}: lower batch_size or data.max_length{alone}"
+        return (
+            f"; no plan of this model fits {most}{beside}: lower batch_size or"
+            f" data.max_length{alone}"
+        )
     held = best.peaks[Pool.DEVICE] + (best.peaks[Pool.HOST] if device == "cpu" else 0)
-    return f"; the next plan that fits: {settings_of(best.plan)} ({best.label}), {human_bytes(held)} of tensors"
+    return (
+        f"; the next plan that fits: {settings_of(best.plan)} ({best.label}), {human_bytes(held)}"
+        " of tensors"
+    )
 
 
 def settings_of(plan: Plan) -> str:
@@ -68,31 +89,45 @@ def settings_of(plan: Plan) -> str:
 
 
 def differing(plan: Plan) -> dict[str, Any]:
-    """Return the method of a plan, and each setting that a run of the method has otherwise unless it is named, by name."""
+    """Return the method of a plan, and each setting that a run of the method has otherwise unless
+    it is named, by name."""
     row = unnamed_codec(METHODS[plan.method]())
     found: dict[str, Any] = {"method": plan.method}
     for each in fields(plan):
-        mine, default = getattr(plan, each.name), getattr(row, each.name)
+        mine = getattr(plan, each.name)
+        default = getattr(row, each.name)
         if mine != default and isinstance(mine, str | int | Placement) and each.name != "budget":
             found[each.name] = mine if isinstance(mine, str | int) else str(mine)
     return found
 
 
 def recommended(run: RunConfig, plan: Plan) -> dict[str, Any]:
-    """Return the settings of a run under another plan, to be copied: the plan's, and those of the run that are not the
-    defaults. A micro-batch has as many sequences as the run's."""
+    """Return the settings of a run under another plan, to be copied: the plan's, and those of the
+    run that are not the defaults. A micro-batch has as many sequences as the run's."""
 
     def changed(mine: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in mine.items() if value != default[name]}
 
-    given, default = run.to_mapping(), RunConfig().to_mapping()
+    given = run.to_mapping()
+    default = RunConfig().to_mapping()
     given["batch_size"] = -(-run.batch_size // run.plan.cuts) * plan.cuts
     names = [each.name for each in fields(RunConfig) if each.name not in ("plan", "model", "named")]
     own = changed({name: given[name] for name in names}, default)
-    optimizer = {} if run.plan.estimator is not plan.estimator else changed(given["optimizer"], default["optimizer"])
-    nested = {"data": changed(given["data"], default["data"]), "lora": given["lora"], "optimizer": optimizer}
+    optimizer = (
+        {}
+        if run.plan.estimator is not plan.estimator
+        else changed(given["optimizer"], default["optimizer"])
+    )
+    nested = {
+        "data": changed(given["data"], default["data"]),
+        "lora": given["lora"],
+        "optimizer": optimizer,
+    }
     if given["lora"]:
-        nested["lora"] = {"rank": given["lora"]["rank"], **changed(given["lora"], plain_values(LoraSettings()))}
+        nested["lora"] = {
+            "rank": given["lora"]["rank"],
+            **changed(given["lora"], plain_values(LoraSettings())),
+        }
     budget = {"budget": run.plan.budget} if run.plan.budget else {}
     parts = {"model": run.model, **differing(plan), **own, **nested, **budget}
     return {name: value for name, value in parts.items() if value != {}}

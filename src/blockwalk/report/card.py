@@ -1,5 +1,5 @@
-"""The model card of a run: a README.md with the hub's metadata, from the files that the run left; and the run on the hub. No
-torch."""
+"""The model card of a run: a README.md with the hub's metadata, from the files that the run left;
+and the run on the hub. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def trained_folder(folder: str | Path) -> Path:
     """Return the folder of what a run trained, where a card may be written.
 
     Raises:
-        ValueError: the run has not ended; a link leads out of its folder; or a card or curve that somebody wrote is there.
+        ValueError: the run has not ended; a link leads out of its folder; or a card or curve that
+            somebody wrote is there.
     """
     run = Path(folder)
     trained = next((run / name for name in RESULTS if (run / name).is_dir()), None)
@@ -47,37 +48,60 @@ def trained_folder(folder: str | Path) -> Path:
 
 
 def write(folder: str | Path) -> Path:
-    """Write the card beside what a run trained, with its loss curve; answers the folder, which is ready to be uploaded.
+    """Write the card beside what a run trained, with its loss curve; answers the folder, which is
+    ready to be uploaded.
 
     Raises:
         ValueError: as :func:`trained_folder`.
     """
     run = Path(folder)
     trained = trained_folder(folder)
-    resolved: dict[str, Any] = yaml.load((run / "config.yaml").read_text(encoding="utf-8"), Loader=Loader)
+    resolved: dict[str, Any] = yaml.load(
+        (run / "config.yaml").read_text(encoding="utf-8"), Loader=Loader
+    )
     settings = shareable(resolved)
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
-    adapter, model, data = trained.name == "adapter", settings["model"], settings["data"]
+    adapter = trained.name == "adapter"
+    model = settings["model"]
+    data = settings["data"]
     train = data["train"] or data["task"]
     tags = ["blockwalk", settings["method"], *(["lora"] if settings["lora"] else [])]
     library = "peft" if adapter else "transformers"
-    head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": tags}
+    head: dict[str, Any] = {
+        "library_name": library,
+        "pipeline_tag": "text-generation",
+        "tags": tags,
+    }
     on_hub = model == resolved["model"] and not Path(model).exists()
     if on_hub:
-        head["base_model"] = "/".join(repository(model)[0].split("/")[:2])  # a GGUF file's repository
+        head["base_model"] = "/".join(
+            repository(model)[0].split("/")[:2]
+        )  # a GGUF file's repository
     elif Path(resolved["model"]).exists():  # a base that was moved is no place to write over
-        refuse_overlap(trained / "README.md", {"the model": model_paths(resolved["model"])}, "output_dir")
-    what = f"{adapter_settings(settings['lora'] or settings['prefix'])} for" if adapter else "All parameters of"
+        refuse_overlap(
+            trained / "README.md", {"the model": model_paths(resolved["model"])}, "output_dir"
+        )
+    what = (
+        f"{adapter_settings(settings['lora'] or settings['prefix'])} for"
+        if adapter
+        else "All parameters of"
+    )
     rows = "\n".join(f"| {escaped(name)} | {escaped(value)} |" for name, value in figures(run))
     listed = [train] if isinstance(train, str) else train
-    sources = ", ".join(code(source["path"] if isinstance(source, Mapping) else source) for source in listed)
+    sources = ", ".join(
+        code(source["path"] if isinstance(source, Mapping) else source) for source in listed
+    )
     fence = "`" * (_longest_ticks(text, least=2) + 1)
     again = f"{_repeatable(run)}\n\n{fence}yaml\n{text.rstrip()}\n{fence}"
     if (run / LEDGER).is_file():
         again += (
-            f"\n\n{code(f'blockwalk replay {model} {LEDGER} OUT')} rebuilds the weights from the ledger, bit for bit."
+            f"\n\n{code(f'blockwalk replay {model} {LEDGER} OUT')} rebuilds the weights from the"
+            " ledger, bit for bit."
         )
-    body = f"# {escaped(run.name)}\n\n{escaped(what)} {code(model)}, trained on {sources} by Blockwalk, method"
+    body = (
+        f"# {escaped(run.name)}\n\n{escaped(what)} {code(model)}, trained on {sources} by"
+        " Blockwalk, method"
+    )
     body += f" {code(settings['method'])}.\n\n"
     body += f"| | |\n|---|---|\n{rows}\n\n![loss](loss.svg)\n\n{again}\n"
     card = f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{body}"
@@ -93,7 +117,8 @@ def escaped(value: object) -> str:
 
 
 def code(value: object) -> str:
-    """Return a value as Markdown's code on one line; its fence is longer than any run of backticks in it."""
+    """Return a value as Markdown's code on one line; its fence is longer than any run of backticks
+    in it."""
     text = one_line(str(value))
     ticks = _longest_ticks(text)
     blank = " " if ticks else ""
@@ -130,7 +155,8 @@ def _named(name: str) -> str:
 
 
 def _on_hub(name: str) -> bool:
-    """Whether a text may be a name of the hub: ``owner/name``, with a revision or a file behind it."""
+    """Whether a text may be a name of the hub: ``owner/name``, with a revision or a file behind
+    it."""
     return "/" in name and not name.startswith(("/", "./", "../", "~")) and "\\" not in name
 
 
@@ -139,27 +165,35 @@ def _repeatable(run: Path) -> str:
     changed = whole_lines(run / CHANGED)
     if not changed:
         return "`blockwalk train config.yaml` makes it again, with this file:"
-    steps = "; ".join(f"after step {line['step']} {', '.join(map(code, line['changes']))}" for line in changed)
+    steps = "; ".join(
+        f"after step {line['step']} {', '.join(map(code, line['changes']))}" for line in changed
+    )
     return (
-        f"Settings were changed as the run went on: {steps}. This file has the last ones, and does not repeat the run:"
+        f"Settings were changed as the run went on: {steps}. This file has the last ones, and"
+        " does not repeat the run:"
     )
 
 
 def push(folder: str | Path, repo: str, *, ledger: bool = False) -> str:
-    """Upload what a run trained, with its card, curve, configuration and, of zeroth order, its ledger; with ``ledger`` all but
-    the weights and the tokenizer. Answers the repository's page.
+    """Upload what a run trained, with its card, curve, configuration and, of zeroth order, its
+    ledger; with ``ledger`` all but the weights and the tokenizer. Answers the repository's page.
 
     Raises:
-        ValueError: the run has not ended, has no ledger, has a link that leads out of its folder, or the hub refuses.
+        ValueError: the run has not ended, has no ledger, has a link that leads out of its folder,
+            or the hub refuses.
     """
     run = Path(folder)
     beside = [path for path in [within(run, run / LEDGER)] if path.is_file()]
     if ledger and not beside:
-        raise ValueError(f"{run} has no {LEDGER}: its method differentiates, and its weights are needed")
+        raise ValueError(
+            f"{run} has no {LEDGER}: its method differentiates, and its weights are needed"
+        )
     trained = write(run)
     files_of_result = [trained / name for name in ("README.md", "loss.svg", "config.yaml")]
     if not ledger:
-        files_of_result = sorted(path for path in trained.rglob("*") if within(run, path).is_file() and path.name != MARK)
+        files_of_result = sorted(
+            path for path in trained.rglob("*") if within(run, path).is_file() and path.name != MARK
+        )
     files = {path.relative_to(trained).as_posix(): path for path in files_of_result}
     hub.create(repo)
     return hub.upload(repo, {**files, **{path.name: path for path in beside}})

@@ -1,4 +1,5 @@
-"""The forecast of a plan before it starts: bytes of each kind of state on its tier, the predicted peak, the traffic.
+"""The forecast of a plan before it starts: bytes of each kind of state on its tier, the predicted
+peak, the traffic.
 
 Everything is read off the program that the run will execute. Importing this imports no torch.
 """
@@ -56,7 +57,8 @@ class Forecast:
     plan: Plan
     model: ModelSpec
     programs: tuple[Program, ...]
-    """The distinct ones of the ranks (:func:`blockwalk.program.compile.compile_ranks`); what is said is of the first."""
+    """The distinct ones of the ranks (:func:`blockwalk.program.compile.compile_ranks`); what is
+    said is of the first."""
     device: str = "cpu"
     costs: Costs = NO_COSTS
     """The measured costs that the programs were compiled with."""
@@ -91,21 +93,24 @@ class Forecast:
         return peaks[Pool.HOST] + (peaks[Pool.DEVICE] if self.device == "cpu" else 0)
 
     def process_bytes(self, before: int, opened: int | None = None) -> int:
-        """Return bytes of the whole process at its peak, on a processor, where it held ``before`` without the model and
-        ``opened`` with it."""
+        """Return bytes of the whole process at its peak, on a processor, where it held ``before``
+        without the model and ``opened`` with it."""
         here = machine.this_machine(self.device)
-        most = process_memory.process_peak(self.fullest, self.plan, here, self.model, process=before)
+        most = process_memory.process_peak(
+            self.fullest, self.plan, here, self.model, process=before
+        )
         if opened is not None:
             opened += process_memory.step_growth(self.fullest, self.plan, here, self.model)
         return max(most, opened or 0)
 
     def overview(self, steps: int, usual: Simulation | None = None) -> Iterator[str]:
-        """Yield a run in the figures that decide about it: the process's memory, and the time of all ``steps`` (0: not known),
-        as long as ``usual`` on average, the longest unless given."""
+        """Yield a run in the figures that decide about it: the process's memory, and the time of
+        all ``steps`` (0: not known), as long as ``usual`` on average, the longest unless given."""
         found = self.simulated()
         if self.device == "cpu":
             free = "" if found else f"; {process_memory.GUESSED}"
-            most, tensors = human_bytes(self.process_bytes(process_bytes())), human_bytes(self.host_bytes())
+            most = human_bytes(self.process_bytes(process_bytes()))
+            tensors = human_bytes(self.host_bytes())
             yield f"memory  about {most} for the whole process, {tensors} of it tensors{free}"
         else:
             yield f"memory  {', '.join(self.pools())}"
@@ -116,20 +121,41 @@ class Forecast:
         # the simulation of a shorter row may take longer than that of the longest
         at_most = max(found.seconds, usual.seconds if usual else 0.0)
         duration = _duration(steps * (usual or found).seconds)
-        whole = f"; {counted(steps, 'step')}: about {duration}, evaluations left out" if steps else ""
+        whole = (
+            f"; {counted(steps, 'step')}: about {duration}, evaluations left out" if steps else ""
+        )
         yield f"time    {at_most:.3g} s a step at most{each}{whole}; {found.bottleneck()}"
 
     def rows(self) -> list[Row]:
-        """Return bytes of each kind of state. A gradient that is used at its block's turn is at most one unit's."""
-        plan, model = self.plan, self.model
-        frozen, trained = model.numel(trainable=False), model.numel(trainable=True)
+        """Return bytes of each kind of state. A gradient that is used at its block's turn is at
+        most one unit's."""
+        plan = self.plan
+        model = self.model
+        frozen = model.numel(trainable=False)
+        trained = model.numel(trainable=True)
         places = Placements(plan, model, self.device)
         stays = places.stays
-        trainable = replace(plan.trainable, tier=Tier.DEVICE, group=NOBODY) if stays else plan.trainable
-        small = f", fewer than a block's: they stay there, not on the {plan.trainable.tier}" if stays else ""
+        trainable = (
+            replace(plan.trainable, tier=Tier.DEVICE, group=NOBODY) if stays else plan.trainable
+        )
+        small = (
+            f", fewer than a block's: they stay there, not on the {plan.trainable.tier}"
+            if stays
+            else ""
+        )
         rows = [
-            Row("frozen", plan.frozen, self._stored(plan.frozen, trainable=False), f"{frozen:,} parameters"),
-            Row("trainable", trainable, self._stored(plan.trainable, trainable=True), f"{trained:,} parameters{small}"),
+            Row(
+                "frozen",
+                plan.frozen,
+                self._stored(plan.frozen, trainable=False),
+                f"{frozen:,} parameters",
+            ),
+            Row(
+                "trainable",
+                trainable,
+                self._stored(plan.trainable, trainable=True),
+                f"{trained:,} parameters{small}",
+            ),
         ]
         if not plan.zeroth_order:
             at_turn = plan.update.at_turn
@@ -138,7 +164,8 @@ class Forecast:
             stay = not plan.sharded and gradient_pool(plan, self.device) is Pool.DEVICE
             gradient = replace(plan.gradient, tier=Tier.DEVICE) if stay else plan.gradient
             rows.append(Row("gradient", gradient, 4 * most, note))
-        states, beside = 4 * len(plan.update_rule.states) * trained, plan.optimizer_state
+        states = 4 * len(plan.update_rule.states) * trained
+        beside = plan.optimizer_state
         if plan.zeroth_order:  # in the buckets, with the parameters
             codecs = [codec for codec, _ in states_beside(plan.zo, plan.optimizer).values()]
             states = sum(encoded_nbytes((trained,), "float32", codec) for codec in codecs)
@@ -146,9 +173,13 @@ class Forecast:
         elif places.updates_on_host and not places.states_on_disk:
             beside = replace(beside, tier=Tier.HOST)
         rows.append(Row("optimizer", beside, states, plan.optimizer.name))
-        saved = sum(nbytes for op in self.program.ops if op.kind is OpKind.SAVE for _, nbytes in op.takes)
+        saved = sum(
+            nbytes for op in self.program.ops if op.kind is OpKind.SAVE for _, nbytes in op.takes
+        )
         if not plan.zeroth_order:
-            rows.append(Row("activation", plan.activation, saved, "activation checkpoints of one step"))
+            rows.append(
+                Row("activation", plan.activation, saved, "activation checkpoints of one step")
+            )
         return rows
 
     def _stored(self, placement: Placement, *, trainable: bool) -> int:
@@ -156,22 +187,41 @@ class Forecast:
 
     def lines(self) -> Iterator[str]:
         """Yield the forecast as a small table."""
-        plan, program, shape = self.plan, self.program, self.program.shape
+        plan = self.plan
+        program = self.program
+        shape = self.program.shape
         passes = f", {plan.forward_passes} forward passes" if plan.zeroth_order else ""
-        yield f"{plan.method} on {self.model.name}: {plan.estimator}{passes}, updates at {_when(plan)}"
+        yield (
+            f"{plan.method} on {self.model.name}: {plan.estimator}{passes}, updates at"
+            f" {_when(plan)}"
+        )
         if plan.mesh.world > 1:
             yield f"  ranks       {plan.mesh.world}: {_shared(plan)}"
         for row in self.rows():
             where = str(row.placement).removesuffix(f" × {NOBODY}")
             yield f"  {row.kind:<11} {where:<24} {human_bytes(row.nbytes):>10}   {row.note}".rstrip()
         if plan.mesh.world > 1:
-            ranks, node = plan.mesh.world, plan.mesh.ranks_per_node
-            yield f"  ranks        {ranks} on {ranks // node} node{'s' * (ranks > node)} of {node} (mesh.ranks_per_node)"
-        micro = f" × {plan.gradient_accumulation_steps}" if plan.gradient_accumulation_steps > 1 else ""
-        moved = ", ".join(f"{lane} {human_bytes(nbytes)}" for lane, nbytes in program.bytes_by_lane().items())
-        yield f"  one step     {shape.batch} × {shape.sequence} tokens{micro}; moves {moved or 'nothing'}"
+            ranks = plan.mesh.world
+            node = plan.mesh.ranks_per_node
+            yield (
+                f"  ranks        {ranks} on {ranks // node} node{'s' * (ranks > node)} of {node}"
+                " (mesh.ranks_per_node)"
+            )
+        micro = (
+            f" × {plan.gradient_accumulation_steps}" if plan.gradient_accumulation_steps > 1 else ""
+        )
+        moved = ", ".join(
+            f"{lane} {human_bytes(nbytes)}" for lane, nbytes in program.bytes_by_lane().items()
+        )
+        yield (
+            f"  one step     {shape.batch} × {shape.sequence} tokens{micro}; moves"
+            f" {moved or 'nothing'}"
+        )
         if plan.resident > 0:
-            yield f"  {plan.resident} of {counted(len(self.model.blocks), 'block')} stay on the device for good"
+            yield (
+                f"  {plan.resident} of {counted(len(self.model.blocks), 'block')} stay on the"
+                " device for good"
+            )
         whose = "a step" if self.fullest is self.program else "an evaluation"
         yield f"  tensors at {whose}'s peak: {', '.join(self.pools())}"
         if plan.budget is not None:
@@ -180,12 +230,15 @@ class Forecast:
         yield from (f"  {note}" for note in self.notes)
 
     def pools(self) -> Iterator[str]:
-        """Yield the tensors' bytes at the peak, by where they lie: a processor's device and host are one memory."""
+        """Yield the tensors' bytes at the peak, by where they lie: a processor's device and host
+        are one memory."""
         peaks = self.fullest.peaks()
         if self.device == "cpu":
             yield f"memory {human_bytes(peaks.pop(Pool.DEVICE, 0) + peaks.pop(Pool.HOST, 0))}"
         names = {Pool.MAPPED: "file maps (pages that the kernel may drop)"}
-        yield from (f"{names.get(pool, pool)} {human_bytes(peaks[pool])}" for pool in Pool if peaks[pool])
+        yield from (
+            f"{names.get(pool, pool)} {human_bytes(peaks[pool])}" for pool in Pool if peaks[pool]
+        )
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -195,7 +248,8 @@ class Forecast:
         return {name: plain_values(attrgetter(name)(self.plan)) for name in self.settled}
 
     def device_peak(self) -> int:
-        """Return bytes of tensors on the device at the peak: of a step, and on an accelerator of an evaluation as well."""
+        """Return bytes of tensors on the device at the peak: of a step, and on an accelerator of an
+        evaluation as well."""
         programs = (self.program, self.visit) if self.device != "cpu" else (self.program,)
         return max(each.peaks()[Pool.DEVICE] for each in programs if each is not None)
 
@@ -211,43 +265,60 @@ class Forecast:
             otherwise: another plan that would fit so many bytes, in words.
 
         Raises:
-            DoesNotFit: the predicted peak on the device is above ``plan.budget``, or above ``device_free``.
+            DoesNotFit: the predicted peak on the device is above ``plan.budget``, or above
+                ``device_free``.
         """
-        peak, plan, program = self.device_peak(), self.plan, self.program
+        peak = self.device_peak()
+        plan = self.plan
+        program = self.program
         over_free = 0 < self.device_free < min(peak, plan.budget or peak)
         if not over_free and (plan.budget is None or peak <= plan.budget):
             return
         other = "or move state to another tier (frozen: disk × int4a)"
         if plan.sharded:
             other = (
-                f"lower prefetch ({program.slots} slots of up to {human_bytes(program.slot_bytes)}: a block is gathered whole,"
-                " attention and feed-forward together), or set optimizer_state: host × fp32 × world or frozen:"
+                f"lower prefetch ({program.slots} slots of up to"
+                f" {human_bytes(program.slot_bytes)}: a block is gathered whole,"
+                " attention and feed-forward together), or set optimizer_state: host × fp32 ×"
+                " world or frozen:"
                 f" device × int4a × {plan.frozen.group}"
             )
-        room, raised = plan.budget or 0, "raise budget, "
+        room = plan.budget or 0
+        raised = "raise budget, "
         there = f"budget is {human_bytes(room)}{self._share()}"
         if over_free:
-            room, raised, there = self.device_free, "", f"{human_bytes(self.device_free)} are free there"
+            room = self.device_free
+            raised = ""
+            there = f"{human_bytes(self.device_free)} are free there"
         raise DoesNotFit(
-            f"the plan needs {human_bytes(peak)} on the device, and {there}: {raised}lower batch_size or data.max_length,"
+            f"the plan needs {human_bytes(peak)} on the device, and {there}: {raised}lower"
+            " batch_size or data.max_length,"
             f" {other}{otherwise(room)}"
         )
 
 
-def foresee(run: RunConfig, shape: Shape, measured: UnitCosts, visit: tuple[Shape, int] | None = None) -> Forecast:
-    """Return the forecast of a run's training step at the shape of a micro-batch, read off the model's configuration alone: no
-    weight is touched. Its plan has what this machine decides: see :func:`blockwalk.program.settling.settle`.
+def foresee(
+    run: RunConfig, shape: Shape, measured: UnitCosts, visit: tuple[Shape, int] | None = None
+) -> Forecast:
+    """Return the forecast of a run's training step at the shape of a micro-batch, read off the
+    model's configuration alone: no weight is touched. Its plan has what this machine decides: see
+    :func:`blockwalk.program.settling.settle`.
 
     Args:
-        visit: the shape of a batch of held-out data, and how many of them a visit of a block computes.
+        visit: the shape of a batch of held-out data, and how many of them a visit of a block
+            computes.
     """
     from blockwalk.program.compile import compile, compile_ranks
 
-    device, room = measured.device, machine.room(Path(run.output_dir), measured.device)
-    model, costs = model_spec(run.model, measured), measured(run.plan, shape)
+    device = measured.device
+    room = machine.room(Path(run.output_dir), measured.device)
+    model = model_spec(run.model, measured)
+    costs = measured(run.plan, shape)
     settled = settle(run.plan, model, shape, costs, device=device, room=room, named=run.named)
     plan = settled.plan
-    programs = compile_ranks(plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=room.page_cache)
+    programs = compile_ranks(
+        plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=room.page_cache
+    )
     held_out = None
     if visit is not None:
         given: Any = {"costs": measured(run.plan, visit[0]), "batches": visit[1], "device": device}
@@ -258,18 +329,21 @@ def foresee(run: RunConfig, shape: Shape, measured: UnitCosts, visit: tuple[Shap
 
 
 def without_bfloat16(card: Card, plan: Plan, model: ModelSpec) -> Iterator[str]:
-    """Yield a sentence where a plan computes in bfloat16 and the card has no such arithmetic: a T4's or an RTX 20's
-    products and attention take their slowest ways then. Nothing is refused: the numbers are right."""
+    """Yield a sentence where a plan computes in bfloat16 and the card has no such arithmetic: a
+    T4's or an RTX 20's products and attention take their slowest ways then. Nothing is refused: the
+    numbers are right."""
     if not card.bfloat16 and compute_dtype(plan, model) == "bfloat16":
         other = "float32, or float16" if plan.zeroth_order else "float32"
         yield (
-            f"note: {card.name or 'this card'} has no bfloat16 arithmetic, and the plan computes in bfloat16, slowly there: set"
+            f"note: {card.name or 'this card'} has no bfloat16 arithmetic, and the plan computes"
+            " in bfloat16, slowly there: set"
             f" compute_dtype: {other}"
         )
 
 
 def model_spec(model: str, measured: UnitCosts) -> ModelSpec:
-    """Return the model of a folder as the walk will see it, adapters included and stored as it is there; no weight is read."""
+    """Return the model of a folder as the walk will see it, adapters included and stored as it is
+    there; no weight is read."""
     from blockwalk.cutting.skeleton import build_skeleton
     from blockwalk.models.folder import lies_in
     from blockwalk.tiers.block_store.store import is_store, read_index
@@ -280,7 +354,9 @@ def model_spec(model: str, measured: UnitCosts) -> ModelSpec:
     if is_store(model):
         index = read_index(model)
         stored = {p.name: p.codec for unit in index.units for p in unit.params}
-        return spec.as_stored(lambda p: replace(p, codec=stored.get(p.name, p.codec), group_size=index.group_size))
+        return spec.as_stored(
+            lambda p: replace(p, codec=stored.get(p.name, p.codec), group_size=index.group_size)
+        )
     if lies_in(model) is None:
         return spec
     source = CheckpointFolder(model, build_skeleton(model))  # its header alone is read
@@ -298,7 +374,11 @@ def _duration(seconds: float) -> str:
 
 
 def _when(plan: Plan) -> str:
-    words = {Timing.BLOCK: "the block's turn", Timing.STEP: "the step's end", Timing.DEFERRED: "the next fetch"}
+    words = {
+        Timing.BLOCK: "the block's turn",
+        Timing.STEP: "the step's end",
+        Timing.DEFERRED: "the next fetch",
+    }
     return words[plan.update.timing]
 
 
@@ -307,11 +387,15 @@ def _shared(plan: Plan) -> str:
     mesh = plan.mesh
     if not plan.zeroth_order:
         return (
-            f"parameters over {plan.parameter_ranks}, gradients over {plan.gradient_ranks}, optimizer states over"
+            f"parameters over {plan.parameter_ranks}, gradients over {plan.gradient_ranks},"
+            " optimizer states over"
             f" {plan.optimizer_ranks}, {mesh.ranks_per_node} to a node"
         )
     forwards = f"a step's {plan.forward_passes} forwards shared by {mesh.perturb}"
-    return f"the batch cut in {mesh.data}, {forwards}, streamed blocks held once by {plan.parameter_ranks}"
+    return (
+        f"the batch cut in {mesh.data}, {forwards}, streamed blocks held once by"
+        f" {plan.parameter_ranks}"
+    )
 
 
 _TUNING: dict[type, tuple[str, float, float, float]] = {
@@ -325,15 +409,20 @@ _TUNING: dict[type, tuple[str, float, float, float]] = {
 def zeroth_order_advice(plan: Plan, adapters: Adapters | None) -> list[str]:
     """Return advice to a user before a zeroth-order run starts; none for other estimators.
 
-    Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), appendix D.
-    """
+    Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023),
+    appendix D."""
     if not plan.zeroth_order:
         return []
     whole = isinstance(adapters, LoraSettings) and not adapters.target_modules
-    (kind, low, high, epsilon), rate = _TUNING[type(None if whole else adapters)], plan.optimizer.learning_rate
+    (kind, low, high, epsilon), rate = (
+        _TUNING[type(None if whole else adapters)],
+        plan.optimizer.learning_rate,
+    )
     lines = [
-        "zeroth order: forward passes only, no gradients; expect thousands of steps where backpropagation takes hundreds.",
-        f"recommended for {kind} tuning: optimizer.learning_rate {low:g} to {high:g} with zo.epsilon {epsilon:g}",
+        "zeroth order: forward passes only, no gradients; expect thousands of steps where"
+        " backpropagation takes hundreds.",
+        f"recommended for {kind} tuning: optimizer.learning_rate {low:g} to {high:g} with"
+        f" zo.epsilon {epsilon:g}",
     ]
     if not low / 10 <= rate <= high * 10:
         lines.append(f"note: optimizer.learning_rate is {rate:g}, far outside of that range")

@@ -1,8 +1,9 @@
-"""A run as one self-contained page: series as inline SVG, a step's timeline, the configuration. No scripts, no network.
+"""A run as one self-contained page: series as inline SVG, a step's timeline, the configuration. No
+scripts, no network.
 
-The page is made of the files that a run leaves in its folder: ``config.yaml``, ``metrics.jsonl``, ``evaluations.jsonl`` and,
-where they are there, ``forecast.json`` and ``trace.json``. Nothing here imports torch.
-"""
+The page is made of the files that a run leaves in its folder: ``config.yaml``, ``metrics.jsonl``,
+``evaluations.jsonl`` and, where they are there, ``forecast.json`` and ``trace.json``. Nothing here
+imports torch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from blockwalk.program.program import human_bytes
 from blockwalk.system.atomic_files import read_json, reading, whole_lines
 from blockwalk.system.links import within
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 240, 84, 24, 24
+WIDTH = 640
+HEIGHT = 240
+LEFT = 84
+BOTTOM = 24
+TOP = 24
 """Sizes of a chart, in its own units: it scales with the page."""
 
 LANES = 180
@@ -31,10 +36,21 @@ LANES = 180
 MOST_POINTS = 2000
 """The most points of a series: longer runs are thinned, their first and last step kept."""
 
-FEW, FORESEEN = 30, "foreseen"
+FEW = 30
+FORESEEN = "foreseen"
 """Series of so few points have dots; the name of the series that is a forecast."""
 
-_COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df", "#57606a", "#0a7ea4", "#bf3989", "#7d8590")
+_COLOURS = (
+    "#1f6feb",
+    "#d1242f",
+    "#1a7f37",
+    "#9a6700",
+    "#8250df",
+    "#57606a",
+    "#0a7ea4",
+    "#bf3989",
+    "#7d8590",
+)
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1f2328;--paper:#fff;--dim:#57606a;--grid:#d0d7de;--box:#f6f8fa}
@@ -86,36 +102,54 @@ def _page(run: Path) -> str:
         f'<p class="what">{html.escape(" · ".join(_header(config, run / "metrics.jsonl")))}</p>',
         _table(_summary(steps, evaluations, forecast)),
         chart("Loss", _losses(steps, evaluations), from_zero=False),
-        chart("Accuracy on held-out records, %", _held_out("accuracy", evaluations, "accuracy", 100), from_zero=False),
+        chart(
+            "Accuracy on held-out records, %",
+            _held_out("accuracy", evaluations, "accuracy", 100),
+            from_zero=False,
+        ),
         chart("Learning rate", [_series("learning rate", steps, "learning_rate")]),
         chart("Tokens a second", [_series("tokens a second", steps, "tokens_per_second")]),
         chart("Seconds a step", [_series("measured", steps, "seconds"), *average]),
-        chart("Private memory of the process, which the kernel cannot drop, MB", [memory, *foreseen]),
+        chart(
+            "Private memory of the process, which the kernel cannot drop, MB", [memory, *foreseen]
+        ),
         _section("Tensors by tier at a step's peak, as foreseen", forecast.get("peaks", {})),
         chart("Bytes moved a step, MB", list(_moved(steps))),
-        _section("Bytes moved in a step at the longest sequences, as foreseen", forecast.get("bytes_moved", {})),
+        _section(
+            "Bytes moved in a step at the longest sequences, as foreseen",
+            forecast.get("bytes_moved", {}),
+        ),
     ]
     if trace := _object(within(run, run / "trace.json")):
         parts.append(timeline("A step's timeline", trace))
     parts.append(f"<h2>Configuration</h2><pre>{html.escape(config)}</pre>")
     if versions := forecast.get("versions"):
         parts.append(f"<h2>Versions</h2>{_table(iter(versions.items()))}")
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+    )
     title = f"<title>{html.escape(run.name)}</title><style>{_STYLE}</style>"
-    return f"<!doctype html><html lang=en><head>{head}{title}</head><body>{''.join(parts)}</body></html>\n"
+    return (
+        "<!doctype html><html"
+        f" lang=en><head>{head}{title}</head><body>{''.join(parts)}</body></html>\n"
+    )
 
 
 def curves(folder: str | Path) -> str:
     """Return the losses of a run's folder as an SVG file of its own."""
     run = Path(folder)
-    steps, evaluations = (whole_lines(within(run, run / name)) for name in ("metrics.jsonl", "evaluations.jsonl"))
+    steps, evaluations = (
+        whole_lines(within(run, run / name)) for name in ("metrics.jsonl", "evaluations.jsonl")
+    )
     losses = _losses(steps, evaluations)
     return standalone(chart("Loss", losses, from_zero=False))
 
 
 def standalone(drawn: str) -> str:
     """Return a :func:`chart` as a file of its own."""
-    picture = drawn[drawn.index("<svg") :].replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+    picture = drawn[drawn.index("<svg") :].replace(
+        "<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1
+    )
     style = "text{font:11px sans-serif;fill:#57606a}.grid{stroke:#d0d7de}"
     paper = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>'
     return picture.replace(">", f"><style>{style}</style>{paper}", 1) + "\n"
@@ -124,12 +158,15 @@ def standalone(drawn: str) -> str:
 def figures(folder: str | Path) -> Iterator[tuple[str, str]]:
     """Yield names and values of a run's summary, from its folder."""
     run = Path(folder)
-    steps, evaluations = (whole_lines(within(run, run / name)) for name in ("metrics.jsonl", "evaluations.jsonl"))
+    steps, evaluations = (
+        whole_lines(within(run, run / name)) for name in ("metrics.jsonl", "evaluations.jsonl")
+    )
     yield from _summary(steps, evaluations, _object(within(run, run / "forecast.json")))
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return three to seven round numbers between ``low`` and ``high``: multiples of 1, 2 or 5 times a power of ten."""
+    """Return three to seven round numbers between ``low`` and ``high``: multiples of 1, 2 or 5
+    times a power of ten."""
     rough = (high - low) / 6
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * each for each in (1, 2, 5, 10) if power * each >= rough * (1 - 1e-9))
@@ -138,15 +175,20 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def chart(title: str, lines: Sequence[Series], *, from_zero: bool = True) -> str:
-    """Return a line chart as SVG, with a dot for each value where they are few; empty where no line has a point."""
+    """Return a line chart as SVG, with a dot for each value where they are few; empty where no line
+    has a point."""
     lines = [line for line in lines if line.points]
     if not lines:
         return ""
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
-    low, high = min(0.0 if from_zero else math.inf, *ys), max(ys)
+    low = min(0.0 if from_zero else math.inf, *ys)
+    high = max(ys)
     pad = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-    low, high, first, last = low - pad * (low != 0), high + pad, min(xs), max(max(xs), min(xs) + 1)
+    low = low - pad * (low != 0)
+    high = high + pad
+    first = min(xs)
+    last = max(max(xs), min(xs) + 1)
 
     def place(x: float, y: float) -> str:
         across = LEFT + (x - first) / (last - first) * (WIDTH - LEFT - 8)
@@ -156,19 +198,26 @@ def chart(title: str, lines: Sequence[Series], *, from_zero: bool = True) -> str
     for y in ticks(low, high):
         at = place(first, y).split(",")[1]
         drawn.append(f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{at}" y2="{at}" class="grid"/>')
-        drawn.append(f'<text x="{LEFT - 6}" y="{at}" text-anchor="end" dominant-baseline="middle">{y:,g}</text>')
+        drawn.append(
+            f'<text x="{LEFT - 6}" y="{at}" text-anchor="end" dominant-baseline="middle">{y:,g}</text>'
+        )
     drawn.append(f'<text x="{LEFT}" y="{HEIGHT - 6}">step {first:.0f}</text>')
     drawn.append(f'<text x="{WIDTH - 8}" y="{HEIGHT - 6}" text-anchor="end">{last:.0f}</text>')
     for number, line in enumerate(lines):
         colour = _COLOURS[number % len(_COLOURS)]
         points = " ".join(place(x, y) for x, y in line.points)
-        drawn.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        drawn.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+        )
         if len(line.points) <= FEW and line.name != FORESEEN:
             spots = (spot.split(",") for spot in points.split())
             drawn += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in spots]
         if len(lines) > 1:
-            name, start = html.escape(line.name), LEFT + min(150, (WIDTH - LEFT) // len(lines)) * number
-            drawn.append(f'<text x="{start}" y="14" class="name" style="fill:{colour}">{name}</text>')
+            name = html.escape(line.name)
+            start = LEFT + min(150, (WIDTH - LEFT) // len(lines)) * number
+            drawn.append(
+                f'<text x="{start}" y="14" class="name" style="fill:{colour}">{name}</text>'
+            )
     label = html.escape(title)
     return f'<h2>{label}</h2><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
 
@@ -176,13 +225,18 @@ def chart(title: str, lines: Sequence[Series], *, from_zero: bool = True) -> str
 def timeline(title: str, trace: dict[str, Any]) -> str:
     """Return the complete events of a Chrome trace, a row for each process and lane."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e.get("name") == "thread_name"}
+    names = {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in trace["traceEvents"]
+        if e.get("name") == "thread_name"
+    }
     rows = sorted({(str(event["pid"]), event["tid"]) for event in events})
     if not events:
         return ""
     kinds = list(dict.fromkeys(str(event.get("cat", "")) for event in events))
     end = max(event["ts"] + event["dur"] for event in events)
-    height, drawn = 22 * len(rows) + BOTTOM, []
+    height = 22 * len(rows) + BOTTOM
+    drawn = []
     for number, (process, lane) in enumerate(rows):
         label = html.escape(f"{process}: {names.get((process, lane), lane)}")
         drawn.append(f'<text x="4" y="{22 * number + 15}">{label}</text>')
@@ -194,7 +248,9 @@ def timeline(title: str, trace: dict[str, Any]) -> str:
                 f'<rect x="{x:.1f}" y="{22 * number + 3}" width="{width:.1f}" height="16" fill="{colour}">'
                 f"<title>{html.escape(event['name'])}: {event['dur'] / 1000:.2f} ms</title></rect>"
             )
-    drawn.append(f'<text x="{WIDTH - 8}" y="{height - 6}" text-anchor="end">{end / 1000:.1f} ms</text>')
+    drawn.append(
+        f'<text x="{WIDTH - 8}" y="{height - 6}" text-anchor="end">{end / 1000:.1f} ms</text>'
+    )
     legend = " ".join(
         f'<span class="name" style="color:{_COLOURS[at % len(_COLOURS)]}">{html.escape(kind.lower().replace("_", " "))}</span>'
         for at, kind in enumerate(kinds)
@@ -238,13 +294,15 @@ def _losses(steps: Lines, evaluations: Lines) -> list[Series]:
 
 
 def _held_out(name: str, evaluations: Lines, key: str, scale: float = 1.0) -> list[Series]:
-    """Return a series for each set of held-out records, the last one's under the plain name: figures of two sets make no
-    curve."""
+    """Return a series for each set of held-out records, the last one's under the plain name:
+    figures of two sets make no curve."""
     sets = list(dict.fromkeys(line.get("records") for line in evaluations))
     series = []
     for number, records in enumerate(sets, 1):
         lines = [line for line in evaluations if line.get("records") == records]
-        series.append(_series(name if number == len(sets) else f"{name}, records {number}", lines, key, scale))
+        series.append(
+            _series(name if number == len(sets) else f"{name}, records {number}", lines, key, scale)
+        )
     return series
 
 
@@ -264,36 +322,58 @@ def _moved(steps: Lines) -> Iterator[Series]:
     for lane in sorted({lane for step in steps for lane in step.get("bytes_moved", {})}):
         having = [step for step in steps if lane in step.get("bytes_moved", {})]
         with_lane = [{"step": step["step"], "moved": step["bytes_moved"][lane]} for step in having]
-        if len({each["moved"] for each in with_lane}) > 1:  # one figure for all steps stands in the table
+        if (
+            len({each["moved"] for each in with_lane}) > 1
+        ):  # one figure for all steps stands in the table
             yield _series(lane, with_lane, "moved", 1e-6)
 
 
 def loss_ends(losses: Sequence[float]) -> tuple[float, float]:
-    """Mean losses of the first and of the last tenth of the steps: those of single batches differ by their texts."""
+    """Mean losses of the first and of the last tenth of the steps: those of single batches differ
+    by their texts."""
     tenth = -(-len(losses) // 10)
     return fmean(losses[:tenth]), fmean(losses[-tenth:])
 
 
-def _summary(steps: Lines, evaluations: Lines, forecast: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _summary(
+    steps: Lines, evaluations: Lines, forecast: dict[str, Any]
+) -> Iterator[tuple[str, str]]:
     yield "steps", f"{steps[-1]['step']}"
     first, last = loss_ends([step["loss"] for step in steps])
     yield "training loss, means of the first and the last tenth", f"{first:.4f} → {last:.4f}"
     if evaluations:
-        evaluations = [line for line in evaluations if line.get("records") == evaluations[-1].get("records")]
+        evaluations = [
+            line for line in evaluations if line.get("records") == evaluations[-1].get("records")
+        ]
         yield "held-out loss", f"{evaluations[0]['loss']:.4f} → {evaluations[-1]['loss']:.4f}"
-        if right := [100 * each["accuracy"] for each in evaluations if each.get("accuracy") is not None]:
+        if right := [
+            100 * each["accuracy"] for each in evaluations if each.get("accuracy") is not None
+        ]:
             yield "held-out accuracy", f"{right[0]:.1f}% → {right[-1]:.1f}%"
     # one that only the ledger has was not timed: a kill came before its line
     timed = [step for step in steps if "seconds" in step]
     if not timed:
         return
-    yield "tokens a second", f"{sum(s['tokens'] for s in timed) / max(sum(s['seconds'] for s in timed), 1e-9):.4g}"
-    foreseen = f", {human_bytes(forecast['process_bytes'])} foreseen" if forecast.get("process_bytes") else ""
+    yield (
+        "tokens a second",
+        f"{sum(s['tokens'] for s in timed) / max(sum(s['seconds'] for s in timed), 1e-9):.4g}",
+    )
+    foreseen = (
+        f", {human_bytes(forecast['process_bytes'])} foreseen"
+        if forecast.get("process_bytes")
+        else ""
+    )
     yield "peak private memory", human_bytes(max(step["peak_bytes"] for step in timed)) + foreseen
     if expected := forecast.get("average_seconds"):
-        yield "seconds a step", f"{fmean(step['seconds'] for step in timed):.3g} on average, {expected:.3g} foreseen"
+        yield (
+            "seconds a step",
+            f"{fmean(step['seconds'] for step in timed):.3g} on average, {expected:.3g} foreseen",
+        )
 
 
 def _table(rows: Iterator[tuple[str, str]]) -> str:
-    cells = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in rows)
+    cells = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
+        for name, value in rows
+    )
     return f"<table>{cells}</table>"

@@ -15,7 +15,8 @@ from blockwalk.system.process_memory import free_memory, page_cache
 
 
 def card(device: str) -> Card:
-    """Return the facts of this process's accelerator, whose type torch calls ``device``; of a processor none."""
+    """Return the facts of this process's accelerator, whose type torch calls ``device``; of a
+    processor none."""
     if device == "cpu":
         return Card()
     from blockwalk.walk.device_card import card
@@ -24,7 +25,8 @@ def card(device: str) -> Card:
 
 
 def this_machine(device: str) -> Hardware:
-    """Return the description of this machine with a device of the type that torch calls ``device``."""
+    """Return the description of this machine with a device of the type that torch calls
+    ``device``."""
     return hardware.of_this_machine(device, card(device))
 
 

@@ -1,9 +1,8 @@
-"""Whether a run has room on this machine, before its first step: the device, memory under every limit, and the disks that it
-writes to.
+"""Whether a run has room on this machine, before its first step: the device, memory under every
+limit, and the disks that it writes to.
 
-The figures compared are lower bounds: a run is refused where it cannot fit, and warned of where it is close. Importing this
-imports no torch.
-"""
+The figures compared are lower bounds: a run is refused where it cannot fit, and warned of where it
+is close. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -29,12 +28,14 @@ CLOSE = 0.9
 
 
 def check_budget(run: RunConfig, forecast: Forecast) -> None:
-    """Refuse a plan that is above its own budget or above what is free on an accelerator, and name one that is not.
+    """Refuse a plan that is above its own budget or above what is free on an accelerator, and name
+    one that is not.
 
     Raises:
         DoesNotFit: see :meth:`blockwalk.report.forecast.Forecast.check`.
     """
-    shape, device = forecast.program.shape, forecast.device
+    shape = forecast.program.shape
+    device = forecast.device
     forecast.check(lambda room: next_plan(run, room, shape, device=device))
 
 
@@ -45,8 +46,8 @@ def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
         held: bytes that this process holds before the model is opened.
 
     Raises:
-        DoesNotFit: the bytes that this process holds already and the tensors of a step are more than a limit of this process,
-            of its control group, of one around it, or of the machine.
+        DoesNotFit: the bytes that this process holds already and the tensors of a step are more
+            than a limit of this process, of its control group, of one around it, or of the machine.
     """
     tensors = forecast.host_bytes()
     for limit in memory_limits():
@@ -54,41 +55,48 @@ def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
         if ranks * (held + tensors) > limit.nbytes + limit.swap:
             each = f" for each of {ranks} ranks" if ranks > 1 else ""
             raise DoesNotFit(
-                f"the run needs more than {human_bytes(held + tensors)} of memory{each} ({human_bytes(held)} that the process"
-                f" holds already, {human_bytes(tensors)} of tensors at the peak), and {limit.where} allows"
-                f" {human_bytes(limit.nbytes)}: raise that limit, lower batch_size or data.max_length, or move state to"
+                f"the run needs more than {human_bytes(held + tensors)} of memory{each}"
+                f" ({human_bytes(held)} that the process"
+                f" holds already, {human_bytes(tensors)} of tensors at the peak), and"
+                f" {limit.where} allows"
+                f" {human_bytes(limit.nbytes)}: raise that limit, lower batch_size or"
+                " data.max_length, or move state to"
                 " another tier (frozen: disk × int4a)"
                 + _next_plan_of(run, forecast, max(limit.nbytes // ranks - held, 1))
             )
 
 
 def _next_plan_of(run: RunConfig, forecast: Forecast, left: int) -> str:
-    """Return the next plan that needs no more than ``left`` bytes of the host's memory, which on a processor is the
-    device's."""
-    shape, device = forecast.program.shape, forecast.device
+    """Return the next plan that needs no more than ``left`` bytes of the host's memory, which on a
+    processor is the device's."""
+    shape = forecast.program.shape
+    device = forecast.device
     if device == "cpu":
         return next_plan(run, left, shape, device=device)
     return next_plan(run, run.plan.budget, shape, device=device, host=left)
 
 
 def close_memory(run: RunConfig, forecast: Forecast, held: int, foreseen: int) -> Iterator[str]:
-    """Yield a warning where the bytes that are ``foreseen`` for the process are near the tightest limit. Where 0 are
-    foreseen (the machine was not measured), they are the tensors and the bytes that the process ``held`` before the model
-    was opened."""
+    """Yield a warning where the bytes that are ``foreseen`` for the process are near the tightest
+    limit. Where 0 are foreseen (the machine was not measured), they are the tensors and the bytes
+    that the process ``held`` before the model was opened."""
     foreseen = foreseen or held + forecast.host_bytes()
     ranks = run.plan.mesh.ranks_per_node
     limits = [(each.nbytes // (1 if each.of_process else ranks), each) for each in memory_limits()]
     room, limit = min(limits, key=lambda pair: pair[0])
     if foreseen > CLOSE * room:
         yield (
-            f"note: {human_bytes(foreseen)} of memory are foreseen for the process, and {limit.where} leaves"
-            f" {human_bytes(room)}: the kernel may end the run; lower batch_size or data.max_length, or raise the limit"
+            f"note: {human_bytes(foreseen)} of memory are foreseen for the process, and"
+            f" {limit.where} leaves"
+            f" {human_bytes(room)}: the kernel may end the run; lower batch_size or"
+            " data.max_length, or raise the limit"
         )
 
 
 def scratch_bytes(run: RunConfig, forecast: Forecast) -> int:
-    """Return bytes of the files that a run makes in its scratch folder for its own time: state on the disk tier, that which
-    a step may go back to, graphs, and a pack of the model; its data are not among them."""
+    """Return bytes of the files that a run makes in its scratch folder for its own time: state on
+    the disk tier, that which a step may go back to, graphs, and a pack of the model; its data are
+    not among them."""
     from blockwalk.tiers.block_store.store import is_store
 
     plan = run.plan
@@ -102,7 +110,9 @@ def scratch_bytes(run: RunConfig, forecast: Forecast) -> int:
     masters = 0
     if plan.sharded and plan.optimizer_state.on_disk:  # float32 masters lie beside the states
         masters = 4 * forecast.model.numel(trainable=True)
-    if forecast.device != "cpu":  # of one process, gradients lie on the device there, and adapters in host memory
+    if (
+        forecast.device != "cpu"
+    ):  # of one process, gradients lie on the device there, and adapters in host memory
         on_disk = [row for row in on_disk if row.kind == "activation" or plan.sharded]
         in_maps = Placements(plan, forecast.model, forecast.device).bytes_in_maps()
         return pack + masters + in_maps + sum(row.nbytes for row in on_disk)
@@ -111,7 +121,8 @@ def scratch_bytes(run: RunConfig, forecast: Forecast) -> int:
 
 
 def _graph_bytes(forecast: Forecast) -> int:
-    """Return bytes of the file maps that graphs are written to: of those that are kept, and of one that is made again."""
+    """Return bytes of the file maps that graphs are written to: of those that are kept, and of one
+    that is made again."""
     if not maps_graphs(forecast.plan, forecast.device):
         return 0
     forwards = [op for op in forecast.program.ops if op.kind is OpKind.FORWARD]
@@ -128,24 +139,31 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int, data_maps: int =
         data_maps: bytes of its data in maps of nameless files.
 
     Raises:
-        ValueError: checkpoints, the final model and scratch need more bytes than are free on their disk, those of the
-            earlier files that they replace included; or scratch is on a file system without shared file maps.
+        ValueError: checkpoints, the final model and scratch need more bytes than are free on their
+            disk, those of the earlier files that they replace included; or scratch is on a file
+            system without shared file maps.
     """
     folder = Path(run.output_dir)
     rows = {row.kind: row for row in forecast.rows()}
-    trained, state = rows["trainable"].nbytes, rows["optimizer"].nbytes
+    trained = rows["trainable"].nbytes
+    state = rows["optimizer"].nbytes
     zeroth_order = run.plan.zeroth_order
     streamed = zeroth_order and rows["trainable"].placement.on_disk
     saves = max(1, -(-steps // run.save_every)) if run.save_every else 1
     if run.keep_best:
         saves += -(-steps // run.eval_every) if run.eval_every else 0
     kept = 0 if streamed else min(run.keep_checkpoints + 1 + bool(run.keep_best), saves)
-    final = trained if run.adapters is not None else sum(unit.nbytes() for unit in forecast.model.units)
+    final = (
+        trained if run.adapters is not None else sum(unit.nbytes() for unit in forecast.model.units)
+    )
     written = scratch_bytes(run, forecast)
     scratch = data_maps + written
-    if (written or maps_graphs(run.plan, forecast.device)) and not has_shared_maps(folder / run_checkpoint.SCRATCH):
+    if (written or maps_graphs(run.plan, forecast.device)) and not has_shared_maps(
+        folder / run_checkpoint.SCRATCH
+    ):
         raise ValueError(
-            f"{folder / run_checkpoint.SCRATCH} is on a file system without shared file maps, which activations and packed or"
+            f"{folder / run_checkpoint.SCRATCH} is on a file system without shared file maps,"
+            " which activations and packed or"
             " trained weights on the disk tier are kept in: choose an output_dir on another disk"
         )
     needs = [(folder, kept * (trained + state) + final), (folder / run_checkpoint.SCRATCH, scratch)]
@@ -158,10 +176,14 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int, data_maps: int =
         free = shutil.disk_usage(nearest(place)).free
         if needed > free + sum(nbytes for path, nbytes in goes if _disk(path) == disk):
             raise ValueError(
-                f"the run writes {human_bytes(needed)} to the disk of {place}, which has {human_bytes(free)} free:"
-                f" {counted(kept, 'checkpoint')} at a time of {human_bytes(trained + state)} (keep_checkpoints:"
-                f" {run.keep_checkpoints}, and the one that is being written), {human_bytes(final)} at the end,"
-                f" {human_bytes(scratch)} of scratch; free some space, choose another output_dir, or lower keep_checkpoints"
+                f"the run writes {human_bytes(needed)} to the disk of {place}, which has"
+                f" {human_bytes(free)} free:"
+                f" {counted(kept, 'checkpoint')} at a time of {human_bytes(trained + state)}"
+                " (keep_checkpoints:"
+                f" {run.keep_checkpoints}, and the one that is being written),"
+                f" {human_bytes(final)} at the end,"
+                f" {human_bytes(scratch)} of scratch; free some space, choose another output_dir,"
+                " or lower keep_checkpoints"
             )
 
 

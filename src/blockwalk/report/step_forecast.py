@@ -1,9 +1,9 @@
-"""The forecast of a run's steps, kept beside its metrics for its report: ``forecast.json`` and ``trace.json``.
+"""The forecast of a run's steps, kept beside its metrics for its report: ``forecast.json`` and
+``trace.json``.
 
-Seconds are foreseen where ``blockwalk doctor`` has measured the machine (``hardware.yaml`` in the working directory), bytes of
-tensors always, and on a processor the memory of the whole process: the bytes that it holds by now, tokenizer and data included,
-and those that a step adds.
-"""
+Seconds are foreseen where ``blockwalk doctor`` has measured the machine (``hardware.yaml`` in the
+working directory), bytes of tensors always, and on a processor the memory of the whole process: the
+bytes that it holds by now, tokenizer and data included, and those that a step adds."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from blockwalk.walk.walker import Walker
 
 
-NAME, TRACE = "forecast.json", "trace.json"
+NAME = "forecast.json"
+TRACE = "trace.json"
 
 TRACED_STEP = 3
-"""The step that is traced: the first that finds everything as a long run does. In a shorter run it is the last."""
+"""The step that is traced: the first that finds everything as a long run does. In a shorter run it
+is the last."""
 
 
 @dataclass(slots=True)
@@ -50,13 +52,16 @@ class StepForecast:
     """Files that the trace is written to, by rank 0."""
 
     @classmethod
-    def of(cls, forecast: Forecast, usual: Simulation | None = None, *, before: int = 0) -> StepForecast:
+    def of(
+        cls, forecast: Forecast, usual: Simulation | None = None, *, before: int = 0
+    ) -> StepForecast:
         """Return the forecast of a run whose model is open now.
 
         Args:
             forecast: of a step at the longest sequences.
             usual: a step of average length.
-            before: bytes that the process held before the model was opened: interpreter, libraries, tokenizer, data.
+            before: bytes that the process held before the model was opened: interpreter, libraries,
+                tokenizer, data.
         """
         held = process_bytes()
         most = forecast.process_bytes(before, held) if forecast.device == "cpu" else 0
@@ -70,34 +75,58 @@ class StepForecast:
     def lines(self) -> Iterator[str]:
         """Yield the forecast as lines of text, memory first."""
         if self.process_bytes:
-            now, more = human_bytes(self.held_bytes), human_bytes(self.process_bytes - self.held_bytes)
+            now = human_bytes(self.held_bytes)
+            more = human_bytes(self.process_bytes - self.held_bytes)
             yield f"memory: {human_bytes(self.process_bytes)} at a step's peak ({COUNTED})"
-            yield f"  {now} are there now (interpreter, libraries, tokenizer, data, the open model), {more} come with a step"
+            yield (
+                f"  {now} are there now (interpreter, libraries, tokenizer, data, the open"
+                f" model), {more} come with a step"
+            )
             if mapped := self.forecast.program.peaks()[Pool.MAPPED]:
-                yield f"  beside it up to {human_bytes(mapped)} of mapped files, as far as there is room (RSS counts them)"
+                yield (
+                    f"  beside it up to {human_bytes(mapped)} of mapped files, as far as there is"
+                    " room (RSS counts them)"
+                )
             if self.simulation is None:
                 yield f"  {process_memory.GUESSED}"
         if self.simulation is not None and self.usual is not None:
             usual = self.usual
             step_seconds = f"{max(self.simulation.seconds, usual.seconds):.3g} s a step at most"
-            yield f"  foreseen: {step_seconds}, {usual.seconds:.3g} s on average; {usual.bottleneck()}"
+            yield (
+                f"  foreseen: {step_seconds}, {usual.seconds:.3g} s on average;"
+                f" {usual.bottleneck()}"
+            )
 
     def compared(self, measured_bytes: int) -> Iterator[str]:
-        """Forecast against measured, after a run: bytes of the process, or of the allocator's tensors on a GPU."""
-        what, foreseen = "private memory of the whole process", self.process_bytes
+        """Forecast against measured, after a run: bytes of the process, or of the allocator's
+        tensors on a GPU."""
+        what = "private memory of the whole process"
+        foreseen = self.process_bytes
         if not foreseen:
-            what, foreseen = "tensors", self.tensor_bytes
-        yield f"forecast, memory   {human_bytes(foreseen)} of {what} at a step's peak; measured: {human_bytes(measured_bytes)}"
+            what = "tensors"
+            foreseen = self.tensor_bytes
+        yield (
+            f"forecast, memory   {human_bytes(foreseen)} of {what} at a step's peak; measured:"
+            f" {human_bytes(measured_bytes)}"
+        )
         steady = self.seconds[1:] or self.seconds
         if self.usual is not None and steady:
-            yield f"forecast, time     {self.usual.seconds:.3g} s a step on average; measured: {fmean(steady):.3g} s"
+            yield (
+                f"forecast, time     {self.usual.seconds:.3g} s a step on average; measured:"
+                f" {fmean(steady):.3g} s"
+            )
 
     def write(self, folder: Path, trace_path: str | Path | None = None) -> None:
-        """``forecast.json``, for the report; beside it, and to ``trace_path``, the foreseen step until one was traced."""
+        """``forecast.json``, for the report; beside it, and to ``trace_path``, the foreseen step
+        until one was traced."""
         self.paths = (folder / TRACE, *([Path(trace_path)] if trace_path else []))
-        atomic_files.write_bytes(folder / NAME, (json.dumps(self.values(), indent=1) + "\n").encode())
+        atomic_files.write_bytes(
+            folder / NAME, (json.dumps(self.values(), indent=1) + "\n").encode()
+        )
         for path in self.paths:
-            if not path.is_file():  # a run that was killed as it traced its step does not do it again
+            if (
+                not path.is_file()
+            ):  # a run that was killed as it traced its step does not do it again
                 timeline.write(path, self._foreseen())
 
     def _foreseen(self) -> list[dict[str, Any]]:
@@ -114,7 +143,9 @@ class StepForecast:
             "peaks": {str(pool): peaks[pool] for pool in Pool if peaks[pool]},
             "tensor_bytes": self.tensor_bytes,
             "process_bytes": self.process_bytes,
-            "bytes_moved": {str(lane): nbytes for lane, nbytes in self.forecast.program.bytes_by_lane().items()},
+            "bytes_moved": {
+                str(lane): nbytes for lane, nbytes in self.forecast.program.bytes_by_lane().items()
+            },
             "seconds": None if self.simulation is None else self.simulation.seconds,
             "average_seconds": None if self.usual is None else self.usual.seconds,
             "versions": installed(),
@@ -125,11 +156,15 @@ class StepForecast:
         walker.timeline = [] if self.paths and step == min(TRACED_STEP, total) else None
 
     def after_step(self, walker: Walker, seconds: float) -> None:
-        """Write the traced step, the forecast of the same step above it in the same lanes and names."""
+        """Write the traced step, the forecast of the same step above it in the same lanes and
+        names."""
         self.seconds.append(seconds)
         if not walker.timeline:
             return
-        walks = [timeline.events(program, [timed], process="measured") for program, timed in walker.timeline]
+        walks = [
+            timeline.events(program, [timed], process="measured")
+            for program, timed in walker.timeline
+        ]
         found = [event for walk in walks for event in walk]
         for path in self.paths:
             timeline.write(path, self._foreseen() + found)

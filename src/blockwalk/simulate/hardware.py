@@ -1,7 +1,8 @@
-"""The capabilities of a machine, or of a cluster of them: a value, read from YAML and written to it. Bytes, seconds, FLOP/s.
+"""The capabilities of a machine, or of a cluster of them: a value, read from YAML and written to
+it. Bytes, seconds, FLOP/s.
 
-``blockwalk doctor`` measures one; descriptions of known machines ship beside this file. Nothing here imports torch.
-"""
+``blockwalk doctor`` measures one; descriptions of known machines ship beside this file. Nothing
+here imports torch."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from blockwalk.system.card import Card, Facts, is_called
 SHIPPED = Path(__file__).with_name("hardware")
 
 HERE = Path("hardware.yaml")
-"""The file that ``blockwalk doctor`` writes unless it is told otherwise, and ``method: auto`` and ``--hardware here`` read."""
+"""The file that ``blockwalk doctor`` writes unless it is told otherwise, and ``method: auto`` and
+``--hardware here`` read."""
 
 
 MEASURED = "measured by"
@@ -35,16 +37,19 @@ SIMULATED = "(simulated)"
 """The mark of a figure that a simulation made of a machine that nobody measured."""
 
 USABLE = 0.92
-"""The share of an accelerator's memory that a plan may count on. The rest is the driver's context (some 0.5 GB), loaded
-kernels, a library's workspaces, fragments, and what the forecast is wrong by."""
+"""The share of an accelerator's memory that a plan may count on. The rest is the driver's context
+(some 0.5 GB), loaded kernels, a library's workspaces, fragments, and what the forecast is wrong
+by."""
 
 BLOCK_OPS = 60
-"""PyTorch operations that a block's forward starts, about: an op's launches cost so many times one launch."""
+"""PyTorch operations that a block's forward starts, about: an op's launches cost so many times one
+launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way for bytes: ``latency`` seconds before the first (α), then ``bandwidth`` bytes a second (1/β)."""
+    """A way for bytes: ``latency`` seconds before the first (α), then ``bandwidth`` bytes a second
+    (1/β)."""
 
     bandwidth: float
     latency: float = 0.0
@@ -56,8 +61,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds of one operation by its size, as measured at some sizes: a power law between two, the last rate above them,
-    the first's seconds below."""
+    """Seconds of one operation by its size, as measured at some sizes: a power law between two, the
+    last rate above them, the first's seconds below."""
 
     points: tuple[tuple[float, float], ...]
     """(size, seconds), sizes in ascending order."""
@@ -97,43 +102,51 @@ class Hardware:
     flops: Mapping[str, float] = field(default_factory=dict)
     """Matrix throughput of one device that is reached in practice, by dtype, FLOP/s."""
     peak_flops: Mapping[str, float] = field(default_factory=dict)
-    """FLOP/s that the maker promises, by dtype: MFU is a fraction of them; ``flops`` where they are not given."""
+    """FLOP/s that the maker promises, by dtype: MFU is a fraction of them; ``flops`` where they are
+    not given."""
     memory_bandwidth: float = 1e12
     """Bytes/s of the device's own memory."""
     op_seconds: float = 0.0
     """Seconds to start an op's work: kernel launches, Python."""
     products: Mapping[str, Curve] = field(default_factory=dict)
-    """Seconds of a matrix product by its FLOPs, by dtype; where it is not given, ``flops`` says it for every size."""
+    """Seconds of a matrix product by its FLOPs, by dtype; where it is not given, ``flops`` says it
+    for every size."""
     thin: Mapping[str, Curve] = field(default_factory=dict)
-    """Seconds of a product with a side of 8, an adapter's, by its FLOPs, by dtype; else ``products``."""
+    """Seconds of a product with a side of 8, an adapter's, by its FLOPs, by dtype; else
+    ``products``."""
     passes: Mapping[str, Curve] = field(default_factory=dict)
-    """Seconds of an element-wise operation by the bytes that it reads and writes, by the dtype of its result, and "in place"
-    over what was just written; else ``memory_bandwidth``."""
+    """Seconds of an element-wise operation by the bytes that it reads and writes, by the dtype of
+    its result, and "in place" over what was just written; else ``memory_bandwidth``."""
     attention: Mapping[str, float] = field(default_factory=dict)
     """FLOP/s of fused attention, by dtype; else ``flops``."""
     update_rate: Mapping[str, float] = field(default_factory=dict)
-    """Elements/s of an update rule, by its name, and of a 16-bit parameter's float32 copy ("lift", "round"); else by the
-    bytes that are touched."""
+    """Elements/s of an update rule, by its name, and of a 16-bit parameter's float32 copy ("lift",
+    "round"); else by the bytes that are touched."""
     start_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of an operation that moves nothing, and of starting one of a module's, by kind of walk: Python."""
+    """Seconds of an operation that moves nothing, and of starting one of a module's, by kind of
+    walk: Python."""
     fresh_bandwidth: float = 0.0
-    """Bytes/s at which memory that the process has just been given is first touched; 0: it takes no time."""
+    """Bytes/s at which memory that the process has just been given is first touched; 0: it takes no
+    time."""
     process_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that a process holds beside its tensors when a model is open, by kind of walk: interpreter and libraries; without
-    it tensors alone are foreseen."""
+    """Bytes that a process holds beside its tensors when a model is open, by kind of walk:
+    interpreter and libraries; without it tensors alone are foreseen."""
     buffers: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that its steps add whatever the model, by kind of walk: buffers, compiled products, heap that is always kept."""
+    """Bytes that its steps add whatever the model, by kind of walk: buffers, compiled products,
+    heap that is always kept."""
     slack: Mapping[str, float] = field(default_factory=dict)
-    """Freed memory that the allocator keeps, by kind of walk: as a multiple of what comes and goes in a step."""
+    """Freed memory that the allocator keeps, by kind of walk: as a multiple of what comes and goes
+    in a step."""
     noise_rate: float = 5e10
-    """Elements of a perturbation drawn and added per second, by one device. For the GPUs that ship it is reckoned, not
-    measured: 64 to 69 instructions an element, counted in what ptxas makes of the kernel for sm_80 and sm_90, at 128 a clock of
-    each multiprocessor ("CUDA C++ Programming Guide", arithmetic instructions), three quarters of it; or the
-    memory's bandwidth."""
+    """Elements of a perturbation drawn and added per second, by one device. For the GPUs that ship
+    it is reckoned, not measured: 64 to 69 instructions an element, counted in what ptxas makes of
+    the kernel for sm_80 and sm_90, at 128 a clock of each multiprocessor ("CUDA C++ Programming
+    Guide", arithmetic instructions), three quarters of it; or the memory's bandwidth."""
     decode_rate: float = 1e11
-    """Elements of a 4- or 8-bit weight decoded per second, by one device. For the GPUs that ship it is reckoned, not measured:
-    some 50 instructions an element, counted in what ptxas makes of the kernel for sm_86 to sm_90, at the rate of
-    ``noise_rate``'s; or the memory's bandwidth at 2.6 bytes an element of four bits."""
+    """Elements of a 4- or 8-bit weight decoded per second, by one device. For the GPUs that ship it
+    is reckoned, not measured: some 50 instructions an element, counted in what ptxas makes of the
+    kernel for sm_86 to sm_90, at the rate of ``noise_rate``'s; or the memory's bandwidth at 2.6
+    bytes an element of four bits."""
     decode_rates: Mapping[str, float] = field(default_factory=dict)
     """Elements decoded per second by codec, where that was measured; else ``decode_rate``."""
     host_to_device: Link = Link(25e9, 1e-5)
@@ -147,19 +160,25 @@ class Hardware:
     devices_per_node: int = 1
     nodes: int = 1
     card: str = ""
-    """The words of torch's name of such a device; empty for a description that stands for no make of card."""
+    """The words of torch's name of such a device; empty for a description that stands for no make
+    of card."""
     source: str = ""
     """The origin of the figures."""
 
     def __post_init__(self) -> None:
         if self.device not in ("cuda", "cpu"):
-            raise ValueError(f"hardware {self.name!r}: device is {self.device!r}; it must be cuda or cpu")
+            raise ValueError(
+                f"hardware {self.name!r}: device is {self.device!r}; it must be cuda or cpu"
+            )
         for key in ("device_bytes", "memory_bandwidth", "devices_per_node", "nodes"):
             if getattr(self, key) <= 0:
-                raise ValueError(f"hardware {self.name!r}: {key} is {getattr(self, key)}; it must be above 0")
+                raise ValueError(
+                    f"hardware {self.name!r}: {key} is {getattr(self, key)}; it must be above 0"
+                )
         if not self.flops or any(value <= 0 for value in self.flops.values()):
             raise ValueError(
-                f"hardware {self.name!r}: flops is {dict(self.flops)}; it needs a positive figure for a dtype"
+                f"hardware {self.name!r}: flops is {dict(self.flops)}; it needs a positive figure"
+                " for a dtype"
             )
 
     @property
@@ -174,13 +193,14 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> int:
-        """Device bytes that a plan may count on: all of a processor's, :data:`USABLE` of an accelerator's."""
+        """Device bytes that a plan may count on: all of a processor's, :data:`USABLE` of an
+        accelerator's."""
         return self.device_bytes if self.device == "cpu" else int(USABLE * self.device_bytes)
 
     @property
     def host_room(self) -> int:
-        """Host bytes that a plan may count on: all beside a processor, :data:`PINNED` beside an accelerator, whose copies come
-        from pinned memory."""
+        """Host bytes that a plan may count on: all beside a processor, :data:`PINNED` beside an
+        accelerator, whose copies come from pinned memory."""
         return self.host_bytes if self.device == "cpu" else int(PINNED * self.host_bytes)
 
     def decodes(self, codec: str) -> float:
@@ -203,7 +223,8 @@ _READERS: dict[Any, Callable[[Any], Any]] = {
     Link: lambda link: Link(float(link["bandwidth"]), float(link.get("latency", 0.0))),
     Curve: lambda points: Curve(tuple((float(size), float(seconds)) for size, seconds in points)),
 }
-"""Readers of figures by the type of their field; a field that maps names to figures takes that of the figures."""
+"""Readers of figures by the type of their field; a field that maps names to figures takes that of
+the figures."""
 
 
 def names() -> list[str]:
@@ -212,15 +233,20 @@ def names() -> list[str]:
 
 
 def load(name_or_path: str | Path) -> Hardware:
-    """Return a shipped machine by its name; ``here``, what :data:`HERE` says of this one, and the file of figures of a card
-    beside it; or a description in a file: doctor's, or a card's figures as ``benchmarks/gpu.sh`` writes them.
+    """Return a shipped machine by its name; ``here``, what :data:`HERE` says of this one, and the
+    file of figures of a card beside it; or a description in a file: doctor's, or a card's figures
+    as ``benchmarks/gpu.sh`` writes them.
 
     Raises:
         ValueError: an unknown name or key, or a figure out of range.
     """
     if name_or_path == "here" and not HERE.is_file():
-        raise ValueError(f"hardware: here is {HERE} in this folder, which is not there; write it with blockwalk doctor")
-    shipped, known = SHIPPED / f"{name_or_path}.yaml", names()
+        raise ValueError(
+            f"hardware: here is {HERE} in this folder, which is not there; write it with"
+            " blockwalk doctor"
+        )
+    shipped = SHIPPED / f"{name_or_path}.yaml"
+    known = names()
     path = HERE if name_or_path == "here" else shipped if shipped.is_file() else Path(name_or_path)
     if not path.is_file():
         hint = did_you_mean(str(name_or_path), known, LOOSE)
@@ -233,21 +259,29 @@ def load(name_or_path: str | Path) -> Hardware:
         raise ValueError(f"{path} holds no mapping of figures")
     with reading(path):
         found = _from_mapping(path, raw)
-    beside = sorted(path.parent.glob(cards.PATTERN)) if name_or_path == "here" and found.device == "cuda" else []
+    beside = (
+        sorted(path.parent.glob(cards.PATTERN))
+        if name_or_path == "here" and found.device == "cuda"
+        else []
+    )
     return with_facts(found, cards.read(beside[0])) if len(beside) == 1 else found
 
 
 def described_as(name: str) -> Hardware:
-    """Return the shipped description of one card by torch's name of it; of one that none describes the RTX 4090's."""
+    """Return the shipped description of one card by torch's name of it; of one that none describes
+    the RTX 4090's."""
     known = (found for found in map(load, names()) if is_called(name, found.card))
     return dataclasses.replace(next(known, None) or load("rtx-4090"), devices_per_node=1, nodes=1)
 
 
 def with_facts(machine: Hardware, facts: Facts) -> Hardware:
-    """Return a machine with a card's measured figures in place of its own. A figure that was not measured stays."""
+    """Return a machine with a card's measured figures in place of its own. A figure that was not
+    measured stays."""
     links = {"host_to_device": facts.copy_up, "device_to_host": facts.copy_down}
     changes: dict[str, Any] = {
-        name: dataclasses.replace(getattr(machine, name), bandwidth=rate) for name, rate in links.items() if rate
+        name: dataclasses.replace(getattr(machine, name), bandwidth=rate)
+        for name, rate in links.items()
+        if rate
     }
     figures = {
         "device_bytes": facts.memory_bytes,
@@ -270,12 +304,15 @@ def _from_mapping(path: Path, raw: dict[Any, Any]) -> Hardware:
     values: dict[str, Any] = {"name": path.stem}
     for key, value in raw.items():
         if key not in hints:
-            raise ValueError(f"{path}: unknown key {key!r}{did_you_mean(str(key), list(hints), LOOSE)}")
+            raise ValueError(
+                f"{path}: unknown key {key!r}{did_you_mean(str(key), list(hints), LOOSE)}"
+            )
         if hints[key] in _READERS:
             values[key] = _READERS[hints[key]](value)
         elif not isinstance(value, dict):
             raise ValueError(
-                f"{path}: {key} is {value}; it must be a mapping by name (blockwalk doctor writes such a file)"
+                f"{path}: {key} is {value}; it must be a mapping by name (blockwalk doctor writes"
+                " such a file)"
             )
         else:
             read = _READERS[get_args(hints[key])[1]]
@@ -288,20 +325,24 @@ UNMEASURED = "this machine, not measured"
 
 
 def kind_of(device: str) -> str:
-    """Return the kind of a device in a description, by torch's name of its type: ``cpu``, or ``cuda`` for an accelerator of any
-    make."""
+    """Return the kind of a device in a description, by torch's name of its type: ``cpu``, or
+    ``cuda`` for an accelerator of any make."""
     return "cpu" if device == "cpu" else "cuda"
 
 
 def of_this_machine(device: str = "cpu", card: Card | None = None) -> Hardware:
-    """Return the machine as doctor described it here, with the figures of its card where ``benchmarks/gpu.sh`` left them
-    beside. Before either has run, it is the memory that there is, with rates that only rank plans by their work.
+    """Return the machine as doctor described it here, with the figures of its card where
+    ``benchmarks/gpu.sh`` left them beside. Before either has run, it is the memory that there is,
+    with rates that only rank plans by their work.
 
     Args:
-        device: torch's name of the type that blocks compute on: ``cpu``, ``cuda``, ``xpu`` or another.
-        card: the facts that the driver tells of the accelerator; its memory and rates are else those of an RTX 4090.
+        device: torch's name of the type that blocks compute on: ``cpu``, ``cuda``, ``xpu`` or
+            another.
+        card: the facts that the driver tells of the accelerator; its memory and rates are else
+            those of an RTX 4090.
     """
-    device, card = kind_of(device), card or Card()
+    device = kind_of(device)
+    card = card or Card()
     facts = cards.facts_of(card.name, HERE.parent) if device == "cuda" else None
     if HERE.is_file() and (found := load(HERE)).device == device:
         return found if facts is None else with_facts(found, facts)
@@ -309,7 +350,8 @@ def of_this_machine(device: str = "cpu", card: Card | None = None) -> Hardware:
 
     import psutil
 
-    host, disk = int(psutil.virtual_memory().total), shutil.disk_usage(".").free
+    host = int(psutil.virtual_memory().total)
+    disk = shutil.disk_usage(".").free
     rough = described_as(card.name) if device == "cuda" else load("laptop")
     memory = (card.memory_bytes or rough.device_bytes) if device == "cuda" else host
     here = dataclasses.replace(
@@ -322,5 +364,9 @@ def save(hardware: Hardware, path: str | Path) -> None:
     """Write a description that :func:`load` reads back to an equal value."""
     value = dataclasses.asdict(hardware)
     for key in ("products", "thin", "passes"):
-        value[key] = {dtype: [list(point) for point in curve["points"]] for dtype, curve in value[key].items()}
-    Path(path).write_text(yaml.safe_dump(value, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        value[key] = {
+            dtype: [list(point) for point in curve["points"]] for dtype, curve in value[key].items()
+        }
+    Path(path).write_text(
+        yaml.safe_dump(value, sort_keys=False, allow_unicode=True), encoding="utf-8"
+    )

@@ -1,7 +1,8 @@
-"""The planner: it enumerates the plans for a model on a machine, simulates and ranks them, and says why others were left out.
+"""The planner: it enumerates the plans for a model on a machine, simulates and ranks them, and says
+why others were left out.
 
-The model, its costs and the machine are values that are handed in (:func:`blockwalk.report.advice.task` makes them of a
-``config.json``); nothing here imports torch.
+The model, its costs and the machine are values that are handed in
+(:func:`blockwalk.report.advice.task` makes them of a ``config.json``); nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from blockwalk.simulate.simulator import Simulation, simulate
 from blockwalk.system.process_memory import DIRTY_SHARE
 
 ZEROTH_ORDER_STEPS = 44
-"""Two-point steps that make the progress of one step with exact gradients, as measured: ``benchmarks/zo_converge.py``, a small
-Llama on sentiment, batch 16, three seeds at the best of the learning rates that were tried. 500 steps of two-point SPSA brought
-the held-out loss from 0.87 to 0.47; exact gradients (AdamW) were there, by interpolation, after 11."""
+"""Two-point steps that make the progress of one step with exact gradients, as measured:
+``benchmarks/zo_converge.py``, a small Llama on sentiment, batch 16, three seeds at the best of the
+learning rates that were tried. 500 steps of two-point SPSA brought the held-out loss from 0.87 to
+0.47; exact gradients (AdamW) were there, by interpolation, after 11."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ class Task:
     model: ModelSpec
     """Its parameters say which of them are trained."""
     costs: Callable[[Plan, Shape], Costs]
-    """The cost of each kind of the model's units under a plan at the shape of a micro-batch; the same answer each time."""
+    """The cost of each kind of the model's units under a plan at the shape of a micro-batch; the
+    same answer each time."""
     hardware: Hardware
     shape: Shape
     """One rank's micro-batch."""
@@ -73,7 +76,9 @@ class Candidate:
         """Tokens per second, those of zeroth-order steps at their measured worth."""
         if self.simulation is None:
             return 0.0
-        return self.simulation.tokens_per_second / (ZEROTH_ORDER_STEPS if self.plan.zeroth_order else 1)
+        return self.simulation.tokens_per_second / (
+            ZEROTH_ORDER_STEPS if self.plan.zeroth_order else 1
+        )
 
     def line(self) -> str:
         """Return the candidate as a row of a table."""
@@ -81,7 +86,10 @@ class Candidate:
         if self.simulation is None:
             return f"{self.label:<44} {held}  {self.refused}"
         found = self.simulation
-        speed = f"{found.seconds:>9.3g} s {found.tokens_per_second:>9,.0f} tok/s {100 * found.mfu:>5.1f}%"
+        speed = (
+            f"{found.seconds:>9.3g} s {found.tokens_per_second:>9,.0f} tok/s"
+            f" {100 * found.mfu:>5.1f}%"
+        )
         return f"{self.label:<44} {held} {speed}  {found.bottleneck()}"
 
 
@@ -93,7 +101,8 @@ class Ranking:
     zeroth_order: tuple[Candidate, ...]
     refused: tuple[Candidate, ...]
     larger: Candidate | None = None
-    """The fastest streamed plan of zeroth order with the micro-batches a fetch that hide its link, see :func:`hides_link`."""
+    """The fastest streamed plan of zeroth order with the micro-batches a fetch that hide its link,
+    see :func:`hides_link`."""
 
     @property
     def ranked(self) -> tuple[Candidate, ...]:
@@ -107,18 +116,30 @@ class Ranking:
 
     def lines(self, *, most: int = 10) -> Iterator[str]:
         """Yield the ranking as tables."""
-        yield f"{'plan':<44} {'device':>9} {'host':>9} {'step':>11} {'tokens a second':>15} {'MFU':>6}  critical path"
-        for title, found in (("exact gradients", self.first_order), ("zeroth order", self.zeroth_order)):
+        yield (
+            f"{'plan':<44} {'device':>9} {'host':>9} {'step':>11} {'tokens a second':>15}"
+            f" {'MFU':>6}  critical path"
+        )
+        for title, found in (
+            ("exact gradients", self.first_order),
+            ("zeroth order", self.zeroth_order),
+        ):
             if found:
                 yield f"-- {title}, by tokens a second"
                 yield from (candidate.line() for candidate in found[:most])
         if self.zeroth_order:
             first = self.zeroth_order[0]
-            yield f"   a zeroth-order step is worth 1/{ZEROTH_ORDER_STEPS} of one with exact gradients (500 steps to a loss of"
+            yield (
+                f"   a zeroth-order step is worth 1/{ZEROTH_ORDER_STEPS} of one with exact"
+                " gradients (500 steps to a loss of"
+            )
             yield "   0.47, against 11, in benchmarks/zo_converge.py):"
             yield f"   {first.label} is as good as {first.progress:,.0f} tok/s there"
         if self.larger is not None:
-            yield "-- a larger step, whose micro-batches hide the fetches (gradient_accumulation_steps)"
+            yield (
+                "-- a larger step, whose micro-batches hide the fetches"
+                " (gradient_accumulation_steps)"
+            )
             yield self.larger.line()
         if self.refused:
             yield "-- left out"
@@ -126,14 +147,18 @@ class Ranking:
 
 
 def candidates(task: Task) -> Iterator[tuple[str, Plan]]:
-    """Yield every plan worth looking at: each row of the table, in the variants that its facts have room for, labelled by them.
+    """Yield every plan worth looking at: each row of the table, in the variants that its facts have
+    room for, labelled by them.
 
     Frozen weights in 4 or 8 bits need adapters; rows that spread state need more ranks than one.
     """
     for name, row in METHODS.items():
         alone = row().trainable.group == NOBODY
         for label, settings in (_alone if alone else _over_ranks)(task, row()):
-            yield f"{name}{label}", method(name, gradient_accumulation_steps=task.micro_batches, **settings)
+            yield (
+                f"{name}{label}",
+                method(name, gradient_accumulation_steps=task.micro_batches, **settings),
+            )
 
 
 def _alone(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -141,7 +166,9 @@ def _alone(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     if row.frozen.codec.encoded:
         for codec in ("int4a", "int8", "raw") if task.adapters else ():
             yield f", {codec}", {"frozen": f"{row.frozen.tier} × {codec}"}
-            if task.hardware.device != "cpu":  # a processor's host is its device: the disk's pages are read in place
+            if (
+                task.hardware.device != "cpu"
+            ):  # a processor's host is its device: the disk's pages are read in place
                 yield f", host × {codec}", {"frozen": f"host × {codec}", "activation": "host"}
     elif not row.zeroth_order:
         for recompute in ("none", "all"):
@@ -156,9 +183,11 @@ def _alone(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _over_ranks(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield variants of a row that spreads state: activations elsewhere, codecs where every use gathers what is kept, an
-    adaptive cache, and groups of other sizes where nothing is cached between two of them."""
-    node, world = task.hardware.devices_per_node, task.hardware.world
+    """Yield variants of a row that spreads state: activations elsewhere, codecs where every use
+    gathers what is kept, an adaptive cache, and groups of other sizes where nothing is cached
+    between two of them."""
+    node = task.hardware.devices_per_node
+    world = task.hardware.world
     mesh = {"world": world, "ranks_per_node": node}
     if world == 1:
         return
@@ -178,45 +207,68 @@ def _over_ranks(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
             groups = [f"group{size}={size}" for size in {few, many} - set(names)]
             inner, outer = (names.get(size, f"group{size}") for size in (few, many))
             over = dict.fromkeys(("frozen", "trainable"), f"device × raw × {inner}")
-            over |= {"gradient": f"device × fp32 × {inner}", "optimizer_state": f"device × fp32 × {outer}"}
+            over |= {
+                "gradient": f"device × fp32 × {inner}",
+                "optimizer_state": f"device × fp32 × {outer}",
+            }
             yield f", over {few} and {many}", {"mesh": {**mesh, "groups": groups}, **over}
     if row.cache.tier == "host" and task.budget is not None:
         yield ", adaptive cache", {"mesh": mesh, "cache.threshold": 0.9, "budget": task.budget}
 
 
 def _groups(node: int, world: int) -> Iterator[tuple[int, int]]:
-    """Yield sizes of groups worth looking at, for parameters and gradients, and for optimizer states: a part of a node, a
-    node or two; everything or a few nodes."""
-    inner = sorted({z for z in (2, node // 2, *(node << k for k in range(5))) if 1 < z <= world and world % z == 0})
+    """Yield sizes of groups worth looking at, for parameters and gradients, and for optimizer
+    states: a part of a node, a node or two; everything or a few nodes."""
+    inner = sorted(
+        {
+            z
+            for z in (2, node // 2, *(node << k for k in range(5)))
+            if 1 < z <= world and world % z == 0
+        }
+    )
     for few in (z for z in inner if node % z == 0 or z % node == 0):
-        for many in sorted({world, *(z for z in (8 * node,) if node < z < world and world % z == 0)}):
+        for many in sorted(
+            {world, *(z for z in (8 * node,) if node < z < world and world % z == 0)}
+        ):
             if many % few == 0:
                 yield few, many
 
 
 def steady(plan: Plan, model: ModelSpec) -> Pending:
-    """Return the updates that a step of a long run finds pending: the last step's where it is deferred, and every node
-    slice out of date."""
+    """Return the updates that a step of a long run finds pending: the last step's where it is
+    deferred, and every node slice out of date."""
     if plan.update.deferred:
         return Pending(1, flush=True)
     if plan.sharded:
-        return Pending(dirty=frozenset(i for i, unit in enumerate(model.units) if unit.numel(trainable=True)))
+        return Pending(
+            dirty=frozenset(i for i, unit in enumerate(model.units) if unit.numel(trainable=True))
+        )
     return Pending()
 
 
-def programs_of(task: Task, plan: Plan, shape: Shape | None = None) -> tuple[tuple[Program, ...], Costs]:
-    """Return the training step of a plan in a long run, as the distinct programs of its ranks, and its costs."""
+def programs_of(
+    task: Task, plan: Plan, shape: Shape | None = None
+) -> tuple[tuple[Program, ...], Costs]:
+    """Return the training step of a plan in a long run, as the distinct programs of its ranks, and
+    its costs."""
     shape = shape or task.shape
     costs = task.costs(plan, shape)
-    room, pending = task.hardware.host_bytes // DIRTY_SHARE, steady(plan, task.model)
-    inputs = {"costs": costs, "pending": pending, "device": task.hardware.device, "page_cache": room}
+    room = task.hardware.host_bytes // DIRTY_SHARE
+    pending = steady(plan, task.model)
+    inputs = {
+        "costs": costs,
+        "pending": pending,
+        "device": task.hardware.device,
+        "page_cache": room,
+    }
     return compile_ranks(plan, task.model, StepKind.TRAIN, shape, **inputs), costs
 
 
 def look_at(task: Task, label: str, plan: Plan) -> Candidate:
-    """Return one plan: simulated where it fits, with as many blocks that stay on the device as fit, else with the reason
-    and what would make it fit."""
-    costs, on = task.costs(plan, task.shape), task.hardware.device
+    """Return one plan: simulated where it fits, with as many blocks that stay on the device as fit,
+    else with the reason and what would make it fit."""
+    costs = task.costs(plan, task.shape)
+    on = task.hardware.device
     if plan.resident == AUTO:
         plan = settled(plan, task.model, task.shape, costs, device=on, budget=task.room)
         label += f", {plan.resident} blocks stay" if plan.resident > 0 else ""
@@ -237,9 +289,12 @@ def look_at(task: Task, label: str, plan: Plan) -> Candidate:
 
 
 def rank(task: Task) -> Ranking:
-    """Look at every candidate and rank them by tokens a second, exact gradients and zeroth order apart."""
+    """Look at every candidate and rank them by tokens a second, exact gradients and zeroth order
+    apart."""
     found = [look_at(task, label, plan) for label, plan in candidates(task)]
-    fits = sorted((c for c in found if c.simulation), key=lambda c: c.simulation.seconds / c.simulation.tokens)  # type: ignore[union-attr]
+    fits = sorted(
+        (c for c in found if c.simulation), key=lambda c: c.simulation.seconds / c.simulation.tokens
+    )  # type: ignore[union-attr]
     zeroth_order = tuple(c for c in fits if c.plan.zeroth_order)
     streamed = next((c for c in zeroth_order if c.simulation and c.simulation.program.slots), None)
     return Ranking(
@@ -251,10 +306,11 @@ def rank(task: Task) -> Ranking:
 
 
 def hides_link(task: Task, candidate: Candidate, most: int = 16) -> Candidate | None:
-    """Return a streamed plan with the fewest micro-batches whose step computes as long as it fetches: all of them pass
-    through a block while it is there. None where they do so already, or would not with ``most`` of them: a step of so many
-    more sequences is for its user to decide."""
-    found, steps = candidate, candidate.plan.gradient_accumulation_steps
+    """Return a streamed plan with the fewest micro-batches whose step computes as long as it
+    fetches: all of them pass through a block while it is there. None where they do so already, or
+    would not with ``most`` of them: a step of so many more sequences is for its user to decide."""
+    found = candidate
+    steps = candidate.plan.gradient_accumulation_steps
     label = candidate.label.removesuffix(f", {candidate.plan.resident} blocks stay")
     while found.simulation is not None:
         spans = found.simulation.spans
@@ -285,19 +341,24 @@ def choose(task: Task, *, world: int = 1) -> Plan:
             return candidate.plan
     refused = [c for c in found.refused if c.plan.mesh.world == world]
     nearest = min(refused, key=lambda c: c.peaks[Pool.DEVICE])
-    raise ValueError(f"no method fits {task.hardware.name}; the nearest, {nearest.label}, {nearest.refused}")
+    raise ValueError(
+        f"no method fits {task.hardware.name}; the nearest, {nearest.label}, {nearest.refused}"
+    )
 
 
 def largest_batch(task: Task, plan: Plan, most: int = 1 << 16) -> int:
-    """Return the most sequences of a micro-batch with which a plan's step fits; 0 where not even one does."""
+    """Return the most sequences of a micro-batch with which a plan's step fits; 0 where not even
+    one does."""
 
     def fits(batch: int) -> bool:
         (program, *_), _ = programs_of(task, plan, Shape(batch, task.shape.sequence))
         return not _too_large(task, program.peaks(), plan.mesh.world)
 
-    low, high = 0, 1
+    low = 0
+    high = 1
     while high <= most and fits(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > max(1, low // 64):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -307,11 +368,18 @@ def largest_batch(task: Task, plan: Plan, most: int = 1 << 16) -> int:
 def _too_large(task: Task, held: Counter[Pool], ranks: int) -> str:
     """The reason why these peaks do not fit, or ""."""
     hardware = task.hardware
-    device, host = held[Pool.DEVICE], held[Pool.HOST] * min(ranks, hardware.devices_per_node)
+    device = held[Pool.DEVICE]
+    host = held[Pool.HOST] * min(ranks, hardware.devices_per_node)
     if hardware.device == "cpu":
-        device, host = device + host, 0
+        device = device + host
+        host = 0
     for what, needed, room, there in (
-        ("on the device", device, task.room, min(hardware.device_bytes, task.budget or hardware.device_bytes)),
+        (
+            "on the device",
+            device,
+            task.room,
+            min(hardware.device_bytes, task.budget or hardware.device_bytes),
+        ),
         ("of host memory", host, hardware.host_room, hardware.host_bytes),
         ("of disk", held[Pool.DISK] + held[Pool.MAPPED], hardware.disk_bytes, hardware.disk_bytes),
     ):

@@ -1,9 +1,10 @@
-"""The memory of a process on a CPU at a step's peak: its tensors, and the bytes that come with them.
+"""The memory of a process on a CPU at a step's peak: its tensors, and the bytes that come with
+them.
 
-A program counts tensors. The interpreter and its libraries are there before. Steps bring buffers and compiled products, which
-hardly depend on the model; and the C allocator keeps freed memory that it cannot use again, which grows with what comes and
-goes. ``blockwalk doctor`` measures all three on small walks of its own. Nothing here imports torch.
-"""
+A program counts tensors. The interpreter and its libraries are there before. Steps bring buffers
+and compiled products, which hardly depend on the model; and the C allocator keeps freed memory that
+it cannot use again, which grows with what comes and goes. ``blockwalk doctor`` measures all three
+on small walks of its own. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -18,11 +19,15 @@ from blockwalk.program.residency import compute_dtype
 from blockwalk.simulate.hardware import Hardware
 
 KINDS = ("graphs", "adapters", "recompute", "streamed", "streamed, 16 bits", "forwards")
-"""Kinds of walk that leave the allocator differently: graphs kept over the step, of all parameters or of adapters; blocks
-recomputed; streamed, which bounds its free heap (:mod:`blockwalk.system.heap`), in float32 or in 16 bits, whose products
-oneDNN compiles and keeps (:mod:`blockwalk.numerics.row_tiles`); forwards alone."""
+"""Kinds of walk that leave the allocator differently: graphs kept over the step, of all parameters
+or of adapters; blocks recomputed; streamed, which bounds its free heap
+(:mod:`blockwalk.system.heap`), in float32 or in 16 bits, whose products oneDNN compiles and keeps
+(:mod:`blockwalk.numerics.row_tiles`); forwards alone."""
 
-GUESSED = "free heap and buffers of libraries are foreseen as they were elsewhere; blockwalk doctor measures them here"
+GUESSED = (
+    "free heap and buffers of libraries are foreseen as they were elsewhere; blockwalk doctor"
+    " measures them here"
+)
 """The words of a forecast on a machine that was not measured."""
 
 
@@ -38,7 +43,8 @@ def walk_kind(plan: Plan, program: Program, model: ModelSpec) -> str:
 
 
 def found_for(kind: str, figures: Mapping[str, float]) -> float:
-    """Return the figure of a kind of walk, 0 without one; an older description has one of streamed walks in any dtype."""
+    """Return the figure of a kind of walk, 0 without one; an older description has one of streamed
+    walks in any dtype."""
     return figures.get(kind, figures.get(kind.partition(",")[0], 0))
 
 
@@ -54,25 +60,37 @@ def transients(program: Program) -> int:
     return tensors(program) - held[Pool.DEVICE] - held[Pool.HOST]
 
 
-def process_peak(program: Program, plan: Plan, hardware: Hardware, model: ModelSpec, *, process: int = 0) -> int:
-    """Return bytes of the whole process, pages of mapped files left out. ``process``: those that it holds before a model is
-    opened, where they are known; doctor's walks tell of a bare one."""
+def process_peak(
+    program: Program, plan: Plan, hardware: Hardware, model: ModelSpec, *, process: int = 0
+) -> int:
+    """Return bytes of the whole process, pages of mapped files left out. ``process``: those that it
+    holds before a model is opened, where they are known; doctor's walks tell of a bare one."""
     bare = max(found_for(walk_kind(plan, program, model), hardware.process_bytes), process)
-    return int(bare) + tensors(program) - transients(program) + step_growth(program, plan, hardware, model)
+    return (
+        int(bare)
+        + tensors(program)
+        - transients(program)
+        + step_growth(program, plan, hardware, model)
+    )
 
 
 def step_growth(program: Program, plan: Plan, hardware: Hardware, model: ModelSpec) -> int:
-    """Return bytes that a process with an open model grows by in its steps: libraries' buffers, what comes and goes, and
-    the free heap that it leaves."""
-    kind, moving = walk_kind(plan, program, model), transients(program)
+    """Return bytes that a process with an open model grows by in its steps: libraries' buffers,
+    what comes and goes, and the free heap that it leaves."""
+    kind = walk_kind(plan, program, model)
+    moving = transients(program)
     beside = found_for(kind, hardware.buffers) + found_for(kind, hardware.slack) * moving
     return moving + int(beside) + 2 * _gather_copy(plan, program)
 
 
 def _gather_copy(plan: Plan, program: Program) -> int:
-    """Return bytes of gloo's own copy of the largest gather, whose whole output it makes before it hands it over. It counts
-    twice: the hole that it leaves is kept as other free heap is."""
+    """Return bytes of gloo's own copy of the largest gather, whose whole output it makes before it
+    hands it over. It counts twice: the hole that it leaves is kept as other free heap is."""
     if not plan.sharded:
         return 0
-    ranks = ((op.nbytes, ranks_over(plan.mesh, op.axes)) for op in program.ops if op.kind is OpKind.GATHER)
+    ranks = (
+        (op.nbytes, ranks_over(plan.mesh, op.axes))
+        for op in program.ops
+        if op.kind is OpKind.GATHER
+    )
     return max((nbytes * n // (n - 1) for nbytes, n in ranks if n > 1), default=0)

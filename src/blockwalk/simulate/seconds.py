@@ -1,8 +1,7 @@
 """Seconds of one op of a program on a machine. See ``docs/cost-model.md``.
 
-An op's seconds are a sum of non-negative terms that each fall with one rate of the hardware, so a faster part can never make
-a step slower. Nothing here imports torch.
-"""
+An op's seconds are a sum of non-negative terms that each fall with one rate of the hardware, so a
+faster part can never make a step slower. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -26,15 +25,17 @@ from blockwalk.simulate.process_memory import found_for, walk_kind
 NO_COSTS = Costs()
 
 REFAULTED = 0.3
-"""The fraction of a streamed block's heap that page-faults again, counted when the heap was trimmed every third or fourth block
-(:mod:`blockwalk.system.heap`, ``docs/tricks.md``). Trims are rarer since, and it was not counted again."""
+"""The fraction of a streamed block's heap that page-faults again, counted when the heap was trimmed
+every third or fourth block (:mod:`blockwalk.system.heap`, ``docs/tricks.md``). Trims are rarer
+since, and it was not counted again."""
 
 TRAFFIC = 4
-"""Bytes that a block's element-wise work reads and writes, as a multiple of the most that it holds at once: where only that
-is known."""
+"""Bytes that a block's element-wise work reads and writes, as a multiple of the most that it holds
+at once: where only that is known."""
 
 HOST_MEMORY = 2e10
-"""Bytes/s of a processor's memory behind an accelerator, where it updates what lies there. A guess: no hardware file has it."""
+"""Bytes/s of a processor's memory behind an accelerator, where it updates what lies there. A guess:
+no hardware file has it."""
 
 UPDATE_STARTS = 12
 """Operations that the update of one parameter starts."""
@@ -44,9 +45,8 @@ UPDATE_STARTS = 12
 class CostModel:
     """Seconds of an op on a machine.
 
-    A compute op takes its products, its element-wise passes and its starts, each at the machine's rate for their size, and the
-    decoding and perturbing of the weights that it reads.
-    """
+    A compute op takes its products, its element-wise passes and its starts, each at the machine's
+    rate for their size, and the decoding and perturbing of the weights that it reads."""
 
     plan: Plan
     model: ModelSpec
@@ -56,7 +56,8 @@ class CostModel:
     _start: float = field(init=False, repr=False, default=0.0)
     """Seconds to start one operation."""
     _lost: Mapping[int, float] = field(init=False, repr=False, default_factory=dict)
-    """Seconds that each op of a unit loses, on a processor, to the copies of its lanes, which take a core."""
+    """Seconds that each op of a unit loses, on a processor, to the copies of its lanes, which take
+    a core."""
 
     def __post_init__(self) -> None:
         if self.program is not None and self.hardware.device == "cpu":
@@ -68,7 +69,9 @@ class CostModel:
     def _losses(self, program: Program) -> dict[int, float]:
         copied: Counter[int] = Counter()
         for op in program.ops:
-            if op.kind in (OpKind.FETCH, OpKind.STORE) and (self._is_bucket(op) or self.tier(op) is Tier.HOST):
+            if op.kind in (OpKind.FETCH, OpKind.STORE) and (
+                self._is_bucket(op) or self.tier(op) is Tier.HOST
+            ):
                 copied[op.unit] += op.nbytes
         turns = Counter(op.unit for op in program.ops if op.kind in COMPUTES)
         rate = self.hardware.host_to_device.bandwidth
@@ -86,7 +89,9 @@ class CostModel:
                 return self._moves(op, hw.device_to_host, hw.disk_write)
             case Lane.INTRA:
                 return hw.intra.seconds(op.nbytes) + self._rounds(op) * hw.intra.latency
-        sharing = min(self.plan.mesh.ranks_per_node, hw.devices_per_node)  # a node's ranks share its link to the others
+        sharing = min(
+            self.plan.mesh.ranks_per_node, hw.devices_per_node
+        )  # a node's ranks share its link to the others
         return hw.inter.seconds(op.nbytes * sharing) + self._rounds(op) * hw.inter.latency
 
     @property
@@ -95,25 +100,39 @@ class CostModel:
 
     def work_seconds(self, work: Work) -> float:
         """Return seconds of operations in the compute dtype, one after the other."""
-        hw, dtype = self.hardware, self.dtype
-        products, passes = hw.products.get(dtype), hw.passes.get(dtype)
+        hw = self.hardware
+        dtype = self.dtype
+        products = hw.products.get(dtype)
+        passes = hw.passes.get(dtype)
         if products:
-            seconds = products.total(work.products) + hw.thin.get(dtype, products).total(work.thin_products)
+            seconds = products.total(work.products) + hw.thin.get(dtype, products).total(
+                work.thin_products
+            )
         else:
             seconds = (work.flops - work.attention) / hw.flops_of(dtype)
         if passes:
-            float32, in_place = hw.passes.get("float32", passes), hw.passes.get("in place", passes)
-            seconds += passes.total(work.passes) + float32.total(work.float32_passes) + in_place.total(work.in_place)
+            float32 = hw.passes.get("float32", passes)
+            in_place = hw.passes.get("in place", passes)
+            seconds += (
+                passes.total(work.passes)
+                + float32.total(work.float32_passes)
+                + in_place.total(work.in_place)
+            )
         else:
             seconds += work.touched / hw.memory_bandwidth
-        return seconds + work.attention / (hw.attention.get(dtype) or hw.flops_of(dtype)) + work.all * self._start
+        return (
+            seconds
+            + work.attention / (hw.attention.get(dtype) or hw.flops_of(dtype))
+            + work.all * self._start
+        )
 
-    # ---- the compute lane -------------------------------------------------------------------------------------------
+    # ---- the compute lane ------------------------------------------------------------------------
 
     def _compute(self, op: Op) -> float:
         if op.kind in COMPUTES:
             return self._walks(op)
-        hw, trained = self.hardware, float(self.model.units[op.unit].numel(trainable=True))
+        hw = self.hardware
+        trained = float(self.model.units[op.unit].numel(trainable=True))
         zeroth_order = self.plan.zeroth_order
         if op.kind is OpKind.UPDATE and zeroth_order:
             if op.lane is Lane.INTRA:
@@ -125,7 +144,9 @@ class CostModel:
         if op.kind is OpKind.UPDATE:
             share = self.plan.optimizer_ranks if self.plan.sharded else 1
             starts = UPDATE_STARTS * len(self.model.units[op.unit].part(True)) * self._start
-            narrowed = self._narrowed("round" if self.plan.update.rounding == "stochastic" else "lift", trained / share)
+            narrowed = self._narrowed(
+                "round" if self.plan.update.rounding == "stochastic" else "lift", trained / share
+            )
             seconds = hw.op_seconds + starts + self._updated(trained / share) + narrowed
             moved = 0.0
             if self.plan.update.at_turn:  # the old values are copied first
@@ -142,7 +163,8 @@ class CostModel:
         return 0.0
 
     def work(self, op: Op) -> Work:
-        """Return the operations of an op on the compute lane, as far as its unit's costs are known."""
+        """Return the operations of an op on the compute lane, as far as its unit's costs are
+        known."""
         cost = self.costs.of(self.model.units[op.unit].kind)
         match op.kind:
             case OpKind.PROLOGUE | OpKind.FORWARD:
@@ -156,15 +178,25 @@ class CostModel:
         return NOTHING
 
     def _walks(self, op: Op) -> float:
-        unit, hw, work = self.reads(op.unit), self.hardware, self.work(op)
+        unit = self.reads(op.unit)
+        hw = self.hardware
+        work = self.work(op)
         prologue = op.kind in (OpKind.PROLOGUE, OpKind.PROLOGUE_BACKWARD)
         if work == NOTHING and not prologue:
             work = Work(((op.flops, 1),), ((TRAFFIC * op.transient, 1),))
         seconds = hw.op_seconds + self.work_seconds(work) + self._lost.get(op.unit, 0.0)
         if op.kind is OpKind.FORWARD:  # what a graph in file maps saves is copied there
-            seconds += 2 * sum(nbytes for pool, nbytes in op.takes if pool is Pool.MAPPED) / hw.memory_bandwidth
-        if hw.fresh_bandwidth and op.kind is not OpKind.FORWARD:  # gradients are made anew, in part where a graph was
-            taken, freed = (sum(n for pool, n in each if pool is Pool.DEVICE) for each in (op.takes, op.frees))
+            seconds += (
+                2
+                * sum(nbytes for pool, nbytes in op.takes if pool is Pool.MAPPED)
+                / hw.memory_bandwidth
+            )
+        if (
+            hw.fresh_bandwidth and op.kind is not OpKind.FORWARD
+        ):  # gradients are made anew, in part where a graph was
+            taken, freed = (
+                sum(n for pool, n in each if pool is Pool.DEVICE) for each in (op.takes, op.frees)
+            )
             seconds += max(taken - freed, 0) / hw.fresh_bandwidth
         if prologue:
             return seconds
@@ -185,15 +217,21 @@ class CostModel:
 
     def reads(self, index: int) -> UnitSpec:
         """Return a unit with the tied head that its turn reads."""
-        return self.model.units[index] if index <= len(self.model.blocks) else epilogue_reads(self.model)
+        return (
+            self.model.units[index]
+            if index <= len(self.model.blocks)
+            else epilogue_reads(self.model)
+        )
 
     def _token_chunks(self) -> int:
         """Return the number of times that a loss with gradient goes through the head."""
         if self.program is None or self.plan.loss != "chunked":
             return 1
-        shape, size = self.program.shape, DTYPE_BYTES[self.dtype]
+        shape = self.program.shape
+        size = DTYPE_BYTES[self.dtype]
         tokens = shape.batch * (shape.sequence - 1)
-        sides, budget = (self.model.hidden_size, self.model.vocab_size), LOSS_BUDGET[self.hardware.device]
+        sides = (self.model.hidden_size, self.model.vocab_size)
+        budget = LOSS_BUDGET[self.hardware.device]
         n, _ = chunk_sizes(tokens, *sides, size, soft_cap=False, budget=budget)
         return -(-tokens // n)
 
@@ -209,18 +247,21 @@ class CostModel:
         return 4 * (3 + 2 * len(self.plan.update_rule.states)) * elements
 
     def _narrowed(self, rate: str, elements: float) -> float:
-        """Return seconds to lift a 16-bit master's elements to float32 a chunk at a time, and to write them back: as they are
-        (``lift``) or rounded stochastically (``round``)."""
+        """Return seconds to lift a 16-bit master's elements to float32 a chunk at a time, and to
+        write them back: as they are (``lift``) or rounded stochastically (``round``)."""
         codec = self.plan.trainable.codec
         size = 1 if codec.encoded else DTYPE_BYTES[codec.dtype_of(self.dtype)]
         bandwidth = self.hardware.memory_bandwidth / (2 * (size + 4))
         return elements / self.hardware.update_rate.get(rate, bandwidth) if size < 4 else 0.0
 
-    # ---- the links --------------------------------------------------------------------------------------------------
+    # ---- the links -------------------------------------------------------------------------------
 
     def tier(self, op: Op) -> Tier:
         """Return the tier of the bytes of a FETCH or STORE."""
-        if updates_on_host(self.plan, self.hardware.device) and op.part in (StateKind.TRAINABLE, StateKind.GRADIENT):
+        if updates_on_host(self.plan, self.hardware.device) and op.part in (
+            StateKind.TRAINABLE,
+            StateKind.GRADIENT,
+        ):
             return Tier.HOST
         if op.part is StateKind.ACTIVATION:
             return self.plan.activation.tier
@@ -231,8 +272,8 @@ class CostModel:
         return (self.plan.frozen if op.part is StateKind.FROZEN else self.plan.trainable).tier
 
     def _moves(self, op: Op, link: Link, disk: Link) -> float:
-        """Return seconds of a copy between the device and its tier. To a processor the page cache is there; what it cannot
-        hold is read or written."""
+        """Return seconds of a copy between the device and its tier. To a processor the page cache
+        is there; what it cannot hold is read or written."""
         tier = self.tier(op)
         if not op.nbytes or tier is Tier.DEVICE:
             return 0.0
@@ -244,8 +285,8 @@ class CostModel:
         return link.seconds(op.nbytes) + (disk.seconds(op.nbytes) if tier is Tier.DISK else 0.0)
 
     def _cached(self, op: Op) -> bool:
-        """Return whether a processor's own memory serves an op: the host's tier always, the disk's where the page cache
-        holds it, but for buckets of parameters, which go past it."""
+        """Return whether a processor's own memory serves an op: the host's tier always, the disk's
+        where the page cache holds it, but for buckets of parameters, which go past it."""
         if self.tier(op) is Tier.HOST:
             return True
         return not self._is_bucket(op) and self._stored() <= self.hardware.host_bytes // 2
@@ -255,7 +296,9 @@ class CostModel:
 
     def _stored(self) -> int:
         codec = self.plan.frozen.codec
-        parameters = sum(u.nbytes(codec, trainable=False) + u.nbytes(trainable=True) for u in self.model.units)
+        parameters = sum(
+            u.nbytes(codec, trainable=False) + u.nbytes(trainable=True) for u in self.model.units
+        )
         if self.plan.zeroth_order or self.plan.sharded:
             return parameters
         beside = len(self.plan.update_rule.states) * self.plan.optimizer_state.on_disk

@@ -1,10 +1,11 @@
-"""The simulator, which runs a program on paper: seconds, peak bytes of every pool, bytes on every lane, and what the time was
-spent on.
+"""The simulator, which runs a program on paper: seconds, peak bytes of every pool, bytes on every
+lane, and what the time was spent on.
 
-Lanes are first-in, first-out, and an op starts when the op before it on its lane and all that it waits for are done: the
-rules of :mod:`blockwalk.walk.lanes`; its seconds are those of :mod:`blockwalk.simulate.seconds`. Ranks with one program do
-the same at the same time, and one stands for all; those with another are simulated beside it, and a collective begins when the
-slowest has come.
+Lanes are first-in, first-out, and an op starts when the op before it on its lane and all that it
+waits for are done: the rules of :mod:`blockwalk.walk.lanes`; its seconds are those of
+:mod:`blockwalk.simulate.seconds`. Ranks with one program do the same at the same time, and one
+stands for all; those with another are simulated beside it, and a collective begins when the slowest
+has come.
 
 Nothing here imports torch.
 """
@@ -68,8 +69,8 @@ class Simulation:
         return self.useful_flops / (self.seconds * self.peak_flops) if self.seconds else 0.0
 
     def bottleneck(self) -> str:
-        """Return the greatest part of the critical path, in words: ``"78% waiting for the network: gather of frozen
-        parameters"``."""
+        """Return the greatest part of the critical path, in words: ``"78% waiting for the network:
+        gather of frozen parameters"``."""
         if not self.critical or not self.seconds:
             return "nothing takes time"
         what, seconds = next(iter(self.critical.items()))
@@ -77,22 +78,29 @@ class Simulation:
 
 
 def simulate(
-    programs: Sequence[Program], plan: Plan, model: ModelSpec, hardware: Hardware, costs: Costs = NO_COSTS
+    programs: Sequence[Program],
+    plan: Plan,
+    model: ModelSpec,
+    hardware: Hardware,
+    costs: Costs = NO_COSTS,
 ) -> Simulation:
     """Run a step on paper.
 
     Args:
-        programs: the distinct ones of the ranks (:func:`blockwalk.program.compile.compile_ranks`), compiled with ``costs``, for
-            ``hardware.device``. The answer is of the first; peaks are the highest of any.
+        programs: the distinct ones of the ranks (:func:`blockwalk.program.compile.compile_ranks`),
+            compiled with ``costs``, for ``hardware.device``. The answer is of the first; peaks are
+            the highest of any.
         plan, model: what they were compiled from.
         hardware: the machine.
-        costs: what its units do while they compute; the FLOPs of recomputation do not count as useful.
+        costs: what its units do while they compute; the FLOPs of recomputation do not count as
+            useful.
     """
     program, *_ = programs
     model_of = CostModel(plan, model, hardware, costs, program)
     spans = schedule(programs, model_of.seconds)
     recomputed = sum(
-        costs.of(model.units[op.unit].kind).forward_flops - costs.of(model.units[op.unit].kind).unread.flops
+        costs.of(model.units[op.unit].kind).forward_flops
+        - costs.of(model.units[op.unit].kind).unread.flops
         for op in program.ops
         if op.kind is OpKind.BACKWARD and not op.keep_graph
     )
@@ -120,9 +128,9 @@ Place = tuple[int, int]
 
 
 def together(programs: Sequence[Program]) -> dict[Place, list[Place]]:
-    """Return the ops that are one collective: the n-th of its kind, unit, part and axes, on every rank that has it. Ranks
-    of other groups, which would not wait for each other, are taken as one group: no step is faster for it, and none slower
-    than its slowest rank."""
+    """Return the ops that are one collective: the n-th of its kind, unit, part and axes, on every
+    rank that has it. Ranks of other groups, which would not wait for each other, are taken as one
+    group: no step is faster for it, and none slower than its slowest rank."""
     met: dict[tuple[object, ...], list[Place]] = {}
     for rank, program in enumerate(programs):
         seen: Counter[tuple[object, ...]] = Counter()
@@ -135,11 +143,15 @@ def together(programs: Sequence[Program]) -> dict[Place, list[Place]]:
 
 
 def schedule(programs: Sequence[Program], seconds_of: Callable[[Op], float]) -> Spans:
-    """Return the times at which each op begins and ends, given the seconds that it takes. An op of several ranks begins on
-    all of them when the last has come. Lanes that share a link take turns, an op at a time, and who came first goes first:
-    what a link with one queue does, and no later at the end of the queue than one that halves its bandwidth."""
-    meets, begins, ready = together(programs), order(programs), Counter[Place]()
-    later, waits = defaultdict[Place, list[Place]](list), Counter[Place]()
+    """Return the times at which each op begins and ends, given the seconds that it takes. An op of
+    several ranks begins on all of them when the last has come. Lanes that share a link take turns,
+    an op at a time, and who came first goes first: what a link with one queue does, and no later at
+    the end of the queue than one that halves its bandwidth."""
+    meets = together(programs)
+    begins = order(programs)
+    ready = Counter[Place]()
+    later = defaultdict[Place, list[Place]](list)
+    waits = Counter[Place]()
     for place, earlier in begins.items():
         for each in earlier:
             later[each].append(meets.get(place, [place])[0])
@@ -161,20 +173,36 @@ def schedule(programs: Sequence[Program], seconds_of: Callable[[Op], float]) -> 
                 waits[follower] -= 1
                 if not waits[follower]:
                     heappush(queue, (ready[follower], follower))
-    waiting = [rank for rank, each in enumerate(programs) if any((rank, op.index) not in spans for op in each.ops)]
+    waiting = [
+        rank
+        for rank, each in enumerate(programs)
+        if any((rank, op.index) not in spans for op in each.ops)
+    ]
     assert not waiting, f"the programs of ranks {waiting} wait for each other"
-    return tuple(tuple(spans[rank, op.index] for op in program.ops) for rank, program in enumerate(programs))
+    return tuple(
+        tuple(spans[rank, op.index] for op in program.ops) for rank, program in enumerate(programs)
+    )
 
 
 def order(programs: Sequence[Program]) -> dict[Place, list[Place]]:
-    """Return the ops that each waits for: those that it names, and the one before it on its lane."""
-    waits = [(rank, op, earlier) for rank, program in enumerate(programs) for op, earlier in program.waits()]
+    """Return the ops that each waits for: those that it names, and the one before it on its
+    lane."""
+    waits = [
+        (rank, op, earlier)
+        for rank, program in enumerate(programs)
+        for op, earlier in program.waits()
+    ]
     return {(rank, op.index): [(rank, index) for index in earlier] for rank, op, earlier in waits}
 
 
 def peaks(program: Program, spans: tuple[Span, ...]) -> dict[Pool, int]:
-    """Return peak bytes of each pool; of ops at one instant the earlier of the program ends before the next begins."""
-    events = sorted((at, span.op.index, end) for span in spans for end, at in enumerate((span.began, span.ended)))
+    """Return peak bytes of each pool; of ops at one instant the earlier of the program ends before
+    the next begins."""
+    events = sorted(
+        (at, span.op.index, end)
+        for span in spans
+        for end, at in enumerate((span.began, span.ended))
+    )
     held = Counter(dict(program.static))
     peak = Counter(held)
     for _, index, ends in events:
@@ -187,19 +215,23 @@ def peaks(program: Program, spans: tuple[Span, ...]) -> dict[Pool, int]:
     return {Pool(pool): int(nbytes) for pool, nbytes in peak.items()}
 
 
-def critical_path(programs: Sequence[Program], spans: Spans, words: Callable[[Op], str]) -> dict[str, float]:
-    """Return seconds of the chain of ops that the step's end waited for, by what they do, longest first; it goes from rank
-    to rank where they met."""
+def critical_path(
+    programs: Sequence[Program], spans: Spans, words: Callable[[Op], str]
+) -> dict[str, float]:
+    """Return seconds of the chain of ops that the step's end waited for, by what they do, longest
+    first; it goes from rank to rank where they met."""
 
     def ended(place: Place) -> float:
         return spans[place[0]][place[1]].ended
 
-    meets, before = together(programs), order(programs)
+    meets = together(programs)
+    before = order(programs)
     for rank, its in enumerate(spans):
         had: dict[Lane, int] = {}  # who had the link before
         for span in sorted(its, key=lambda span: (span.began, span.ended)):
             if span.op.nbytes:
-                link, index = span.op.lane.link, span.op.index
+                link = span.op.lane.link
+                index = span.op.index
                 before[rank, index] += [(rank, had[link])] if link in had else []
                 had[link] = index
     total: Counter[str] = Counter()
@@ -208,7 +240,11 @@ def critical_path(programs: Sequence[Program], spans: Spans, words: Callable[[Op
         span = spans[at[0]][at[1]]
         if span.seconds:
             total[words(span.op)] += span.seconds  # type: ignore[assignment]
-        at = max((each for member in meets.get(at, [at]) for each in before[member]), key=ended, default=None)
+        at = max(
+            (each for member in meets.get(at, [at]) for each in before[member]),
+            key=ended,
+            default=None,
+        )
     return dict(total.most_common())
 
 
@@ -229,4 +265,7 @@ def _words(op: Op, model_of: CostModel) -> str:
         where = "the node's own link"
     else:
         where = "the disk" if model_of.tier(op) is Tier.DISK else "the host's link"
-    return f"waiting for {where}: {_NOUN.get(op.kind, op.kind.lower())} of {_STATE.get(op.part, 'state')}"
+    return (
+        f"waiting for {where}: {_NOUN.get(op.kind, op.kind.lower())} of"
+        f" {_STATE.get(op.part, 'state')}"
+    )

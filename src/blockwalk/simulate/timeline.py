@@ -1,4 +1,5 @@
-"""A step's timeline in Chrome's trace format, for Perfetto: of a simulation or of a real run, with the same lanes and names."""
+"""A step's timeline in Chrome's trace format, for Perfetto: of a simulation or of a real run, with
+the same lanes and names."""
 
 from __future__ import annotations
 
@@ -14,14 +15,23 @@ Timed = tuple[Op, float, float]
 """An op, and when it began and ended, in seconds."""
 
 
-def events(program: Program, steps: Sequence[Iterable[Timed]], *, process: str) -> list[dict[str, Any]]:
-    """Complete events, a microsecond a unit, from the first op's begin; one thread for each lane, in the program's order."""
+def events(
+    program: Program, steps: Sequence[Iterable[Timed]], *, process: str
+) -> list[dict[str, Any]]:
+    """Complete events, a microsecond a unit, from the first op's begin; one thread for each lane,
+    in the program's order."""
     lanes = {lane: number for number, lane in enumerate(Lane)}
     timed = [each for step in steps for each in step]
     start = min((began for _, began, _ in timed), default=0.0)
     used = {op.lane for op, _, _ in timed}
-    names = [("process_name", 0, process), *(("thread_name", lanes[lane], str(lane)) for lane in Lane if lane in used)]
-    named = [{"ph": "M", "name": what, "pid": process, "tid": tid, "args": {"name": each}} for what, tid, each in names]
+    names = [
+        ("process_name", 0, process),
+        *(("thread_name", lanes[lane], str(lane)) for lane in Lane if lane in used),
+    ]
+    named = [
+        {"ph": "M", "name": what, "pid": process, "tid": tid, "args": {"name": each}}
+        for what, tid, each in names
+    ]
     return named + [
         {
             "ph": "X",
@@ -31,7 +41,12 @@ def events(program: Program, steps: Sequence[Iterable[Timed]], *, process: str) 
             "tid": lanes[op.lane],
             "ts": round(1e6 * (began - start), 3),
             "dur": round(1e6 * (ended - began), 3),
-            "args": {"op": op.index, "bytes": op.nbytes, "flops": op.flops, "micro_batch": op.micro_batch},
+            "args": {
+                "op": op.index,
+                "bytes": op.nbytes,
+                "flops": op.flops,
+                "micro_batch": op.micro_batch,
+            },
         }
         for op, began, ended in timed
         if ended > began
@@ -46,4 +61,6 @@ def name(program: Program, op: Op) -> str:
 
 def write(path: str | Path, found: Sequence[dict[str, Any]]) -> None:
     """Write events as one JSON file, which is whole or not there."""
-    atomic_files.write_bytes(path, json.dumps({"traceEvents": list(found), "displayTimeUnit": "ms"}).encode())
+    atomic_files.write_bytes(
+        path, json.dumps({"traceEvents": list(found), "displayTimeUnit": "ms"}).encode()
+    )

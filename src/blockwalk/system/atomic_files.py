@@ -1,9 +1,10 @@
-"""Files that appear whole or not at all: written beside their place, synced, renamed, and the folder synced.
+"""Files that appear whole or not at all: written beside their place, synced, renamed, and the
+folder synced.
 
-A rename within one file system is atomic (POSIX): whoever looks sees the old file or the new one, and after a loss of
-power the same holds because the data is on the disk before the name changes. A process killed in between leaves only
-``.NAME.<8 hexadecimal digits>.partial``, and of a folder that was to be replaced ``.NAME.<8 hexadecimal digits>.replaced``.
-"""
+A rename within one file system is atomic (POSIX): whoever looks sees the old file or the new one,
+and after a loss of power the same holds because the data is on the disk before the name changes. A
+process killed in between leaves only ``.NAME.<8 hexadecimal digits>.partial``, and of a folder that
+was to be replaced ``.NAME.<8 hexadecimal digits>.replaced``."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def fsync(path: StrPath) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those around it, with durable names; leave one that is there alone, or that another rank makes now.
+    """Make a folder, and those around it, with durable names; leave one that is there alone, or
+    that another rank makes now.
 
     Raises:
         ValueError: the path, or one around it, is a file, or a link that leads nowhere.
@@ -66,7 +68,10 @@ def make_folder(path: Path) -> None:
     if path.is_dir():
         return
     if path.is_symlink():
-        raise ValueError(f"{path} is a link to {os.readlink(path)}, which is no folder: remove it, or make that folder")
+        raise ValueError(
+            f"{path} is a link to {os.readlink(path)}, which is no folder: remove it, or make"
+            " that folder"
+        )
     make_folder(path.parent)
     try:
         path.mkdir()
@@ -87,8 +92,9 @@ def fsync_tree(path: StrPath) -> None:
 
 @contextmanager
 def naming(path: StrPath, nbytes: int | None = None) -> Iterator[None]:
-    """Add to an error about a full disk the file's path, the bytes that it was to have, and the bytes that are free. Libraries
-    in Rust, such as safetensors and tokenizers, have errors of their own for it, with the number in their text."""
+    """Add to an error about a full disk the file's path, the bytes that it was to have, and the
+    bytes that are free. Libraries in Rust, such as safetensors and tokenizers, have errors of their
+    own for it, with the number in their text."""
     try:
         yield
     except Exception as error:
@@ -96,15 +102,16 @@ def naming(path: StrPath, nbytes: int | None = None) -> Iterator[None]:
         number = error.errno if isinstance(error, OSError) else int(in_rust[1]) if in_rust else None
         if number not in NO_ROOM or getattr(error, "filename", None) is not None:
             raise
-        size, free = "" if nbytes is None else f" of {nbytes / 1e6:.3g} MB", shutil.disk_usage(Path(path).parent).free
+        size = "" if nbytes is None else f" of {nbytes / 1e6:.3g} MB"
+        free = shutil.disk_usage(Path(path).parent).free
         text = f"{os.strerror(number)} for a file{size} where {free / 1e6:.3g} MB are free"
         raise OSError(number, text, os.fspath(path)) from error
 
 
 @contextmanager
 def atomic_open(path: StrPath) -> Iterator[IO[bytes]]:
-    """Open a file for writing that replaces ``path`` when the block ends well, and leaves it alone when it raises. It is synced
-    before it takes its name."""
+    """Open a file for writing that replaces ``path`` when the block ends well, and leaves it alone
+    when it raises. It is synced before it takes its name."""
     path = Path(path)
     partial = beside(path)
     try:
@@ -126,13 +133,15 @@ def write_bytes(path: StrPath, data: bytes | bytearray | memoryview) -> None:
 
 
 def write_json(path: StrPath, value: Any) -> None:
-    """Replace ``path`` by ``value`` as indented JSON, atomically and durably. NaN and infinity are refused."""
+    """Replace ``path`` by ``value`` as indented JSON, atomically and durably. NaN and infinity are
+    refused."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     write_bytes(path, (text + "\n").encode())
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in a file of JSON. Raises json.JSONDecodeError, UnicodeError or OSError where there is none."""
+    """Return the value in a file of JSON. Raises json.JSONDecodeError, UnicodeError or OSError
+    where there is none."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -142,8 +151,8 @@ class Damaged(ValueError):
 
 @contextmanager
 def reading(path: StrPath) -> Iterator[None]:
-    """Turn what fails while a file's values are taken apart into a :class:`Damaged` that names the file: whoever made it may
-    have been careless, or mean harm."""
+    """Turn what fails while a file's values are taken apart into a :class:`Damaged` that names the
+    file: whoever made it may have been careless, or mean harm."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -166,8 +175,9 @@ _SEAL = ', "digest": "'
 
 
 def seal(text: str, before: str = "") -> tuple[str, str]:
-    """Return a JSON object's text with its digest as its last value, and that digest: 16 hexadecimal digits, of ``before``
-    and of the text. The text that ``before`` is the digest of is sealed with it, so that lines make a chain."""
+    """Return a JSON object's text with its digest as its last value, and that digest: 16
+    hexadecimal digits, of ``before`` and of the text. The text that ``before`` is the digest of is
+    sealed with it, so that lines make a chain."""
     digest = hashlib.blake2b((before + text).encode(), digest_size=8).hexdigest()
     return text[:-1] + _SEAL + digest + '"}', digest
 
@@ -176,7 +186,8 @@ def unseal(sealed: str, before: str = "") -> tuple[dict[str, Any], str]:
     """Return the JSON object that :func:`seal` was given, and its digest.
 
     Raises:
-        ValueError: the digest is missing, or another one: the text or what came before it has changed.
+        ValueError: the digest is missing, or another one: the text or what came before it has
+            changed.
     """
     text = sealed.rstrip().rpartition(_SEAL)[0] + "}"
     again, digest = seal(text, before)
@@ -210,14 +221,17 @@ def read_sealed(path: StrPath) -> dict[str, Any]:
 
 @contextmanager
 def atomic_folder(path: StrPath, *, replace: bool = False) -> Iterator[Path]:
-    """Build a folder beside ``path``, which takes that name, synced, when the block ends well and goes when it raises.
+    """Build a folder beside ``path``, which takes that name, synced, when the block ends well and
+    goes when it raises.
 
     Args:
-        replace: take the place of a folder that is there, which stays until this one is whole: a kill leaves it in its
-            place or beside it, for :func:`bring_back`. A link that is there goes, and where it leads stays.
+        replace: take the place of a folder that is there, which stays until this one is whole: a
+            kill leaves it in its place or beside it, for :func:`bring_back`. A link that is there
+            goes, and where it leads stays.
 
     Raises:
-        ValueError: ``path`` exists already, before or after the building, and is not to be replaced.
+        ValueError: ``path`` exists already, before or after the building, and is not to be
+            replaced.
     """
     path = Path(path)
     if not replace:
@@ -251,17 +265,21 @@ def atomic_folder(path: StrPath, *, replace: bool = False) -> Iterator[Path]:
 def refuse_existing(path: StrPath) -> None:
     """Raise ValueError where an output exists already."""
     if os.path.lexists(path):
-        raise ValueError(f"{os.fspath(path)} exists already and is not overwritten: choose another output or remove it")
+        raise ValueError(
+            f"{os.fspath(path)} exists already and is not overwritten: choose another output or"
+            " remove it"
+        )
 
 
 @contextmanager
 def locked(folder: StrPath) -> Iterator[None]:
-    """Hold a folder, made where it is not there, against every other process. The lock ends with this process, however that
-    ends; what was made here of it and of the folders around it, and stays empty, goes again.
+    """Hold a folder, made where it is not there, against every other process. The lock ends with
+    this process, however that ends; what was made here of it and of the folders around it, and
+    stays empty, goes again.
 
     Raises:
-        ValueError: the folder is a file, or another process holds it; the message says which, where and since when; or the
-            lock's name is taken by a link, or by another file.
+        ValueError: the folder is a file, or another process holds it; the message says which, where
+            and since when; or the lock's name is taken by a link, or by another file.
     """
     folder = Path(folder)
     made = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -272,17 +290,26 @@ def locked(folder: StrPath) -> Iterator[None]:
             if not lock(file.fileno(), folder):
                 file.seek(0)
                 holder = file.read().strip() or "another process"
-                raise ValueError(f"{folder} is in use by {holder}: wait for its end, or choose another folder")
+                raise ValueError(
+                    f"{folder} is in use by {holder}: wait for its end, or choose another folder"
+                )
             try:
                 if os.fstat(file.fileno()).st_ino != path.stat().st_ino:
                     continue
-            except FileNotFoundError:  # whoever held the lock has just removed it: this file has no name any more
+            except (
+                FileNotFoundError
+            ):  # whoever held the lock has just removed it: this file has no name any more
                 continue
             file.seek(0)
             if (text := file.read()) and not _HOLDER.match(text):
-                raise ValueError(f"{path} is not Blockwalk's, which keeps a lock under that name: move it away")
+                raise ValueError(
+                    f"{path} is not Blockwalk's, which keeps a lock under that name: move it away"
+                )
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+            file.write(
+                f"process {os.getpid()} on {socket.gethostname()} since"
+                f" {time.strftime('%Y-%m-%d %H:%M:%S')}"
+            )
             file.flush()
             try:
                 yield
@@ -296,8 +323,9 @@ def locked(folder: StrPath) -> Iterator[None]:
 
 @contextmanager
 def tolerating_use(path: Path) -> Iterator[None]:
-    """Turn the failure to remove a path into a warning. An NFS client keeps a file that some process has open or mapped (as
-    ``.nfs…``, in its folder) until that one lets go of it; no run ends for want of a removal."""
+    """Turn the failure to remove a path into a warning. An NFS client keeps a file that some
+    process has open or mapped (as ``.nfs…``, in its folder) until that one lets go of it; no run
+    ends for want of a removal."""
     try:
         yield
     except OSError as error:
@@ -305,8 +333,9 @@ def tolerating_use(path: Path) -> Iterator[None]:
 
 
 def discard(path: Path) -> None:
-    """Remove a file, a link or a folder that nobody will ask for again; it stops being named as it was first. A file
-    that cannot be removed now stays as a leftover, with a warning, for the next sweep."""
+    """Remove a file, a link or a folder that nobody will ask for again; it stops being named as it
+    was first. A file that cannot be removed now stays as a leftover, with a warning, for the next
+    sweep."""
     leftover = path if path.name.endswith((PARTIAL, ASIDE)) else beside(path)
     with tolerating_use(path):
         if leftover != path:
@@ -325,8 +354,8 @@ def left_aside(path: Path) -> list[Path]:
 
 
 def bring_back(path: Path) -> None:
-    """Give a folder that a killed :func:`atomic_folder` was about to replace its place again, or remove it where the new one
-    has taken that."""
+    """Give a folder that a killed :func:`atomic_folder` was about to replace its place again, or
+    remove it where the new one has taken that."""
     for old in left_aside(path):
         if os.path.lexists(path):
             links.remove(old)
@@ -340,24 +369,28 @@ def nearest(path: Path) -> Path:
 
 
 def require_space(path: StrPath, nbytes: int, what: str) -> None:
-    """Raise ValueError where the disk of ``path`` (which need not exist yet) has less than ``nbytes`` bytes free."""
+    """Raise ValueError where the disk of ``path`` (which need not exist yet) has less than
+    ``nbytes`` bytes free."""
     folder = nearest(Path(path))
     free = shutil.disk_usage(folder).free
     if nbytes > free:
         raise ValueError(
-            f"{what} needs {nbytes / 1e9:.2f} GB on the disk of {folder}, which has {free / 1e9:.2f} GB free: "
+            f"{what} needs {nbytes / 1e9:.2f} GB on the disk of {folder}, which has"
+            f" {free / 1e9:.2f} GB free: "
             f"free some space or choose an output on another disk"
         )
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the file's lines of JSON, each with its step, up to one that a kill or a loss of power left torn; none where
-    there is no file. Lines of a log that has seals are compared with them.
+    """Return the file's lines of JSON, each with its step, up to one that a kill or a loss of power
+    left torn; none where there is no file. Lines of a log that has seals are compared with them.
 
     Raises:
         Damaged: another line than the last is torn, or one is not as it was written.
     """
-    *texts, last = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else [""]
+    *texts, last = (
+        path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else [""]
+    )
     sealed = any(_SEAL in text for text in (*texts, last))
     lines: list[dict[str, Any]] = []
     for number, text in enumerate([*texts, last[: last.rfind("}") + 1]], 1):

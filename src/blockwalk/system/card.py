@@ -1,8 +1,8 @@
-"""An accelerator as plain values: what its driver says of it, and what ``benchmarks/gpu.sh`` has measured on it.
+"""An accelerator as plain values: what its driver says of it, and what ``benchmarks/gpu.sh`` has
+measured on it.
 
-The figures lie in a file ``gpu-facts-<card>.json``, in the folder of ``hardware.yaml``. Whoever plans reads them in place of
-the constants that ship. Nothing here imports torch.
-"""
+The figures lie in a file ``gpu-facts-<card>.json``, in the folder of ``hardware.yaml``. Whoever
+plans reads them in place of the constants that ship. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ class Card:
     free_bytes: int = 0
     """Bytes of it that a step's tensors may take now; 0: not known."""
     bfloat16: bool = True
-    """False where the card computes in bfloat16 by way of float32 alone: NVIDIA's before compute capability 8.0."""
+    """False where the card computes in bfloat16 by way of float32 alone: NVIDIA's before compute
+    capability 8.0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The figures that ``benchmarks/gpu.sh`` measures on a card. A figure that is 0, or a mapping without a codec, was not
-    measured."""
+    """The figures that ``benchmarks/gpu.sh`` measures on a card. A figure that is 0, or a mapping
+    without a codec, was not measured."""
 
     name: str
     """The card as torch calls it."""
@@ -57,7 +58,8 @@ class Facts:
     decode_rate: Mapping[str, float] = field(default_factory=dict)
     """Elements decoded a second, by codec."""
     fused_crossing_rows: Mapping[str, float] = field(default_factory=dict)
-    """The most rows of a product in which decoding inside it is no slower than before it, by codec; 0: none."""
+    """The most rows of a product in which decoding inside it is no slower than before it, by codec;
+    0: none."""
     norm_bytes_per_s: float = 0.0
     """Bytes of float32 gradients a second that their norm reads."""
     loss_s: float = 0.0
@@ -68,7 +70,8 @@ def read(path: Path) -> Facts:
     """Return the figures in a file.
 
     Raises:
-        ValueError: the file holds no JSON, names no card, or has a figure that is negative, not finite or no number.
+        ValueError: the file holds no JSON, names no card, or has a figure that is negative, not
+            finite or no number.
     """
     with reading(path):
         raw = read_json(path)
@@ -97,20 +100,28 @@ def read(path: Path) -> Facts:
 
 def _figure(path: Path, name: str, value: Any) -> float:
     """Return a figure that is a finite number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or value < 0
+    ):
         raise ValueError(f"{path}: {name} is {value!r}; it must be a finite number of at least 0")
     return float(value)
 
 
 def facts_of(name: str, folder: Path = Path()) -> Facts | None:
-    """Return the figures of the card of a name, from the files in a folder; None where none has been measured.
+    """Return the figures of the card of a name, from the files in a folder; None where none has
+    been measured.
 
     Raises:
         ValueError: a file of figures cannot be read.
     """
     if not name:
         return None
-    return next((facts for path in sorted(folder.glob(PATTERN)) if (facts := read(path)).name == name), None)
+    return next(
+        (facts for path in sorted(folder.glob(PATTERN)) if (facts := read(path)).name == name), None
+    )
 
 
 def is_called(name: str, words: str) -> bool:
@@ -119,4 +130,7 @@ def is_called(name: str, words: str) -> bool:
     >>> is_called("NVIDIA H200", "H20"), is_called("NVIDIA GeForce RTX 4090", "RTX 4090")
     (False, True)
     """
-    return bool(words) and re.search(rf"(?<![\w]){re.escape(words)}(?![\w])", name, re.IGNORECASE) is not None
+    return (
+        bool(words)
+        and re.search(rf"(?<![\w]){re.escape(words)}(?![\w])", name, re.IGNORECASE) is not None
+    )

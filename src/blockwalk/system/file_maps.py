@@ -1,8 +1,7 @@
 """Maps of files without a descriptor: an array of a file's bytes that goes with its last view.
 
-Python's :class:`mmap.mmap` holds a descriptor for as long as it lives, and a model has maps by the thousand, while a login is
-allowed 1,024 open files. A map itself needs none.
-"""
+Python's :class:`mmap.mmap` holds a descriptor for as long as it lives, and a model has maps by the
+thousand, while a login is allowed 1,024 open files. A map itself needs none."""
 
 from __future__ import annotations
 
@@ -34,20 +33,25 @@ _NO_MAPS = {
 
 
 def map_file(fd: int, nbytes: int, path: str, *, writable: bool = False) -> np.ndarray:
-    """Return the first ``nbytes`` bytes of an open file, uint8 [nbytes]; ``fd`` may be closed. Writing to a map that is not
-    ``writable`` kills the process.
+    """Return the first ``nbytes`` bytes of an open file, uint8 [nbytes]; ``fd`` may be closed.
+    Writing to a map that is not ``writable`` kills the process.
 
-    A map that is read is private, which shares the file's pages as well as long as nobody writes to them: some file systems
-    (FUSE with ``direct_io``) have no other. One that is written is shared with the file.
+    A map that is read is private, which shares the file's pages as well as long as nobody writes to
+    them: some file systems (FUSE with ``direct_io``) have no other. One that is written is shared
+    with the file.
 
     Raises:
         OSError: the kernel refuses; the error names ``path``.
     """
-    if sys.platform == "win32":  # Python's map, which holds a handle; Windows bounds these by memory alone
+    if (
+        sys.platform == "win32"
+    ):  # Python's map, which holds a handle; Windows bounds these by memory alone
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         return np.frombuffer(mmap.mmap(fd, nbytes, access=access), dtype=np.uint8)
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    address = _LIBC.mmap(None, nbytes, protection, mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE, fd, 0)
+    address = _LIBC.mmap(
+        None, nbytes, protection, mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE, fd, 0
+    )
     if address == _MAP_FAILED:
         code = ctypes.get_errno()
         raise OSError(code, _NO_MAPS[writable] if code == errno.ENODEV else os.strerror(code), path)
@@ -58,8 +62,9 @@ def map_file(fd: int, nbytes: int, path: str, *, writable: bool = False) -> np.n
 
 
 def has_shared_maps(folder: Path) -> bool:
-    """Return whether files in a folder, or in the nearest one around it that exists, can be mapped to be written: tried with a
-    nameless file. True as well where no file can be made at all, which is another trouble."""
+    """Return whether files in a folder, or in the nearest one around it that exists, can be mapped
+    to be written: tried with a nameless file. True as well where no file can be made at all, which
+    is another trouble."""
     try:
         with tempfile.TemporaryFile(dir=nearest(folder)) as file:
             file.truncate(mmap.PAGESIZE)

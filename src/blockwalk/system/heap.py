@@ -1,6 +1,7 @@
-"""The C allocator's free memory: kept from block to block, since giving it back and faulting it in again costs more than a
-block's smaller operators, and bounded, since temporaries of many sizes leave holes in it. Left to itself glibc does neither:
-it returns each large temporary at once, and over a few steps of a 0.5B model held 110 MB more than was in use."""
+"""The C allocator's free memory: kept from block to block, since giving it back and faulting it in
+again costs more than a block's smaller operators, and bounded, since temporaries of many sizes
+leave holes in it. Left to itself glibc does neither: it returns each large temporary at once, and
+over a few steps of a 0.5B model held 110 MB more than was in use."""
 
 from __future__ import annotations
 
@@ -16,19 +17,24 @@ from contextlib import contextmanager
 SLACK = 24 << 20
 """Bytes that anonymous memory may grow by before free heap is given back, at least."""
 MARGIN = 15 << 20
-"""Bytes that anonymous memory may grow by beyond a block's working set, at least. If free heap were given back sooner, each
-block would fault its own pages in again (a 0.5B step: 150,000 page faults and 0.7 s of the kernel's time; 8,000 and 0.1 s
-when they are kept)."""
+"""Bytes that anonymous memory may grow by beyond a block's working set, at least. If free heap were
+given back sooner, each block would fault its own pages in again (a 0.5B step: 150,000 page faults
+and 0.7 s of the kernel's time; 8,000 and 0.1 s when they are kept)."""
 
 LARGE = 1 << 20
-"""Bytes of a block that is large while a tokenizer is read. Left to itself glibc keeps larger and larger blocks in its heap as
-they come and go (up to :data:`_GROWN`), and one of 150,000 entries leaves holes of 20 MB there."""
+"""Bytes of a block that is large while a tokenizer is read. Left to itself glibc keeps larger and
+larger blocks in its heap as they come and go (up to :data:`_GROWN`), and one of 150,000 entries
+leaves holes of 20 MB there."""
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_NEVER, _GROWN = 1 << 30, 32 << 20
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+_NEVER = 1 << 30
+_GROWN = 32 << 20
 
-# Torch, which looks at this when it first allocates, asks for pages of 2 MB for its larger tensors, where the system leaves
-# that to be asked for: a block then faults its memory in again 2 MB at a time.
+# Torch, which looks at this when it first allocates, asks for pages of 2 MB for its larger tensors,
+# where the system leaves that to be asked for: a block then faults its memory in again 2 MB at a
+# time.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
@@ -42,14 +48,16 @@ def _trimmer() -> Callable[[int], int] | None:
 
 
 def give_back() -> None:
-    """Collect garbage, and give all free heap back to the system: after construction, which frees much in small pieces."""
+    """Collect garbage, and give all free heap back to the system: after construction, which frees
+    much in small pieces."""
     gc.collect()
     if (trim := _trimmer()) is not None:
         trim(0)
 
 
 def _return_from(size: int) -> None:
-    """Let glibc return every freed block of ``size`` bytes or more to the system at once; older ones refuse more than 32 MB."""
+    """Let glibc return every freed block of ``size`` bytes or more to the system at once; older
+    ones refuse more than 32 MB."""
     if _trimmer() is not None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, size) or libc.mallopt(_M_MMAP_THRESHOLD, _GROWN)
@@ -57,7 +65,8 @@ def _return_from(size: int) -> None:
 
 @contextmanager
 def large_returned() -> Iterator[None]:
-    """Inside, every freed block of :data:`LARGE` bytes or more is returned to the system at once."""
+    """Inside, every freed block of :data:`LARGE` bytes or more is returned to the system at
+    once."""
     _return_from(LARGE)
     try:
         yield
@@ -76,40 +85,48 @@ def _keep_freed() -> None:
 
 
 class Slack:
-    """A bound on the free heap that the process keeps for its next block. :meth:`bound` is cheap enough to be called after
-    every block. The allocator's settings are the process's: they stay when this object is gone.
+    """A bound on the free heap that the process keeps for its next block. :meth:`bound` is cheap
+    enough to be called after every block. The allocator's settings are the process's: they stay
+    when this object is gone.
 
     Args:
-        share: the quantile of the recent blocks' heap growth that is kept untrimmed. Rare blocks beyond it, such as a loss once
-            a step, fault their pages in again.
-        spare: the fraction of that growth, at least :data:`MARGIN` bytes, that is allowed on top before the heap is trimmed.
+        share: the quantile of the recent blocks' heap growth that is kept untrimmed. Rare blocks
+            beyond it, such as a loss once a step, fault their pages in again.
+        spare: the fraction of that growth, at least :data:`MARGIN` bytes, that is allowed on top
+            before the heap is trimmed.
     """
 
     def __init__(self, share: float = 0.95, spare: float = 0.0) -> None:
-        self._share, self._spare = share, spare
+        self._share = share
+        self._spare = spare
         self._floor = 0
         self._left: deque[int] = deque(maxlen=32)
-        """Bytes by which anonymous memory grew over single blocks that began with a trimmed heap, the newest 32, less what
-        stayed after the next trim: programs that oneDNN compiled are no working set."""
+        """Bytes by which anonymous memory grew over single blocks that began with a trimmed heap,
+        the newest 32, less what stayed after the next trim: programs that oneDNN compiled are no
+        working set."""
         self._is_fresh = False
         _keep_freed()
 
     @property
     def _working_set(self) -> int:
-        """Bytes of heap growth that ``share`` of the recent blocks stay below; 0 before any was seen."""
+        """Bytes of heap growth that ``share`` of the recent blocks stay below; 0 before any was
+        seen."""
         count = len(self._left)
         return sorted(self._left)[int((count - 1) * self._share)] if count else 0
 
     def bound(self, *, anew: bool = False) -> None:
-        """Give free heap back if anonymous memory has grown, since the last time, by more than a block needs; or ``anew``,
-        before a step whose batch has other lengths: its blocks would find no room among the last one's."""
+        """Give free heap back if anonymous memory has grown, since the last time, by more than a
+        block needs; or ``anew``, before a step whose batch has other lengths: its blocks would find
+        no room among the last one's."""
         if (trim := _trimmer()) is None:
             return
         grown = _anonymous_bytes() - self._floor
         if self._is_fresh:
             self._left.append(grown)
         working_set = self._working_set
-        self._is_fresh = anew or grown > max(SLACK, working_set + max(MARGIN, int(working_set * self._spare)))
+        self._is_fresh = anew or grown > max(
+            SLACK, working_set + max(MARGIN, int(working_set * self._spare))
+        )
         if self._is_fresh:
             trim(0)
             floor = _anonymous_bytes()

@@ -1,4 +1,5 @@
-"""Pointers of git-lfs: small text files that a clone holds in place of large ones, until ``git lfs pull`` brings those."""
+"""Pointers of git-lfs: small text files that a clone holds in place of large ones, until ``git lfs
+pull`` brings those."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Files below a folder that others may have filled: opened without following a link, removed without going through one."""
+"""Files below a folder that others may have filled: opened without following a link, removed
+without going through one."""
 
 from __future__ import annotations
 
@@ -19,10 +20,14 @@ def open_own(path: Path, flags: int) -> int:
         flags: of ``os.open``; with ``os.O_CREAT`` the file is made where it is not there.
 
     Raises:
-        ValueError: ``path`` is a link, no ordinary file, or has a second name: to write it would change a file elsewhere.
+        ValueError: ``path`` is a link, no ordinary file, or has a second name: to write it would
+            change a file elsewhere.
     """
     if path.is_symlink():
-        raise ValueError(f"{path} is a link to {os.readlink(path)}, which would be written instead: remove the link")
+        raise ValueError(
+            f"{path} is a link to {os.readlink(path)}, which would be written instead: remove the"
+            " link"
+        )
     for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"):  # Windows has none of them
         flags |= getattr(os, name, 0)
     descriptor = os.open(path, flags, 0o666)
@@ -31,13 +36,16 @@ def open_own(path: Path, flags: int) -> int:
         return descriptor
     os.close(descriptor)
     kind = (
-        "has a second name (a hard link), whose file" if stat.S_ISREG(seen.st_mode) else "is no ordinary file, and it"
+        "has a second name (a hard link), whose file"
+        if stat.S_ISREG(seen.st_mode)
+        else "is no ordinary file, and it"
     )
     raise ValueError(f"{path} {kind} would be written: remove it, or put a copy in its place")
 
 
 def append_to(path: Path) -> IO[str]:
-    """Open a file as text to read and to append to, as :func:`open_own` does; it is made where it is not there.
+    """Open a file as text to read and to append to, as :func:`open_own` does; it is made where it
+    is not there.
 
     Raises:
         ValueError: as :func:`open_own`.
@@ -47,8 +55,9 @@ def append_to(path: Path) -> IO[str]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with all that lies in it; where a link leads stays as it is. Names by which a folder
-    is known again (:data:`KNOWN_BY`) go last: a kill leaves one that the next run still knows."""
+    """Remove a file, a link, or a folder with all that lies in it; where a link leads stays as it
+    is. Names by which a folder is known again (:data:`KNOWN_BY`) go last: a kill leaves one that
+    the next run still knows."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -63,7 +72,9 @@ def remove(path: Path) -> None:
 def refuse_linked(folder: Path) -> None:
     """Raise ValueError where a folder is a link."""
     if folder.is_symlink():
-        raise ValueError(f"{folder} is a link to {os.readlink(folder)}; a folder is needed: remove the link")
+        raise ValueError(
+            f"{folder} is a link to {os.readlink(folder)}; a folder is needed: remove the link"
+        )
 
 
 def within(folder: Path, path: Path) -> Path:
@@ -75,6 +86,7 @@ def within(folder: Path, path: Path) -> Path:
     place = os.path.realpath(path)
     if not Path(place).is_relative_to(os.path.realpath(folder)):
         raise ValueError(
-            f"{path} leads out of {folder}, to {place}, and is left alone: put the file itself in its place"
+            f"{path} leads out of {folder}, to {place}, and is left alone: put the file itself in"
+            " its place"
         )
     return path

@@ -1,11 +1,11 @@
-"""Locks between processes: the kernel's own on an open file (``flock``), which end with the process that holds them.
+"""Locks between processes: the kernel's own on an open file (``flock``), which end with the process
+that holds them.
 
-Windows has locks of bytes instead, which were not tried. ``fcntl`` is imported where a lock is taken, so that the
-package can be imported without it.
+Windows has locks of bytes instead, which were not tried. ``fcntl`` is imported where a lock is
+taken, so that the package can be imported without it.
 
-Some network file systems, and some that are mounted without the option, have none. A run goes on there after a warning: its
-user sees to it that no other process is at work in the same place.
-"""
+Some network file systems, and some that are mounted without the option, have none. A run goes on
+there after a warning: its user sees to it that no other process is at work in the same place."""
 
 from __future__ import annotations
 
@@ -18,12 +18,21 @@ from blockwalk.system.paths import StrPath
 
 log = logging.getLogger(__name__)
 
-WITHOUT_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF)
-"""Errors of a file system that has no locks. Linux's NFS answers EBADF for a file that is open for reading alone."""
+WITHOUT_LOCKS = (
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.ENOLCK,
+    errno.EINVAL,
+    errno.EBADF,
+)
+"""Errors of a file system that has no locks. Linux's NFS answers EBADF for a file that is open for
+reading alone."""
 
 
 _BEYOND = 1 << 40
-"""The byte that Windows locks: one behind the end of any lock file, for a locked byte cannot be read by others."""
+"""The byte that Windows locks: one behind the end of any lock file, for a locked byte cannot be
+read by others."""
 
 
 def lock(fd: int, path: StrPath, *, wait: bool = False) -> bool:
@@ -33,7 +42,8 @@ def lock(fd: int, path: StrPath, *, wait: bool = False) -> bool:
         wait: for as long as another process holds it.
 
     Returns:
-        Whether it is this process's, or the file system has no locks; False: another process holds it.
+        Whether it is this process's, or the file system has no locks; False: another process holds
+            it.
     """
     try:
         _take(fd, wait)
@@ -42,7 +52,9 @@ def lock(fd: int, path: StrPath, *, wait: bool = False) -> bool:
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
             raise
-        log.warning("%s is on a file system without locks (%s): see that no other run uses it", path, error)
+        log.warning(
+            "%s is on a file system without locks (%s): see that no other run uses it", path, error
+        )
     return True
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class OutOfMemory(RuntimeError):
-    """A run was refused memory while it ran; the message has the forecast, what was measured, and the next plan that fits."""
+    """A run was refused memory while it ran; the message has the forecast, what was measured, and
+    the next plan that fits."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,4 +1,5 @@
-"""Texts that are written beside files of others: the last line has a digest, so that only an unchanged one is replaced."""
+"""Texts that are written beside files of others: the last line has a digest, so that only an
+unchanged one is replaced."""
 
 from __future__ import annotations
 
@@ -13,18 +14,22 @@ _SIGNED = re.compile(rb".*written by blockwalk, digest ([0-9a-f]{16})[^\n]*\n?")
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise ValueError where a path is taken by anything but a text of :func:`write` that nobody has changed since."""
+    """Raise ValueError where a path is taken by anything but a text of :func:`write` that nobody
+    has changed since."""
     if not os.path.lexists(path):
         return
     if path.is_symlink():
-        raise ValueError(f"{path} is a link to {os.readlink(path)} and is not replaced: move it away")
+        raise ValueError(
+            f"{path} is a link to {os.readlink(path)} and is not replaced: move it away"
+        )
     if not path.is_file():
         raise ValueError(f"{path} is no file and is not replaced: move it away")
     text, _, last = path.read_bytes().removesuffix(b"\n").rpartition(b"\n")
     signed = _SIGNED.fullmatch(last)
     if signed is None or signed[1].decode() != _digest(text + b"\n"):
         raise ValueError(
-            f"{path} is there already, and was not written by blockwalk, or was changed since: it is not replaced;"
+            f"{path} is there already, and was not written by blockwalk, or was changed since: it"
+            " is not replaced;"
             " move it away, or give it another name"
         )
 

@@ -1,7 +1,8 @@
-"""Limits that the system sets to this process (``ulimit``), on systems that have them; Windows has none.
+"""Limits that the system sets to this process (``ulimit``), on systems that have them; Windows has
+none.
 
-The module ``resource`` is imported where a limit is asked for, so that the package can be imported without it.
-"""
+The module ``resource`` is imported where a limit is asked for, so that the package can be imported
+without it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ UNLIMITED = -1
 
 
 def limit(kind: Kind) -> tuple[int, int]:
-    """Return the soft and the hard limit; :data:`UNLIMITED` for one that the system does not set."""
+    """Return the soft and the hard limit; :data:`UNLIMITED` for one that the system does not
+    set."""
     try:
         import resource
     except ImportError:
@@ -26,7 +28,8 @@ def limit(kind: Kind) -> tuple[int, int]:
 
 
 def set_limit(kind: Kind, soft: int, hard: int) -> None:
-    """Set the soft and the hard limit, each a number or :data:`UNLIMITED`; do nothing on a system without limits.
+    """Set the soft and the hard limit, each a number or :data:`UNLIMITED`; do nothing on a system
+    without limits.
 
     Raises:
         ValueError, OSError: the system allows no such limit.

@@ -1,9 +1,8 @@
 """Memory of this process: what it holds, its peak, and the limits that it is under.
 
-Memory here means the bytes that the kernel cannot drop: RssAnon + RssShmem + VmSwap + VmPTE of ``/proc/self/status``, of the
-whole process. Pages of mapped files are not counted; they are there as long as there is room for them. Nothing here imports
-torch.
-"""
+Memory here means the bytes that the kernel cannot drop: RssAnon + RssShmem + VmSwap + VmPTE of
+``/proc/self/status``, of the whole process. Pages of mapped files are not counted; they are there
+as long as there is room for them. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ from blockwalk.system.atomic_files import nearest
 from blockwalk.system.process_limits import UNLIMITED, limit
 
 DIRTY_SHARE = 10
-"""One part in so many of the free memory: beyond it Linux writes dirty pages out at once (``vm.dirty_background_ratio``)."""
+"""One part in so many of the free memory: beyond it Linux writes dirty pages out at once
+(``vm.dirty_background_ratio``)."""
 
 _STATUS = Path("/proc/self/status")
 _STATM = "/proc/self/statm"
@@ -40,13 +40,14 @@ def process_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return bytes of the most resident memory that this process has had, file pages that the kernel can drop included:
-    what ``top`` shows as RSS; 0 where there is no ``/proc``."""
+    """Return bytes of the most resident memory that this process has had, file pages that the
+    kernel can drop included: what ``top`` shows as RSS; 0 where there is no ``/proc``."""
     return _status((b"VmHWM:",)) or 0
 
 
 def address_space_bytes() -> int:
-    """Return bytes of this process's address space, what ``ulimit -v`` counts; 0 where there is no ``/proc``."""
+    """Return bytes of this process's address space, what ``ulimit -v`` counts; 0 where there is no
+    ``/proc``."""
     try:
         fd = os.open(_STATM, os.O_RDONLY)
     except OSError:
@@ -58,12 +59,15 @@ def address_space_bytes() -> int:
 
 
 def _status(names: tuple[bytes, ...]) -> int | None:
-    """Return the sum of the kernel's figures of these names, in bytes; None where there is no ``/proc``."""
+    """Return the sum of the kernel's figures of these names, in bytes; None where there is no
+    ``/proc``."""
     try:
         status = _STATUS.read_bytes()
     except OSError:
         return None
-    return sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(names)) * 1024
+    return (
+        sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(names)) * 1024
+    )
 
 
 COUNTED = "private memory of the whole process, which the kernel cannot drop"
@@ -82,9 +86,12 @@ class Limit:
     """Whether the limit counts this process alone, not others of its group or machine."""
 
 
-def memory_limits(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> list[Limit]:
-    """Return every limit of memory that this process is under: the machine's, those of its control group and of those
-    around it, of either version, and that of its address space (``ulimit -v``)."""
+def memory_limits(
+    root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
+) -> list[Limit]:
+    """Return every limit of memory that this process is under: the machine's, those of its control
+    group and of those around it, of either version, and that of its address space (``ulimit
+    -v``)."""
     import psutil
 
     swap = int(psutil.swap_memory().total)
@@ -100,14 +107,16 @@ def memory_limits(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/pro
 
 
 def host_memory() -> tuple[int, bool]:
-    """Return bytes of memory that this process may use, and whether a cgroup's limit is what bounds it."""
+    """Return bytes of memory that this process may use, and whether a cgroup's limit is what bounds
+    it."""
     machine, *groups = [limit.nbytes for limit in memory_limits() if not limit.of_process]
     bound = min([machine, *groups])
     return bound, bound < machine
 
 
 def free_memory() -> int:
-    """Return bytes of memory that this process may still take: those that are free, under the limits of its control groups."""
+    """Return bytes of memory that this process may still take: those that are free, under the
+    limits of its control groups."""
     import psutil
 
     bound, limited = host_memory()
@@ -116,7 +125,8 @@ def free_memory() -> int:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file of a control group; None where there is no such file, or no limit (``max``)."""
+    """Return the number in a file of a control group; None where there is no such file, or no limit
+    (``max``)."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:
@@ -125,8 +135,8 @@ def _number(path: Path) -> int | None:
 
 
 def group_files(root: Path, groups: Path, controller: str, *, v1: str, v2: str) -> Iterator[Path]:
-    """Yield the files in which limits of this process may stand: those of its control group and of the groups around it,
-    which are named ``v1`` or ``v2`` by the version of control groups."""
+    """Yield the files in which limits of this process may stand: those of its control group and of
+    the groups around it, which are named ``v1`` or ``v2`` by the version of control groups."""
     try:
         lines = groups.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -140,8 +150,9 @@ def group_files(root: Path, groups: Path, controller: str, *, v1: str, v2: str) 
 
 
 def page_cache(folder: Path) -> int:
-    """Return bytes of file maps that a run may keep dirty: :data:`DIRTY_SHARE` of the memory that is free for it now, at
-    most half of the disk that ``folder`` is on or will be, and nothing where that is memory itself."""
+    """Return bytes of file maps that a run may keep dirty: :data:`DIRTY_SHARE` of the memory that
+    is free for it now, at most half of the disk that ``folder`` is on or will be, and nothing where
+    that is memory itself."""
     import psutil
 
     room = free_memory() // DIRTY_SHARE
@@ -186,7 +197,8 @@ class PeakMemory:
         """Return peak bytes since the last call, this moment included."""
         self._record()
         with self._lock:
-            peak, self._peak = self._peak, 0
+            peak = self._peak
+            self._peak = 0
         return peak
 
     def _record(self) -> None:

@@ -11,17 +11,21 @@ from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any]
 
-STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-"""Signals that end a run after a checkpoint: a service's and Ctrl-C, a terminal that is closed, and the warning that SLURM
-sends before a job's time is up (``--signal``). Windows has the first two."""
+STOPS = tuple(
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+    if hasattr(signal, name)
+)
+"""Signals that end a run after a checkpoint: a service's and Ctrl-C, a terminal that is closed, and
+the warning that SLURM sends before a job's time is up (``--signal``). Windows has the first two."""
 
 
 @contextmanager
 def handled(answer: Handler, numbers: Sequence[signal.Signals]) -> Iterator[dict[int, Any]]:
     """Answer signals with a function, and as before when the block ends.
 
-    One that the process ignores stays ignored (``nohup``). Outside the main thread Python allows no handler: signals act there
-    as the program around has it.
+    One that the process ignores stays ignored (``nohup``). Outside the main thread Python allows no
+    handler: signals act there as the program around has it.
 
     Yields:
         The handlers that the signals had before, by number.
@@ -31,7 +35,9 @@ def handled(answer: Handler, numbers: Sequence[signal.Signals]) -> Iterator[dict
         heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
         for number in heard:
             before = signal.signal(number, answer)
-            previous[number] = signal.SIG_DFL if before is None else before  # None: a handler that is not Python's
+            previous[number] = (
+                signal.SIG_DFL if before is None else before
+            )  # None: a handler that is not Python's
     try:
         yield previous
     finally:

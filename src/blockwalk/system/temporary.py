@@ -10,8 +10,9 @@ from blockwalk.system.paths import StrPath
 
 
 def require_temporary(folder: StrPath) -> None:
-    """Let temporary files lie in ``folder``, or the nearest folder around it that is there, where neither TMPDIR nor the usual
-    places (``/tmp``, ``/var/tmp``, the working folder) can be written to."""
+    """Let temporary files lie in ``folder``, or the nearest folder around it that is there, where
+    neither TMPDIR nor the usual places (``/tmp``, ``/var/tmp``, the working folder) can be written
+    to."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError:

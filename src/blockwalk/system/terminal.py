@@ -1,7 +1,8 @@
-"""Lines on standard output and standard error: cleaned of what would control a terminal, and never the end of a run.
+"""Lines on standard output and standard error: cleaned of what would control a terminal, and never
+the end of a run.
 
-Printed text may come from others: records, names of files, a model's configuration, ranks that nobody authenticated.
-"""
+Printed text may come from others: records, names of files, a model's configuration, ranks that
+nobody authenticated."""
 
 from __future__ import annotations
 
@@ -17,17 +18,21 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 PATIENCE = 10.0
-"""Seconds that a run waits for a reader of its output, before lines are dropped until somebody reads again."""
+"""Seconds that a run waits for a reader of its output, before lines are dropped until somebody
+reads again."""
 _PIECE = 4096
 """Bytes that a pipe takes at once where it takes any (PIPE_BUF)."""
 
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that move a cursor, begin a control sequence, turn the direction of text around, or are half of one; tabs and line
-ends are none."""
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Characters that move a cursor, begin a control sequence, turn the direction of text around, or
+are half of one; tabs and line ends are none."""
 
 
 def clean(text: str) -> str:
-    """The text with escapes such as ``\\x1b`` in place of characters that would control a terminal."""
+    """The text with escapes such as ``\\x1b`` in place of characters that would control a
+    terminal."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
@@ -37,11 +42,13 @@ def one_line(text: str) -> str:
 
 
 def say(*texts: object, file: IO[str] | None = None, end: str = "\n") -> None:
-    """Print texts, a line each, cleaned, to standard output unless a ``file`` is given. Lines that cannot be
-    written are dropped."""
+    """Print texts, a line each, cleaned, to standard output unless a ``file`` is given. Lines that
+    cannot be written are dropped."""
     stream = sys.stdout if file is None else file
     text = clean("\n".join(map(str, texts))) + end
-    with suppress(OSError, ValueError, AttributeError):  # full or broken; closed; None where there is none
+    with suppress(
+        OSError, ValueError, AttributeError
+    ):  # full or broken; closed; None where there is none
         try:
             stream.write(text)
         except UnicodeEncodeError:
@@ -65,7 +72,8 @@ def clean_record(record: logging.LogRecord) -> bool:
 
 
 class _Steady(io.RawIOBase):
-    """A descriptor that is written to without ever raising, and without waiting longer than :data:`PATIENCE` for a reader."""
+    """A descriptor that is written to without ever raising, and without waiting longer than
+    :data:`PATIENCE` for a reader."""
 
     def __init__(self, fd: int, patience: float) -> None:
         self._fd = fd
@@ -88,11 +96,15 @@ class _Steady(io.RawIOBase):
         view = memoryview(data).cast("B")
         try:
             if self._dropped and self._takes_more(0.0):
-                os.write(self._fd, b"\n... %d bytes were not shown: nobody read them\n" % self._dropped)
+                os.write(
+                    self._fd, b"\n... %d bytes were not shown: nobody read them\n" % self._dropped
+                )
                 self._dropped = 0
             done = 0
             while done < len(view) and not self._dropped and self._takes_more(self.patience):
-                with suppress(BlockingIOError):  # a descriptor that does not block: others wrote first
+                with suppress(
+                    BlockingIOError
+                ):  # a descriptor that does not block: others wrote first
                     done += os.write(self._fd, view[done : done + _PIECE])
             self._dropped += len(view) - done
         except OSError as error:
@@ -100,7 +112,8 @@ class _Steady(io.RawIOBase):
         return len(view)
 
     def _takes_more(self, seconds: float) -> bool:
-        """Whether the descriptor can be written to without waiting, within so many seconds; no longer once a run is to end."""
+        """Whether the descriptor can be written to without waiting, within so many seconds; no
+        longer once a run is to end."""
         if not hasattr(select, "poll"):  # Windows: a writer waits for its reader
             return True
         poll = select.poll()
@@ -118,16 +131,20 @@ _hurried_at = float("inf")
 
 @contextmanager
 def steady(patience: float = PATIENCE) -> Iterator[list[_Steady]]:
-    """Standard output and standard error, for the time of a command, as streams that cannot end it: closed ones go nowhere,
-    characters that their encoding has not are replaced, and what is full or broken loses lines. A stream that is no file (a
-    notebook's, a test's) stays as it is.
+    """Standard output and standard error, for the time of a command, as streams that cannot end it:
+    closed ones go nowhere, characters that their encoding has not are replaced, and what is full or
+    broken loses lines. A stream that is no file (a notebook's, a test's) stays as it is.
 
     Yields:
         The streams' lowest layers, which know what was lost.
     """
     global _hurried_at
     _hurried_at = float("inf")
-    for fd in (0, 1, 2):  # or the next file that is opened would have its number, and hold what libraries print
+    for fd in (
+        0,
+        1,
+        2,
+    ):  # or the next file that is opened would have its number, and hold what libraries print
         try:
             os.fstat(fd)
         except OSError:
@@ -138,13 +155,17 @@ def steady(patience: float = PATIENCE) -> Iterator[list[_Steady]]:
         stream = getattr(sys, name)
         if stream is None or getattr(stream, "closed", False):
             stream = open(fd, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
-        raw = getattr(stream, "buffer", None)  # the file itself under PYTHONUNBUFFERED, else behind a buffer
+        raw = getattr(
+            stream, "buffer", None
+        )  # the file itself under PYTHONUNBUFFERED, else behind a buffer
         if type(stream) is io.TextIOWrapper and isinstance(getattr(raw, "raw", raw), io.FileIO):
             with suppress(OSError):
                 stream.flush()
             layers.append(_Steady(stream.fileno(), patience))
             buffer = io.BufferedWriter(layers[-1])
-            stream = io.TextIOWrapper(buffer, stream.encoding, "replace", newline="\n", write_through=True)
+            stream = io.TextIOWrapper(
+                buffer, stream.encoding, "replace", newline="\n", write_through=True
+            )
         setattr(sys, name, stream)
     if logging.lastResort is not None and clean_record not in logging.lastResort.filters:
         logging.lastResort.addFilter(clean_record)
@@ -164,8 +185,8 @@ def hurry() -> None:
 
 
 def say_in_handler(text: str) -> None:
-    """Write to standard error from a signal's handler, which may have interrupted a writer: unbuffered, and only where nothing
-    has to be waited for."""
+    """Write to standard error from a signal's handler, which may have interrupted a writer:
+    unbuffered, and only where nothing has to be waited for."""
     with suppress(OSError, ValueError, AttributeError):  # Windows has no poll
         poll = select.poll()
         poll.register(2, select.POLLOUT)

@@ -7,7 +7,8 @@ from importlib import metadata
 PACKAGES = ("blockwalk", "torch", "transformers", "peft", "safetensors", "numpy")
 
 NEWEST_TESTED = {"torch": "2.14", "transformers": "5.24"}
-"""The newest version, major and minor, of each package that tests were run with (``make test-range`` runs all of them)."""
+"""The newest version, major and minor, of each package that tests were run with (``make
+test-range`` runs all of them)."""
 
 
 def installed(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
@@ -17,7 +18,8 @@ def installed(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
 
 
 def untested(versions: dict[str, str] | None = None) -> str:
-    """Return one note that names the packages that are newer than any tested version; empty where none is.
+    """Return one note that names the packages that are newer than any tested version; empty where
+    none is.
 
     Args:
         versions: versions by package; the installed ones unless given.
@@ -30,7 +32,9 @@ def untested(versions: dict[str, str] | None = None) -> str:
     ]
     if not newer:
         return ""
-    return f"note: not tested with {' and '.join(newer)}: compare a few losses with a tested version"
+    return (
+        f"note: not tested with {' and '.join(newer)}: compare a few losses with a tested version"
+    )
 
 
 def _minor(version: str) -> tuple[int, int]:

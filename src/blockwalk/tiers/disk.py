@@ -1,8 +1,9 @@
-"""The disk tier, read: memory maps with page advice, and a Hugging Face checkpoint folder as it is, as a WeightSource.
+"""The disk tier, read: memory maps with page advice, and a Hugging Face checkpoint folder as it is,
+as a WeightSource.
 
-A page of a file map that nobody dirtied costs no anonymous memory: the kernel drops it when it needs the room, and
-:meth:`MappedFile.dont_need` drops it at once. The advice calls go through ctypes, which lets go of the GIL: the disk
-lane waits for the disk while the compute lane goes on.
+A page of a file map that nobody dirtied costs no anonymous memory: the kernel drops it when it
+needs the room, and :meth:`MappedFile.dont_need` drops it at once. The advice calls go through
+ctypes, which lets go of the GIL: the disk lane waits for the disk while the compute lane goes on.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ from blockwalk.system.file_maps import map_file
 from blockwalk.system.paths import StrPath
 
 PAGE = mmap.PAGESIZE
-_WILLNEED, _DONTNEED, _HUGEPAGE, _POPULATE_READ = 3, 4, 14, 22
-"""madvise(2): the first two are the same numbers on Linux and macOS, the others are Linux's alone (the last since 5.14)."""
+_WILLNEED = 3
+_DONTNEED = 4
+_HUGEPAGE = 14
+_POPULATE_READ = 22
+"""madvise(2): the first two are the same numbers on Linux and macOS, the others are Linux's alone
+(the last since 5.14)."""
 
 
 if sys.platform != "win32":
@@ -35,7 +40,8 @@ if sys.platform != "win32":
 
 
 def _advise(address: int, nbytes: int, advice: int) -> bool:
-    """Call madvise, letting go of the GIL; False where this kernel does not know the advice, and under Windows."""
+    """Call madvise, letting go of the GIL; False where this kernel does not know the advice, and
+    under Windows."""
     if sys.platform == "win32":
         return False
     if _LIBC.madvise(address, nbytes, advice) == 0:
@@ -47,13 +53,15 @@ def _advise(address: int, nbytes: int, advice: int) -> bool:
 
 
 class MappedFile:
-    """A file as one tensor of bytes, mapped. No descriptor stays open. Writing to a view of a read-only map kills the process.
+    """A file as one tensor of bytes, mapped. No descriptor stays open. Writing to a view of a
+    read-only map kills the process.
 
     Args:
         path: the file.
-        length: bytes of a file to be written: it is created, or resized, with the disk space reserved (a full disk is an
-            OSError here, not a SIGBUS later); its map is shared with the file, and the kernel writes dirty pages back when
-            it likes. None is a file to be read.
+        length: bytes of a file to be written: it is created, or resized, with the disk space
+            reserved (a full disk is an OSError here, not a SIGBUS later); its map is shared with
+            the file, and the kernel writes dirty pages back when it likes. None is a file to be
+            read.
 
     Raises:
         ValueError: the file is empty.
@@ -77,7 +85,9 @@ class MappedFile:
         finally:
             os.close(fd)
         self._bytes_P: Tensor | None = torch.from_numpy(array_P)
-        if writable:  # where the file system has large pages (ext4 since 6.16), a page fault brings 2 MB
+        if (
+            writable
+        ):  # where the file system has large pages (ext4 since 6.16), a page fault brings 2 MB
             _advise(array_P.ctypes.data, self.nbytes, _HUGEPAGE)
 
     @property
@@ -87,10 +97,16 @@ class MappedFile:
         return self._bytes_P
 
     def view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """Return ``nbytes`` bytes at ``offset`` as a tensor, without a copy (with one only where ``offset`` is no multiple of
-        the element's size). The view keeps the map alive."""
+        """Return ``nbytes`` bytes at ``offset`` as a tensor, without a copy (with one only where
+        ``offset`` is no multiple of the element's size). The view keeps the map alive."""
         part_P = self.bytes_P[offset : offset + nbytes]
-        assert part_P.numel() == nbytes == prod(shape) * dtype.itemsize, (self.path, offset, nbytes, dtype, shape)
+        assert part_P.numel() == nbytes == prod(shape) * dtype.itemsize, (
+            self.path,
+            offset,
+            nbytes,
+            dtype,
+            shape,
+        )
         if nbytes == 0:
             return torch.empty(tuple(shape), dtype=dtype)
         if offset % dtype.itemsize:
@@ -98,19 +114,20 @@ class MappedFile:
         return part_P.view(dtype).view(tuple(shape))
 
     def will_need(self, ranges: Iterable[tuple[int, int]]) -> int:
-        """Read the pages of ``ranges`` ((offset, bytes) pairs) and map them, blocking; returns the bytes asked for.
+        """Read the pages of ``ranges`` ((offset, bytes) pairs) and map them, blocking; returns the
+        bytes asked for.
 
-        The disk is asked for everything first (MADV_WILLNEED), then the pages are waited for and mapped
-        (MADV_POPULATE_READ, or one touch a page on an older kernel), so that computing takes no page fault.
-        """
+        The disk is asked for everything first (MADV_WILLNEED), then the pages are waited for and
+        mapped (MADV_POPULATE_READ, or one touch a page on an older kernel), so that computing takes
+        no page fault."""
         ranges = list(ranges)
         will_need([self.bytes_P[start:stop] for start, stop in _pages(ranges, self.nbytes)])
         return sum(nbytes for _, nbytes in ranges)
 
     def dont_need(self, ranges: Iterable[tuple[int, int]], *, drop_cache: bool = False) -> None:
-        """Unmap the pages of ``ranges`` ((offset, bytes) pairs), their ends rounded outwards to whole pages; the next
-        use maps them again, with what was written to them. ``drop_cache`` also asks the kernel to forget the clean ones
-        altogether."""
+        """Unmap the pages of ``ranges`` ((offset, bytes) pairs), their ends rounded outwards to
+        whole pages; the next use maps them again, with what was written to them. ``drop_cache``
+        also asks the kernel to forget the clean ones altogether."""
         base = self.bytes_P.data_ptr()
         spans = _pages(ranges, self.nbytes)
         for start, stop in spans:
@@ -130,17 +147,20 @@ class MappedFile:
 
 
 def will_need(parts: Sequence[Tensor]) -> None:
-    """Read and map the pages of parts (uint8 [bytes]) of file maps, each from the beginning of a page on, blocking."""
+    """Read and map the pages of parts (uint8 [bytes]) of file maps, each from the beginning of a
+    page on, blocking."""
     for part_P in parts:
         _advise(part_P.data_ptr(), part_P.numel(), _WILLNEED)
     for part_P in parts:
-        if not (sys.platform == "linux" and _advise(part_P.data_ptr(), part_P.numel(), _POPULATE_READ)):
+        if not (
+            sys.platform == "linux" and _advise(part_P.data_ptr(), part_P.numel(), _POPULATE_READ)
+        ):
             part_P[::PAGE].sum(dtype=torch.int64)
 
 
 def is_in_memory(part_P: Tensor) -> bool:
-    """Whether the kernel has every page of a part (uint8 [bytes]) of a file map in memory; True where it does not tell. The
-    part begins with a page."""
+    """Whether the kernel has every page of a part (uint8 [bytes]) of a file map in memory; True
+    where it does not tell. The part begins with a page."""
     if sys.platform == "win32":
         return True
     states = torch.empty(-(-part_P.numel() // PAGE), dtype=torch.uint8)
@@ -150,7 +170,8 @@ def is_in_memory(part_P: Tensor) -> bool:
 
 
 def _drop_cache(path: Path, spans: Iterable[tuple[int, int]]) -> None:
-    """Ask the kernel to forget the clean pages of (start, stop) spans of a file, where it can be asked."""
+    """Ask the kernel to forget the clean pages of (start, stop) spans of a file, where it can be
+    asked."""
     if not hasattr(os, "posix_fadvise"):
         return
     fd = os.open(path, os.O_RDONLY)
@@ -162,12 +183,14 @@ def _drop_cache(path: Path, spans: Iterable[tuple[int, int]]) -> None:
 
 
 def _pages(ranges: Iterable[tuple[int, int]], limit: int) -> list[tuple[int, int]]:
-    """(offset, bytes) pairs as sorted, disjoint (start, stop) spans of whole pages; ``limit`` is the file's size."""
+    """(offset, bytes) pairs as sorted, disjoint (start, stop) spans of whole pages; ``limit`` is
+    the file's size."""
     spans: list[tuple[int, int]] = []
     for offset, nbytes in sorted(ranges):
         if nbytes == 0:
             continue
-        start, stop = offset // PAGE * PAGE, min(-(-(offset + nbytes) // PAGE) * PAGE, limit)
+        start = offset // PAGE * PAGE
+        stop = min(-(-(offset + nbytes) // PAGE) * PAGE, limit)
         if spans and start <= spans[-1][1]:
             spans[-1] = (spans[-1][0], max(spans[-1][1], stop))
         else:

@@ -1,8 +1,7 @@
 """The host tier: every streamed bucket in host memory, pinned where an accelerator copies from it.
 
-Pinned once and never grown: copies run asynchronously on the lanes' streams, and an event per bucket keeps a step's fetch
-behind the last step's store.
-"""
+Pinned once and never grown: copies run asynchronously on the lanes' streams, and an event per
+bucket keeps a step's fetch behind the last step's store."""
 
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ class HostTier:
         self._stored: list[torch.Event | None] = [None] * len(sizes)
 
     def bucket(self, unit: int) -> Tensor:
-        """Return a unit's bytes (CPU uint8 [nbytes]), when the copy that was last queued to them has arrived."""
+        """Return a unit's bytes (CPU uint8 [nbytes]), when the copy that was last queued to them
+        has arrived."""
         if (stored := self._stored[unit]) is not None:
             stored.synchronize()
         return self._buckets[unit]
@@ -56,14 +56,16 @@ class HostTier:
 
 
 class Staged:
-    """A tier of CPU buffers behind an accelerator: two pinned buffers on the way in, one on the way out.
+    """A tier of CPU buffers behind an accelerator: two pinned buffers on the way in, one on the way
+    out.
 
-    A unit has left its slot when it is in the latter; a thread of its own waits for that and for the tier, so that no slot
-    waits for a disk. An error of the tier's is raised for the next unit that is written, or for whoever reads this one.
-    """
+    A unit has left its slot when it is in the latter; a thread of its own waits for that and for
+    the tier, so that no slot waits for a disk. An error of the tier's is raised for the next unit
+    that is written, or for whoever reads this one."""
 
     def __init__(self, tier: UnitTier, largest: int, device: torch.device) -> None:
-        self._tier, self._device = tier, device
+        self._tier = tier
+        self._device = device
         *self._inward, self._outward = host_buffers([largest] * 3, device)
         self._copied: list[torch.Event | None] = [None, None]
         self._turn = 0
@@ -84,7 +86,8 @@ class Staged:
         if self._leaving is not None and self._leaving[0] == unit:
             self._settle()
         self._turn = 1 - self._turn
-        copied, staging_P = self._copied[self._turn], self._inward[self._turn][: len(out_P)]
+        copied = self._copied[self._turn]
+        staging_P = self._inward[self._turn][: len(out_P)]
         if copied is not None:
             copied.synchronize()
         step = self._tier.read_unit(unit, staging_P)

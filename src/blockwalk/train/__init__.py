@@ -2,10 +2,12 @@
 
     blockwalk.train(run=None, *, callbacks=(), trace=None, **settings)
 
-It trains as configured, to the end or until SIGTERM, SIGINT, SIGHUP or SIGUSR1, on which a checkpoint is saved.
+It trains as configured, to the end or until SIGTERM, SIGINT, SIGHUP or SIGUSR1, on which a
+checkpoint is saved.
 
 Args:
-    run: the configuration: the path of a YAML file, a mapping of settings, or a value; None: the settings alone.
+    run: the configuration: the path of a YAML file, a mapping of settings, or a value; None: the
+        settings alone.
     callbacks: functions that are told of every event; see :class:`blockwalk.train.callbacks.Event`.
     trace: where the timeline of one step goes, beside ``output_dir/trace.json``.
     settings: settings by name, which win over those of ``run``: ``output_dir="runs/second"``,
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 
 
 class _Callable(ModuleType):
-    """A folder that is a function as well: ``blockwalk.train(config)`` is :func:`blockwalk.train.loop.train`, imported when it
-    is called."""
+    """A folder that is a function as well: ``blockwalk.train(config)`` is
+    :func:`blockwalk.train.loop.train`, imported when it is called."""
 
     def __call__(
         self,

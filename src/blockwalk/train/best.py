@@ -1,4 +1,5 @@
-"""The best evaluation of a run, whose checkpoint is kept, and the evaluations without improvement that end it."""
+"""The best evaluation of a run, whose checkpoint is kept, and the evaluations without improvement
+that end it."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class Best:
 
     @staticmethod
     def of(lines: Iterable[Mapping[str, Any]], score: str, records: str) -> Best:
-        """Return the best of the lines of ``evaluations.jsonl``. Evaluations of other records than these, by their digest, do
-        not count: their figures are not compared."""
+        """Return the best of the lines of ``evaluations.jsonl``. Evaluations of other records than
+        these, by their digest, do not count: their figures are not compared."""
         best = Best(score)
         for line in lines:
             if line.get("records", records) == records:
@@ -52,11 +53,15 @@ class Best:
         return value < self.value if self.score == "loss" else value > self.value
 
     def beside(self, first: Mapping[str, Any] | None, last: int) -> str:
-        """Return what a user should know of the best, given the line of the evaluation before the first step (None: there was
-        none) and the last step; empty where nothing is."""
-        known = f"; the weights at the run's end are those of step {last}" if self.step != last else ""
+        """Return what a user should know of the best, given the line of the evaluation before the
+        first step (None: there was none) and the last step; empty where nothing is."""
+        known = (
+            f"; the weights at the run's end are those of step {last}" if self.step != last else ""
+        )
         if first is not None and first["step"] == 0 and self._is_less_than(first):
-            known += f"; before the first step it was better: {_figure(self.score, first[self.score])}"
+            known += (
+                f"; before the first step it was better: {_figure(self.score, first[self.score])}"
+            )
         return known
 
     @property
@@ -73,10 +78,15 @@ def _figure(score: str, value: float) -> str:
 
 
 def note_on_best(folder: Path) -> str:
-    """Return a sentence on the checkpoint of the best evaluation of the run in a folder, where it is not the last step's; empty
-    where there is no such run or checkpoint, or its files do not tell."""
+    """Return a sentence on the checkpoint of the best evaluation of the run in a folder, where it
+    is not the last step's; empty where there is no such run or checkpoint, or its files do not
+    tell."""
     try:
-        score = read_yaml(folder / SETTINGS, Loader).get("keep_best") if (folder / SETTINGS).is_file() else ""
+        score = (
+            read_yaml(folder / SETTINGS, Loader).get("keep_best")
+            if (folder / SETTINGS).is_file()
+            else ""
+        )
         lines = whole_lines(folder / "evaluations.jsonl") if score else []
         with reading(folder / "evaluations.jsonl"):
             best = Best.of(lines, score, lines[-1].get("records", "")) if lines else Best()
@@ -86,9 +96,14 @@ def note_on_best(folder: Path) -> str:
     if not best.name or best.step == lines[-1]["step"] or not checkpoint.is_dir():
         return ""
     way = f"--adapter {checkpoint}"
-    if (folder / "model").is_dir():  # trained whole: there is no adapter, and the refusal names a command
+    if (
+        folder / "model"
+    ).is_dir():  # trained whole: there is no adapter, and the refusal names a command
         way += " says how to write them"
-    return f"these are the weights of step {lines[-1]['step']}, the last; those of the best ({best}): {way}"
+    return (
+        f"these are the weights of step {lines[-1]['step']}, the last; those of the best"
+        f" ({best}): {way}"
+    )
 
 
 def require_evaluations(run: RunConfig, held_out: HeldOut | None) -> None:
@@ -103,9 +118,12 @@ def require_evaluations(run: RunConfig, held_out: HeldOut | None) -> None:
     if held_out is None:
         raise ValueError(f"{asks} needs held-out records: set data.eval, or data.eval_share: 0.05")
     if not run.eval_every:
-        raise ValueError(f"{asks} needs evaluations during the run: set eval_every to the steps between them")
+        raise ValueError(
+            f"{asks} needs evaluations during the run: set eval_every to the steps between them"
+        )
     if run.keep_best == "accuracy" and not isinstance(held_out.rows, Choices):
         raise ValueError(
-            "keep_best: accuracy needs held-out records with candidates (data.template with data.label_words, or a data.task"
+            "keep_best: accuracy needs held-out records with candidates (data.template with"
+            " data.label_words, or a data.task"
             " that has them); keep_best: loss needs none"
         )

@@ -1,4 +1,5 @@
-"""The events of a run, as a callback is told of them; trackers (``accelerate.tracking``) and the hub as callbacks."""
+"""The events of a run, as a callback is told of them; trackers (``accelerate.tracking``) and the
+hub as callbacks."""
 
 from __future__ import annotations
 
@@ -27,19 +28,20 @@ class Event:
     step: int
     """Optimizer steps done."""
     values: Mapping[str, Any]
-    """begin: the forecast (``forecast.json``); step: its line of ``metrics.jsonl``; evaluation: its line of
-    ``evaluations.jsonl``; checkpoint and end: ``saved_to``."""
+    """begin: the forecast (``forecast.json``); step: its line of ``metrics.jsonl``; evaluation: its
+    line of ``evaluations.jsonl``; checkpoint and end: ``saved_to``."""
     walker: Walker
     run: RunConfig
 
 
 Callback = Callable[[Event], object]
-"""A function that is called at each event, on every rank that has it. Where it answers True, on any rank, the run ends on all
-of them after this step as if it were the last."""
+"""A function that is called at each event, on every rank that has it. Where it answers True, on any
+rank, the run ends on all of them after this step as if it were the last."""
 
 
 def trackers(names: Sequence[str]) -> list[Callback]:
-    """Return the trackers of ``report_to``, made when the run begins: none, all that are installed, or those of these names.
+    """Return the trackers of ``report_to``, made when the run begins: none, all that are installed,
+    or those of these names.
 
     Raises:
         ValueError: an unknown name, one beside *none* or *all*, or a package that is not installed.
@@ -57,10 +59,13 @@ def trackers(names: Sequence[str]) -> list[Callback]:
     for name in names:
         if name not in known:
             raise ValueError(
-                f"report_to: unknown tracker {name!r}{did_you_mean(name, list(known), LOOSE)}; known: {', '.join(known)}"
+                f"report_to: unknown tracker {name!r}{did_you_mean(name, list(known), LOOSE)};"
+                f" known: {', '.join(known)}"
             )
         if name not in there:
-            raise ValueError(f"report_to: {name} is not installed: pip install {name} (tensorboard: {INSTALL})")
+            raise ValueError(
+                f"report_to: {name} is not installed: pip install {name} (tensorboard: {INSTALL})"
+            )
     return [_tracker(name, known[name]) for name in names]
 
 
@@ -75,15 +80,15 @@ _NAMED = {
     "comet_ml": ("COMET_PROJECT_NAME", ""),
     "clearml": ("CLEARML_PROJECT", "task_name"),
 }
-"""Trackers that have projects: the environment's name of the project, and the tracker's argument for the name of a run, empty
-where it takes none."""
+"""Trackers that have projects: the environment's name of the project, and the tracker's argument
+for the name of a run, empty where it takes none."""
 
 
 def tracker_names(
     tracker: str, run_name: str, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, dict[str, str]]:
-    """Return the first argument of one of accelerate's trackers, a project where it has such, and the arguments that name the
-    run."""
+    """Return the first argument of one of accelerate's trackers, a project where it has such, and
+    the arguments that name the run."""
     if tracker not in _NAMED:
         return run_name, {}
     variable, argument = _NAMED[tracker]
@@ -91,7 +96,8 @@ def tracker_names(
 
 
 def _tracker(name: str, cls: Any) -> Callback:
-    """Return a callback that hands each event's figures to one of accelerate's trackers, on rank 0."""
+    """Return a callback that hands each event's figures to one of accelerate's trackers, on rank
+    0."""
     opened: list[Any] = []
 
     def tell(event: Event) -> None:
@@ -107,9 +113,13 @@ def _tracker(name: str, cls: Any) -> Callback:
             tracker = cls(project, *place, **arguments)
             tracker.start()
             settings = flat(event.run.to_mapping()).items()
-            tracker.store_init_configuration({k: v if isinstance(v, int | float) else str(v) for k, v in settings})
+            tracker.store_init_configuration(
+                {k: v if isinstance(v, int | float) else str(v) for k, v in settings}
+            )
             opened.append(tracker)
-        told = flat({_GROUP.get(event.name, event.name): {**event.values, "step": None}}, "/").items()
+        told = flat(
+            {_GROUP.get(event.name, event.name): {**event.values, "step": None}}, "/"
+        ).items()
         if figures := {name: value for name, value in told if isinstance(value, int | float)}:
             opened[0].log(figures, step=event.step)
         if event.name == "end":
@@ -119,7 +129,8 @@ def _tracker(name: str, cls: Any) -> Callback:
 
 
 def pushes(repo: str) -> list[Callback]:
-    """Return the upload of a run's end to a repository of the hub, which is made first; none without a name.
+    """Return the upload of a run's end to a repository of the hub, which is made first; none
+    without a name.
 
     Raises:
         ValueError: on every rank: it cannot be written to.
@@ -129,7 +140,9 @@ def pushes(repo: str) -> list[Callback]:
     first(lambda: hub.create(repo))
 
     def push(event: Event) -> None:
-        ended = event.name == "end" and not Path(event.values["saved_to"]).name.startswith("checkpoint")
+        ended = event.name == "end" and not Path(event.values["saved_to"]).name.startswith(
+            "checkpoint"
+        )
         if ended and event.walker.ranks.rank == 0:
             say(f"uploaded to {card.push(event.run.output_dir, repo)}")
 

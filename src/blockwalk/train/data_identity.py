@@ -1,5 +1,5 @@
-"""The identity of a run's training data: content, not names. A resumed run may have moved its files, and is told what changed
-where their content did."""
+"""The identity of a run's training data: content, not names. A resumed run may have moved its
+files, and is told what changed where their content did."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _CHUNK = 1 << 20
 
 
 def identity(run: RunConfig, ready: Ready) -> dict[str, Any]:
-    """Return the parts that the examples are made of, as JSON values: digests of the text, the tokenizer's files and the chat
-    template, and counts of records and tokens. A text that is no file here (a hub data set) has no digest."""
+    """Return the parts that the examples are made of, as JSON values: digests of the text, the
+    tokenizer's files and the chat template, and counts of records and tokens. A text that is no
+    file here (a hub data set) has no digest."""
     files = {str(path): _digest(data) for path, data in ready.tokenizer_files.items()}
     template = files.pop(TEMPLATE, "")
     texts = names_of(run.data.train)
@@ -53,16 +54,21 @@ def _file_digest(path: Path) -> list[Any]:
 
 
 def differences(
-    saved: Mapping[str, Any], now: Mapping[str, Any], saved_settings: Mapping[str, Any], settings: Mapping[str, Any]
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    saved_settings: Mapping[str, Any],
+    settings: Mapping[str, Any],
 ) -> list[str]:
-    """The reasons why a resumed run's examples are others than a checkpoint's, a phrase each, by the :func:`identity` of both
-    and their settings of ``data``. A checkpoint that knows fewer parts, for it is older, differs in none of the others."""
+    """The reasons why a resumed run's examples are others than a checkpoint's, a phrase each, by
+    the :func:`identity` of both and their settings of ``data``. A checkpoint that knows fewer
+    parts, for it is older, differs in none of the others."""
     before = {**now, **saved}
     known = {**settings, **saved_settings}
     phrases = []
     if before["text"] != now["text"]:
         old, new = (
-            " + ".join(f"{text[0]:,} bytes" if text else "no file" for text in side["text"]) for side in (before, now)
+            " + ".join(f"{text[0]:,} bytes" if text else "no file" for text in side["text"])
+            for side in (before, now)
         )
         phrases.append(f"the text of data.train ({old}, now {'other ones' if old == new else new})")
     for counted in ("records", "sequences", "tokens"):
@@ -74,8 +80,13 @@ def differences(
         either = dict(before["tokenizer"].items() ^ now["tokenizer"].items())
         phrases.append(f"the tokenizer ({', '.join(sorted(either))})")
     for name, value in settings.items():
-        if known[name] != value and (name == "eval_share" or not f"data.{name}".startswith(ONLY_EVALUATION)):
+        if known[name] != value and (
+            name == "eval_share" or not f"data.{name}".startswith(ONLY_EVALUATION)
+        ):
             phrases.append(f"data.{name} ({known[name]}, now {value})")
     if not phrases and saved and all(before["text"]):
-        return ["the versions of the libraries that make them (the same text, template, tokenizer and settings)"]
+        return [
+            "the versions of the libraries that make them (the same text, template, tokenizer and"
+            " settings)"
+        ]
     return phrases or ["their tokens (what made them is not known of the checkpoint)"]

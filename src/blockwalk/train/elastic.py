@@ -1,5 +1,5 @@
-"""The part of a process that joins an elastic run (:mod:`blockwalk.ranks.elastic`): it keeps its weights at the ledger's end,
-and lends the run forwards, until the run ends or this process does."""
+"""The part of a process that joins an elastic run (:mod:`blockwalk.ranks.elastic`): it keeps its
+weights at the ledger's end, and lends the run forwards, until the run ends or this process does."""
 
 from __future__ import annotations
 
@@ -30,13 +30,25 @@ from blockwalk.tiers.model_folder.identity import weights_digest
 from blockwalk.train.ready import Ready, prepare
 from blockwalk.walk.walker import Walker
 
-ALIKE = ("batch_size", "gradient_accumulation_steps", "seed", "lora", "zo", "compute_dtype", "loss", "compile")
+ALIKE = (
+    "batch_size",
+    "gradient_accumulation_steps",
+    "seed",
+    "lora",
+    "zo",
+    "compute_dtype",
+    "loss",
+    "compile",
+)
 """Settings that the bits of a loss depend on; where a rank keeps its weights is its own choice."""
 
 
 def facts(run: RunConfig, ready: Ready) -> dict[str, str]:
-    """Return facts that must be equal on all ranks of an elastic run, beside those in the header of its ledger."""
-    settings, plan, device = run.to_mapping(), ready.plan, chosen()
+    """Return facts that must be equal on all ranks of an elastic run, beside those in the header of
+    its ledger."""
+    settings = run.to_mapping()
+    plan = ready.plan
+    device = chosen()
     name = torch.backends.cpu.get_cpu_capability()
     if not is_cpu(device):
         name = model_of(device)
@@ -51,21 +63,26 @@ def facts(run: RunConfig, ready: Ready) -> dict[str, str]:
 
 
 def compare(walker: Walker, ranks: Elastic) -> None:
-    """Compare a rank's weights with the host's, every ``mesh.check_every`` steps. Raises RuntimeError where they differ."""
+    """Compare a rank's weights with the host's, every ``mesh.check_every`` steps. Raises
+    RuntimeError where they differ."""
     if walker.steps_done and walker.steps_done % walker.plan.mesh.check_every == 0:
         walker.flush()
         ranks.compare(walker.steps_done, *walker.engine.buckets.sums())
 
 
 def lend(run: RunConfig) -> int:
-    """Join the run at ``run.elastic``, and lend it forwards until it ends; the answer is the number of walks done for it.
+    """Join the run at ``run.elastic``, and lend it forwards until it ends; the answer is the number
+    of walks done for it.
 
     Raises:
-        ValueError: this process has other settings, data, weights or versions than the run; nothing was computed.
+        ValueError: this process has other settings, data, weights or versions than the run; nothing
+            was computed.
         LostRank: the run's host does not answer.
     """
     if not run.elastic:
-        raise ValueError("elastic is missing; it takes the address of the run to join, such as 127.0.0.1:29600")
+        raise ValueError(
+            "elastic is missing; it takes the address of the run to join, such as 127.0.0.1:29600"
+        )
     refuse_rounded(run.model, run.plan, run.adapters)
     ready = prepare(run)
     check_budget(run, ready.foreseen)
@@ -77,28 +94,39 @@ def lend(run: RunConfig) -> int:
         there = ranks.header()
         _require(there["facts"], facts(run, ready))
         with tempfile.TemporaryDirectory(prefix=JOINED, dir=scratch) as folder:
-            marks.write(Path(folder), "joined")  # by which a later run knows what a killed rank left
+            marks.write(
+                Path(folder), "joined"
+            )  # by which a later run knows what a killed rank left
             ready = ready.put_away(Path(folder))
             with already_said():
-                walker = Walker(run.model, ready.plan, lora=run.adapters_at_start, workdir=folder, ranks=ranks)
+                walker = Walker(
+                    run.model, ready.plan, lora=run.adapters_at_start, workdir=folder, ranks=ranks
+                )
             with walker:
                 _require(there["ledger"], header(walker.engine, run.adapters_at_start, ""))
-                return follow(walker, ranks, lambda at: ready.batch_at(at[0], at[1], run.data.label_scores))
+                return follow(
+                    walker, ranks, lambda at: ready.batch_at(at[0], at[1], run.data.label_scores)
+                )
     except DistError:
         raise LostRank(
-            f"the run at {run.elastic} does not answer any more: its host has ended, or cannot be reached. Resume the run,"
+            f"the run at {run.elastic} does not answer any more: its host has ended, or cannot be"
+            " reached. Resume the run,"
             " and join it again"
         ) from None
 
 
 def _require(there: dict[str, Any], here: dict[str, Any]) -> None:
     if different := differences(there, here):
-        raise ValueError(f"this rank cannot join, for it would compute other bits: {'; '.join(different)}")
+        raise ValueError(
+            f"this rank cannot join, for it would compute other bits: {'; '.join(different)}"
+        )
 
 
-def follow(walker: Walker, ranks: Elastic, batch_at: Callable[[Sequence[int]], Batch | LabelWordBatch]) -> int:
-    """Follow a run to its end, and answer the number of walks done for it; ``batch_at`` reads the batch at a place in the
-    data (:attr:`Elastic.position`)."""
+def follow(
+    walker: Walker, ranks: Elastic, batch_at: Callable[[Sequence[int]], Batch | LabelWordBatch]
+) -> int:
+    """Follow a run to its end, and answer the number of walks done for it; ``batch_at`` reads the
+    batch at a place in the data (:attr:`Elastic.position`)."""
     walks = 0
     while "ended" not in (turn := ranks.next_turn()):
         walker.follow(ranks.entries(walker.steps_done))

@@ -25,7 +25,8 @@ from blockwalk.walk.walker import Walker
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Mean loss over the learnt tokens; and the scores of what is chosen or generated, each from 0 to 1."""
+    """Mean loss over the learnt tokens; and the scores of what is chosen or generated, each from 0
+    to 1."""
 
     loss: float
     tokens: int
@@ -39,9 +40,15 @@ class Evaluation:
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Evaluation:
-        """Return the evaluation that a line of ``evaluations.jsonl`` tells of. Raises TypeError for a name that it does not
-        know."""
-        return cls(**{name: value for name, value in line.items() if name not in ("step", "seconds", "records")})
+        """Return the evaluation that a line of ``evaluations.jsonl`` tells of. Raises TypeError for
+        a name that it does not know."""
+        return cls(
+            **{
+                name: value
+                for name, value in line.items()
+                if name not in ("step", "seconds", "records")
+            }
+        )
 
     @property
     def scores(self) -> dict[str, float]:
@@ -51,7 +58,10 @@ class Evaluation:
 
     def __str__(self) -> str:
         scores = "".join(f"{name} {value:.1f}%  " for name, value in self.scores.items())
-        return f"{scores}loss {self.loss:.4f}  ({counted(self.examples, 'example')}, {counted(self.tokens, 'token')})"
+        return (
+            f"{scores}loss {self.loss:.4f}  ({counted(self.examples, 'example')},"
+            f" {counted(self.tokens, 'token')})"
+        )
 
 
 @dataclass(frozen=True)
@@ -70,22 +80,39 @@ class HeldOut:
 
     @staticmethod
     def read(
-        settings: DataSettings, tokenizer: Tokenizer, *, batch_size: int, limit: int = 0, batches: int = 1, seed: int = 0
+        settings: DataSettings,
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int,
+        limit: int = 0,
+        batches: int = 1,
+        seed: int = 0,
     ) -> HeldOut:
-        """Read and encode ``data.eval``: all of its records, or ``limit`` of them, drawn at random, the same in every run.
-        ``seed`` draws those that ``data.eval_share`` holds out.
+        """Read and encode ``data.eval``: all of its records, or ``limit`` of them, drawn at random,
+        the same in every run. ``seed`` draws those that ``data.eval_share`` holds out.
 
         Raises:
             ValueError: a record lacks what its format needs; file, line and field are named.
         """
         rows, count = held_out_set(settings, tokenizer, limit, seed)
-        return HeldOut(rows, batch_size, settings, count, batches, tokenizer if isinstance(rows, Answers) else None)
+        return HeldOut(
+            rows,
+            batch_size,
+            settings,
+            count,
+            batches,
+            tokenizer if isinstance(rows, Answers) else None,
+        )
 
     @staticmethod
     def of_run(run: RunConfig, tokenizer: Tokenizer, *, limit: int = 0) -> HeldOut:
-        """Read and encode what a run evaluates: ``data.eval``, or the share of ``data.train``; see :meth:`read`."""
-        size, batches = eval_batch_size(run), run.eval_batches
-        return HeldOut.read(run.data, tokenizer, batch_size=size, limit=limit, batches=batches, seed=run.plan.seed)
+        """Read and encode what a run evaluates: ``data.eval``, or the share of ``data.train``; see
+        :meth:`read`."""
+        size = eval_batch_size(run)
+        batches = run.eval_batches
+        return HeldOut.read(
+            run.data, tokenizer, batch_size=size, limit=limit, batches=batches, seed=run.plan.seed
+        )
 
     @property
     def encoded(self) -> Encoded:
@@ -93,7 +120,8 @@ class HeldOut:
         return self.rows if isinstance(self.rows, Encoded) else self.rows.rows
 
     def fingerprint(self) -> str:
-        """Return a digest of the records, with the answers that count as right: 16 hexadecimal digits."""
+        """Return a digest of the records, with the answers that count as right: 16 hexadecimal
+        digits."""
         right: Any = ()
         if isinstance(self.rows, Choices):
             right = (self.rows.firsts.tolist(), self.rows.right)
@@ -103,20 +131,25 @@ class HeldOut:
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def visit(self, world: int) -> tuple[Shape, int]:
-        """Return the largest visit of a block: the shape of a rank's part of a batch, and how many batches there are."""
-        rows, multiple = min(len(self.encoded), self.batch_size * self.batches), self.settings.padding_multiple
-        longest, batches = int(np.diff(self.encoded.starts).max()), -(-rows // self.batch_size)
+        """Return the largest visit of a block: the shape of a rank's part of a batch, and how many
+        batches there are."""
+        rows = min(len(self.encoded), self.batch_size * self.batches)
+        multiple = self.settings.padding_multiple
+        longest = int(np.diff(self.encoded.starts).max())
+        batches = -(-rows // self.batch_size)
         return Shape(-(-rows // (batches * world)), -(-longest // multiple) * multiple), batches
 
     def notes(self) -> list[str]:
-        """Return one sentence for each thing that a user should know of: records that were cut or dropped."""
+        """Return one sentence for each thing that a user should know of: records that were cut or
+        dropped."""
         return [f"data.eval: {line}" for line in self.encoded.report.warnings()]
 
     def evaluate(self, walker: Walker, watch: Callable[[int], None] = lambda _: None) -> Evaluation:
         """Measure the walker; its weights stay as they are.
 
         Args:
-            watch: told before each batch how many records are done, on every rank alike; what it raises ends the evaluation.
+            watch: told before each batch how many records are done, on every rank alike; what it
+                raises ends the evaluation.
 
         Raises:
             FloatingPointError: the loss is not finite.
@@ -130,7 +163,8 @@ class HeldOut:
                 found = replace(found, f1=f1, exact_match=exact)
         if not math.isfinite(found.loss):
             raise FloatingPointError(
-                f"the held-out loss is {found.loss} after step {walker.steps_done}: go on from an earlier checkpoint with a"
+                f"the held-out loss is {found.loss} after step {walker.steps_done}: go on from an"
+                " earlier checkpoint with a"
                 " lower optimizer.learning_rate, or set compute_dtype: float32"
             )
         return found
@@ -138,7 +172,9 @@ class HeldOut:
     def _visits(self, watch: Callable[[int], None]) -> Iterator[tuple[list[int], Batch, int]]:
         """Yield row numbers, batch, and the number of batches that the visit is cut into."""
         done = 0
-        for rows, batch in by_length(self.encoded, self.batch_size * self.batches, self.settings.padding_multiple):
+        for rows, batch in by_length(
+            self.encoded, self.batch_size * self.batches, self.settings.padding_multiple
+        ):
             watch(done * len(self.rows) // len(self.encoded))
             yield rows, batch, -(-len(rows) // self.batch_size)
             done += len(rows)
@@ -146,10 +182,13 @@ class HeldOut:
     def _losses(self, walker: Walker, watch: Callable[[int], None]) -> Evaluation:
         results = [walker.evaluate(batch, batches=cuts) for _, batch, cuts in self._visits(watch)]
         tokens = sum(result.tokens for result in results)
-        return Evaluation(math.fsum(result.loss_sum for result in results) / tokens, tokens, len(self.rows))
+        return Evaluation(
+            math.fsum(result.loss_sum for result in results) / tokens, tokens, len(self.rows)
+        )
 
     def _ranked(self, walker: Walker, choices: Choices, watch: Callable[[int], None]) -> Evaluation:
-        """One pass over every record with every candidate gives all figures: the loss is that of the right one."""
+        """One pass over every record with every candidate gives all figures: the loss is that of
+        the right one."""
         losses_R = np.zeros(len(choices.rows))
         for rows, batch, cuts in self._visits(watch):
             losses_R[rows] = walker.label_losses(batch, batches=cuts).numpy()
@@ -158,7 +197,8 @@ class HeldOut:
         chosen = [int(scores_R[a:b].argmax()) for a, b in pairwise(choices.firsts.tolist())]
         correct = sum(choice in right for choice, right in zip(chosen, choices.right, strict=True))
         learnt = choices.firsts[:-1] + choices.targets
-        tokens, same = int(tokens_R[learnt].sum()), len(np.unique(np.diff(choices.firsts))) == 1
+        tokens = int(tokens_R[learnt].sum())
+        same = len(np.unique(np.diff(choices.firsts))) == 1
         return Evaluation(
             math.fsum(losses_R[learnt].tolist()) / tokens,
             tokens,
@@ -167,27 +207,39 @@ class HeldOut:
             macro_f1(chosen, choices.targets.tolist(), choices.classes) if same else None,
         )
 
-    def _generated(self, walker: Walker, asked: Answers, watch: Callable[[int], None]) -> tuple[float, float]:
-        """F1 and exact match of answers that the walker writes, greedily, to the end of a line; prompts of like length go
-        together, and ranks share them."""
+    def _generated(
+        self, walker: Walker, asked: Answers, watch: Callable[[int], None]
+    ) -> tuple[float, float]:
+        """F1 and exact match of answers that the walker writes, greedily, to the end of a line;
+        prompts of like length go together, and ranks share them."""
         line_end = self.tokenizer("a\n", add_special_tokens=False)["input_ids"][-1]
         stops = {line_end, self.tokenizer.eos_token_id} - {None}
         order = sorted(range(len(asked)), key=lambda row: len(asked.prompts[row]))
-        ranks, right = walker.ranks, []
+        ranks = walker.ranks
+        right = []
         for start in range(0, len(order), self.batch_size):
             watch(start)
-            rows, said = order[start : start + self.batch_size], []
+            rows = order[start : start + self.batch_size]
+            said = []
             each = -(-len(rows) // ranks.world)
-            own = (rows * ranks.world)[ranks.rank * each :][:each]  # as many on each: the last ones may be asked twice
+            own = (rows * ranks.world)[ranks.rank * each :][
+                :each
+            ]  # as many on each: the last ones may be asked twice
             ids_BS, mask_BS = left_padded([asked.prompts[row] for row in own], asked.rows.pad_id)
-            written_BS = walker.generate(ids_BS, ANSWER_TOKENS, attention_mask=mask_BS, stop_ids=stops, shared=True)
+            written_BS = walker.generate(
+                ids_BS, ANSWER_TOKENS, attention_mask=mask_BS, stop_ids=stops, shared=True
+            )
             for row, ids in zip(own, written_BS[:, ids_BS.shape[1] :].tolist(), strict=True):
                 answer = self.tokenizer.decode(ids, skip_special_tokens=True).partition("\n")[0]
-                said += [token_f1(answer, asked.answers[row]), exact_match(answer, asked.answers[row])]
+                said += [
+                    token_f1(answer, asked.answers[row]),
+                    exact_match(answer, asked.answers[row]),
+                ]
             right += [score for part in ranks.exchange(said) for score in part][: 2 * len(rows)]
         return math.fsum(right[::2]) / len(order), math.fsum(right[1::2]) / len(order)
 
 
 def eval_batch_size(run: RunConfig) -> int:
-    """Return sequences of an evaluation batch: a micro-batch's, unless the settings say otherwise."""
+    """Return sequences of an evaluation batch: a micro-batch's, unless the settings say
+    otherwise."""
     return run.eval_batch_size or run.batch_size // run.plan.gradient_accumulation_steps

@@ -1,5 +1,5 @@
-"""Settings under the names of other tools: those that mean the same are taken, with a warning; the others are refused with the
-line to write instead, which is tried before it is said."""
+"""Settings under the names of other tools: those that mean the same are taken, with a warning; the
+others are refused with the line to write instead, which is tried before it is said."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Reader:
     """A function that tries whether settings of our names can be read."""
 
     def tries(self, name: str, value: Any) -> bool:
-        """Return whether a setting can be read beside the run's method; that of an adapter's folder, wherever it is."""
+        """Return whether a setting can be read beside the run's method; that of an adapter's
+        folder, wherever it is."""
         if name == "lora.from":
             return isinstance(value, str) and value != ""
         method = self.given.get("method", "auto")
@@ -62,8 +63,8 @@ def translated(
         as_flags: errors write what overrides as flags.
 
     Raises:
-        ValueError: a name that is not ours and means something else, or nothing here; one setting under two names. Further ones
-            of the kind are warnings (:class:`Note`).
+        ValueError: a name that is not ours and means something else, or nothing here; one setting
+            under two names. Further ones of the kind are warnings (:class:`Note`).
     """
     reader = Reader(dict([*raw, *overrides]), frozenset(known), reads)
     result: list[Pair] = []
@@ -77,14 +78,24 @@ def translated(
                 result.append((key, value))
             elif row is not None and value is None:
                 _note(f"{_as_text(key, flag=flag)} is left out, for it has no value")
-            elif row is None or (exact and name in reader.known and row.same is not None and row.same(value)):
+            elif row is None or (
+                exact and name in reader.known and row.same is not None and row.same(value)
+            ):
                 if name in taken:
-                    problems.append(f"{taken[name]} and {key} are both given, and mean the same; leave one out")
+                    problems.append(
+                        f"{taken[name]} and {key} are both given, and mean the same; leave one out"
+                    )
                 taken[name] = key
-                _note(f"{_as_text(key, flag=flag)} is {_as_text(name, flag=flag)} here, and is taken as that")
+                _note(
+                    f"{_as_text(key, flag=flag)} is {_as_text(name, flag=flag)} here, and is"
+                    " taken as that"
+                )
                 result.append(_pair(row, value, reader) or (name, value))
             elif row.idle is not None and row.idle(value):
-                _note(f"{_as_text(key, value, flag=flag)} is left out, for it changes nothing here. {row.sentence}")
+                _note(
+                    f"{_as_text(key, value, flag=flag)} is left out, for it changes nothing here."
+                    f" {row.sentence}"
+                )
             else:
                 problems.append(_name_problem(key, value, row, reader, flag=flag))
     if problems:
@@ -95,12 +106,18 @@ def translated(
 
 
 def _grouped(pairs: list[Pair], known: frozenset[str]) -> list[Pair]:
-    """Return the settings, with mappings of other tools whole again where the table knows them and not their parts."""
+    """Return the settings, with mappings of other tools whole again where the table knows them and
+    not their parts."""
     ours = {name.partition(".")[0] for name in known}
     result: dict[str, Any] = {}
     for key, value in pairs:
         section, _, rest = key.partition(".")
-        if rest and section not in ours and section in BY_NAME and _row(key, known)[:2] == (key, None):
+        if (
+            rest
+            and section not in ours
+            and section in BY_NAME
+            and _row(key, known)[:2] == (key, None)
+        ):
             result.setdefault(section, {})[rest] = value
         else:
             result.pop(key, None)  # the later one, in its place
@@ -109,8 +126,8 @@ def _grouped(pairs: list[Pair], known: frozenset[str]) -> list[Pair]:
 
 
 def _row(key: str, known: frozenset[str]) -> tuple[str, Foreign | None, bool]:
-    """Return our name for a name; the row that says so, None where the name is ours but for its dashes, or unknown; and whether
-    the name may be taken as it is."""
+    """Return our name for a name; the row that says so, None where the name is ours but for its
+    dashes, or unknown; and whether the name may be taken as it is."""
     name = key.replace("-", "_")
     section, _, field = key.partition(".")
     if f"{section}.{field.partition('.')[0]}" in known and "." in field:
@@ -136,16 +153,23 @@ def _name_problem(key: str, value: Any, row: Foreign, reader: Reader, *, flag: b
 
 
 def _value_problem(key: str, value: Any, reader: Reader, *, flag: bool) -> list[str]:
-    """Return the error for a value of another tool under a name of ours; none where the value is ours."""
+    """Return the error for a value of another tool under a name of ours; none where the value is
+    ours."""
     row, is_theirs = VALUES.get(key, (None, None))
-    if row is None or is_theirs is None or isinstance(value, Mapping | list) or not is_theirs(value):
+    if (
+        row is None
+        or is_theirs is None
+        or isinstance(value, Mapping | list)
+        or not is_theirs(value)
+    ):
         return []
     line = _line(row, value, reader, flag=flag)
     return [f"{key} is {value!r}: {row.sentence} {line}"] if line else []
 
 
 def _line(row: Foreign, value: Any, reader: Reader, *, flag: bool) -> str:
-    """Return the line to write for a value of theirs, or else for the row's example; empty where neither can be read here."""
+    """Return the line to write for a value of theirs, or else for the row's example; empty where
+    neither can be read here."""
     for theirs in (value, row.example):
         pair = _pair(row, theirs, reader)
         if pair is not None and reader.tries(*pair):
@@ -154,8 +178,8 @@ def _line(row: Foreign, value: Any, reader: Reader, *, flag: bool) -> str:
 
 
 def _pair(row: Foreign | None, value: Any, reader: Reader) -> Pair | None:
-    """Return the setting of ours and its value for a value of theirs; None where there is none, or theirs is of no such
-    kind."""
+    """Return the setting of ours and its value for a value of theirs; None where there is none, or
+    theirs is of no such kind."""
     if row is None or row.line is None:
         return None
     try:
@@ -168,7 +192,10 @@ def _as_text(name: str, *value: Any, flag: bool) -> str:
     """Return a setting as a line of YAML or as a flag; its name alone where there is no value."""
     if flag:
         return " ".join(
-            [f"--{name}", *(shlex.quote(each if isinstance(each, str) else _shown(each)) for each in value)]
+            [
+                f"--{name}",
+                *(shlex.quote(each if isinstance(each, str) else _shown(each)) for each in value),
+            ]
         )
     return ": ".join([name, *map(_shown, value)])
 

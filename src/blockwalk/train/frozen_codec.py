@@ -1,4 +1,5 @@
-"""The frozen codec of a run: chosen once, before anything is written, and kept with the run from then on."""
+"""The frozen codec of a run: chosen once, before anything is written, and kept with the run from
+then on."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from blockwalk.system.paths import StrPath
 
 
 def settled(run: RunConfig, *, adapter: StrPath | None = None) -> tuple[RunConfig, list[str]]:
-    """Choose a run's frozen codec: answer the run with it, and the line that says so; no line where the settings name it.
+    """Choose a run's frozen codec: answer the run with it, and the line that says so; no line where
+    the settings name it.
 
-    A run that is resumed keeps the codec of its checkpoint, and ``adapter``, the folder of one that is read, that of the run
-    that trained it.
+    A run that is resumed keeps the codec of its checkpoint, and ``adapter``, the folder of one that
+    is read, that of the run that trained it.
 
     Raises:
         ValueError: there is no such model, or the plan does not go with the codec that fits.
@@ -35,15 +37,19 @@ def settled(run: RunConfig, *, adapter: StrPath | None = None) -> tuple[RunConfi
 
 
 def _earlier(run: RunConfig, adapter: StrPath | None) -> Iterator[Mapping[str, Any]]:
-    """Yield the settings of the runs that this one goes on with, the likeliest first; files that cannot be read are passed
-    over, for whoever needs them says so."""
+    """Yield the settings of the runs that this one goes on with, the likeliest first; files that
+    cannot be read are passed over, for whoever needs them says so."""
     output_dir = Path(run.output_dir)
     if adapter is not None:
         for folder in (Path(adapter), Path(adapter).parent, output_dir):
             yield from _settings_in(folder / "config.yaml")
     elif run.resume_from_checkpoint:
         latest = run.resume_from_checkpoint == "latest"
-        paths = reversed(run_checkpoint.whole(output_dir)) if latest else [Path(run.resume_from_checkpoint)]
+        paths = (
+            reversed(run_checkpoint.whole(output_dir))
+            if latest
+            else [Path(run.resume_from_checkpoint)]
+        )
         for path in paths:
             try:
                 yield run_checkpoint.load(path, weights=False).config

@@ -1,4 +1,5 @@
-"""The training loop: data, steps, evaluation, checkpoints, signals. A step is the walker's work; this decides when.
+"""The training loop: data, steps, evaluation, checkpoints, signals. A step is the walker's work;
+this decides when.
 
 output_dir/
     config.yaml            the resolved configuration
@@ -78,11 +79,14 @@ def train(
     trace: str | Path | None = None,
     **settings: Any,
 ) -> Outcome:
-    """Train as configured, to the end or until SIGTERM, SIGINT, SIGHUP or SIGUSR1, on which a checkpoint is saved.
+    """Train as configured, to the end or until SIGTERM, SIGINT, SIGHUP or SIGUSR1, on which a
+    checkpoint is saved.
 
     Args:
-        run: the configuration: the path of a YAML file, a mapping of settings, or a value; None: the settings alone.
-        callbacks: functions that are told of every event; see :class:`blockwalk.train.callbacks.Event`.
+        run: the configuration: the path of a YAML file, a mapping of settings, or a value; None:
+            the settings alone.
+        callbacks: functions that are told of every event; see
+            :class:`blockwalk.train.callbacks.Event`.
         trace: where the timeline of one step goes, beside ``output_dir/trace.json``.
         settings: settings by name, which win over those of ``run``: ``output_dir="runs/second"``,
             ``optimizer={"learning_rate": 1e-4}``.
@@ -100,22 +104,37 @@ def train(
 def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | None) -> Outcome:
     """Train as :func:`train` says, a configuration that has been read."""
     if not run.model or not (run.data.train or run.data.task):
-        raise ValueError(f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without it")
+        raise ValueError(
+            f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without"
+            " it"
+        )
     run, codec_lines = settled(run)
     refuse_rounded(run.model, run.plan, run.adapters)
     output_dir = Path(run.output_dir)
     with steady(), PeakMemory() as memory, stop_signals() as stop, ExitStack() as folder:
         first(lambda: folder.enter_context(sweeping.one_run(output_dir)))
         begin = (run.output_dir, run.resume_from_checkpoint, run.overwrite_output_dir)
-        start = run_checkpoint.Start(**first(lambda: dataclasses.asdict(run_checkpoint.prepare(*begin))))
+        start = run_checkpoint.Start(
+            **first(lambda: dataclasses.asdict(run_checkpoint.prepare(*begin)))
+        )
         first(lambda: _refuse_places(run, start, trace))
-        shared = elastic(run.plan.mesh, run.elastic, run.start_timeout, joins=False) if run.elastic else None
-        decided = {} if start.checkpoint is None else first(lambda: _decided(Path(str(start.checkpoint))))
+        shared = (
+            elastic(run.plan.mesh, run.elastic, run.start_timeout, joins=False)
+            if run.elastic
+            else None
+        )
+        decided = (
+            {} if start.checkpoint is None else first(lambda: _decided(Path(str(start.checkpoint))))
+        )
         run = taken_up(run, decided)
         ready = prepare(run)
-        plan, held_out, foreseen = ready.plan, ready.held_out, ready.foreseen
+        plan = ready.plan
+        held_out = ready.held_out
+        foreseen = ready.foreseen
         facts = {**facts_of(run.shared()), "data.train": ready.rows.fingerprint()}
-        require_agreement(facts if held_out is None else {**facts, "data.eval": held_out.encoded.fingerprint()})
+        require_agreement(
+            facts if held_out is None else {**facts, "data.eval": held_out.encoded.fingerprint()}
+        )
         check_budget(run, foreseen)
         weights = first(lambda: weights_digest(run.model))
         choices = foreseen.choices()
@@ -135,7 +154,14 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
         give_back()
         opened_at = process_bytes()
         with already_said():
-            walker = Walker(run.model, plan, lora=run.adapters_at_start, workdir=scratch, ledger=ledger, ranks=shared)
+            walker = Walker(
+                run.model,
+                plan,
+                lora=run.adapters_at_start,
+                workdir=scratch,
+                ledger=ledger,
+                ranks=shared,
+            )
         with walker:
             walker.reserve(foreseen.program.shape)
             step_forecast = StepForecast.of(foreseen, ready.usual, before=opened_at)
@@ -151,7 +177,10 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
             with Progress(ready.total, log_every=run.log_every, **known) as progress:
                 if shared is not None:
                     shared.say = progress.say
-                for line in (*_opening(run, ready, step_forecast, opened_at, start.damaged), *codec_lines):
+                for line in (
+                    *_opening(run, ready, step_forecast, opened_at, start.damaged),
+                    *codec_lines,
+                ):
                     progress.say(line)
                 if run.data.show_first and loop.saved is None:
                     progress.show_learnt("first record", ready.shown)
@@ -160,21 +189,35 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
                 except OSError as error:
                     if error.errno not in atomic_files.NO_ROOM:
                         raise
-                    where = f"at step {walker.steps_done}; free some, and go on with --resume_from_checkpoint latest"
-                    raise OSError(error.errno, f"{error.strerror}, {where}", error.filename) from error
+                    where = (
+                        f"at step {walker.steps_done}; free some, and go on with"
+                        " --resume_from_checkpoint latest"
+                    )
+                    raise OSError(
+                        error.errno, f"{error.strerror}, {where}", error.filename
+                    ) from error
                 except (MemoryError, RuntimeError) as error:
                     if not is_out_of_memory(error):
                         raise
-                    needed, held = step_forecast.tensor_bytes, _grown(walker, memory.highest - opened_at)
+                    needed = step_forecast.tensor_bytes
+                    held = _grown(walker, memory.highest - opened_at)
                     raise OutOfMemory(
-                        f"out of memory after {counted(walker.steps_done, 'step')}: {human_bytes(needed)} of tensors were"
-                        f" foreseen at a step's peak, {human_bytes(held)} were held when more was refused"
-                        + next_plan(run, min(needed, held), foreseen.program.shape, device=walker.device.type)
+                        f"out of memory after {counted(walker.steps_done, 'step')}:"
+                        f" {human_bytes(needed)} of tensors were"
+                        f" foreseen at a step's peak, {human_bytes(held)} were held when more was"
+                        " refused"
+                        + next_plan(
+                            run,
+                            min(needed, held),
+                            foreseen.program.shape,
+                            device=walker.device.type,
+                        )
                     ) from error
 
 
 def _refuse_places(run: RunConfig, start: run_checkpoint.Start, trace: str | Path | None) -> None:
-    """Refuse a run that would write over what it reads, or over trained weights that it did not make.
+    """Refuse a run that would write over what it reads, or over trained weights that it did not
+    make.
 
     Raises:
         ValueError: it would; the message names the path, and the setting to change.
@@ -187,7 +230,9 @@ def _refuse_places(run: RunConfig, start: run_checkpoint.Start, trace: str | Pat
     if run.lora is not None and run.lora.from_:
         read["the adapter of lora.from"] = adapter_paths(run.lora.from_)
     refuse_overlap(output_dir / result, read, "output_dir")
-    written = [output_dir / name for name in (*run_checkpoint.LOGS, LEDGER, run_checkpoint.REPLACED)]
+    written = [
+        output_dir / name for name in (*run_checkpoint.LOGS, LEDGER, run_checkpoint.REPLACED)
+    ]
     for path in (*written, *map(Path, start.in_the_way)):
         refuse_overlap(path, read, "output_dir", inside=False)
     if trace:
@@ -195,7 +240,8 @@ def _refuse_places(run: RunConfig, start: run_checkpoint.Start, trace: str | Pat
     folders = [folder for name in named if (folder := Path(name).expanduser()).is_dir()]
     if output_dir.is_dir() and any(os.path.samefile(folder, output_dir) for folder in folders):
         raise ValueError(
-            f"{output_dir} is a folder of records, and the run's logs would be read as some: choose another output_dir"
+            f"{output_dir} is a folder of records, and the run's logs would be read as some:"
+            " choose another output_dir"
         )
     run_checkpoint.refuse_result(start, result)
 
@@ -203,22 +249,29 @@ def _refuse_places(run: RunConfig, start: run_checkpoint.Start, trace: str | Pat
 def _opening(
     run: RunConfig, ready: Ready, foreseen: StepForecast, opened_at: int, damaged: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the lines that a run begins with: what is foreseen of it, and what its user should know of."""
+    """Yield the lines that a run begins with: what is foreseen of it, and what its user should know
+    of."""
     yield f"device: {described(chosen())}"
     yield from foreseen.lines()
     yield from foreseen.forecast.lines()
     yield from zeroth_order_advice(ready.plan, run.adapters)
     yield from close_memory(run, foreseen.forecast, opened_at, foreseen.process_bytes)
     held_out_notes = [] if ready.held_out is None else ready.held_out.notes()
-    yield from (f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings(), *held_out_notes, *damaged))
+    yield from (
+        f"note: {warning}"
+        for warning in (*ready.notes, *ready.rows.report.warnings(), *held_out_notes, *damaged)
+    )
     yield from outlook.notes(run, ready.longest)
     yield from outlook.usual_elsewhere(run)
     if ready.held_out is not None and 0 < run.data.eval_limit < ready.held_out.records:
-        yield f"evaluates {run.data.eval_limit} of {ready.held_out.records} records (data.eval_limit)"
+        yield (
+            f"evaluates {run.data.eval_limit} of {ready.held_out.records} records (data.eval_limit)"
+        )
 
 
 def _grown(walker: Walker, process: int) -> int:
-    """Return bytes that training took: on a GPU the allocator's own peak, else these of the process."""
+    """Return bytes that training took: on a GPU the allocator's own peak, else these of the
+    process."""
     if is_cpu(walker.device):
         return max(process, 0)
     return int(torch.accelerator.max_memory_allocated(walker.device))
@@ -231,7 +284,8 @@ def _decided(start: Path) -> dict[str, Any]:
 
 
 def _saved(start: Path) -> run_checkpoint.Checkpoint:
-    """Return a checkpoint; where a node has not got it, what rank 0 read of it, without weights: the ledger has them."""
+    """Return a checkpoint; where a node has not got it, what rank 0 read of it, without weights:
+    the ledger has them."""
 
     def ask() -> dict[str, Any]:
         found = run_checkpoint.load(start, weights=False)
@@ -258,7 +312,8 @@ class _Loop:
     decided: Mapping[str, Any] = {}
     """The settings that the machine decided, by name; a resumed run keeps them."""
     skips: list[int]
-    """The steps before which a batch was left out, as often as one was; on every rank as in rank 0's log."""
+    """The steps before which a batch was left out, as often as one was; on every rank as in rank
+    0's log."""
 
     def __init__(
         self,
@@ -270,7 +325,11 @@ class _Loop:
         start: run_checkpoint.Start,
         callbacks: Sequence[Callback],
     ) -> None:
-        self.config, self.ready, self.memory, self.stop, self.callbacks = run, ready, memory, stop, callbacks
+        self.config = run
+        self.ready = ready
+        self.memory = memory
+        self.stop = stop
+        self.callbacks = callbacks
         self.weights = weights
         """The digest of the weights that the run begins from: see
         :func:`blockwalk.tiers.model_folder.identity.weights_digest`."""
@@ -281,7 +340,8 @@ class _Loop:
         self.start = start
         self.saved: run_checkpoint.Checkpoint | None = None
         self.changes: list[str] = []
-        """The settings that differ from those of the run that is gone on with, as ``name: old → new``."""
+        """The settings that differ from those of the run that is gone on with, as ``name: old →
+        new``."""
         self.notes: list[str] = []
         """Sentences about what differs from the run that is gone on with."""
         self.held_out = "" if ready.held_out is None else ready.held_out.fingerprint()
@@ -290,25 +350,35 @@ class _Loop:
         """The step of the last evaluation, on every rank as in rank 0's log."""
         self.stopped_by: signal.Signals | None = None
         self.answers_count = False
-        """True where several ranks tell one another what their callbacks answered: one of them has some."""
+        """True where several ranks tell one another what their callbacks answered: one of them has
+        some."""
 
     def read(self, saved: run_checkpoint.Checkpoint) -> None:
         """Take over what a checkpoint has beside weights.
 
         Raises:
-            ValueError: settings, data or the model's weights differ from those that the saved state builds on.
+            ValueError: settings, data or the model's weights differ from those that the saved state
+                builds on.
         """
         settings = self.config.to_mapping()
         began = saved.data.get("weights", self.weights)
         if self.weights != began and not first(lambda: same_weights(self.config.model, began)):
             raise ValueError(
-                f"{self.config.model} holds other weights, or another configuration, than when this run began (content"
-                f" {began}, now {self.weights}): put those back, or begin a new run in another output_dir"
+                f"{self.config.model} holds other weights, or another configuration, than when"
+                " this run began (content"
+                f" {began}, now {self.weights}): put those back, or begin a new run in another"
+                " output_dir"
             )
         if not self.ready.batches.continues(saved.data["batches"]):
-            changed = differences(saved.data.get("identity", {}), self.identity, saved.config["data"], settings["data"])
+            changed = differences(
+                saved.data.get("identity", {}),
+                self.identity,
+                saved.config["data"],
+                settings["data"],
+            )
             raise ValueError(
-                f"cannot resume: the training data are not those that the run began with: {'; '.join(changed)}. Put those back,"
+                "cannot resume: the training data are not those that the run began with:"
+                f" {'; '.join(changed)}. Put those back,"
                 " or begin a new run in another output_dir"
             )
         self.changes = run_checkpoint.changed_settings(
@@ -321,22 +391,31 @@ class _Loop:
         self.notes = [f"changed since the checkpoint: {change}" for change in self.changes]
         if saved.data["batches"]["data"] != self.ready.rows.fingerprint():
             self.notes.append(
-                "the chat template writes the date of the day: the same records have other tokens than up to step"
+                "the chat template writes the date of the day: the same records have other tokens"
+                " than up to step"
                 f" {saved.step}"
             )
         before = saved.data.get("held_out", "")
         if before and self.held_out and before != self.held_out:
-            name = joined(self.config.data.eval) or self.config.data.task or f"share of {joined(self.config.data.train)}"
+            name = (
+                joined(self.config.data.eval)
+                or self.config.data.task
+                or f"share of {joined(self.config.data.train)}"
+            )
             self.notes.append(
-                f"data.eval ({name}) holds other records, or other tokens of them, than up to step {saved.step} (content"
-                f" {before}, now {self.held_out}): losses on them are not compared with those before"
+                f"data.eval ({name}) holds other records, or other tokens of them, than up to"
+                f" step {saved.step} (content"
+                f" {before}, now {self.held_out}): losses on them are not compared with those"
+                " before"
             )
         self.ready.batches.load_state_dict(saved.data["batches"])
         self.saved = saved
 
     def begin(self, walker: Walker, step_forecast: StepForecast) -> None:
-        """Load the checkpoint's weights, then make the folder this run's: nothing refuses the run from here on."""
-        self.walker, self.step_forecast = walker, step_forecast
+        """Load the checkpoint's weights, then make the folder this run's: nothing refuses the run
+        from here on."""
+        self.walker = walker
+        self.step_forecast = step_forecast
         start = self.start
         if self.saved is not None:
             self._load(self.saved)
@@ -354,18 +433,21 @@ class _Loop:
             path = self.output_dir / own / name
             return MetricsLog(path, source=before and before / name, keep_until=walker.steps_done)
 
-        self.metrics, self.evaluations = log("metrics.jsonl"), log("evaluations.jsonl")
+        self.metrics = log("metrics.jsonl")
+        self.evaluations = log("evaluations.jsonl")
         if rank == 0:
             self._note_changes(before)
         self.evaluated = first(self._evaluated)
         self.best = Best(**first(lambda: dataclasses.asdict(self._best_before())))
-        name, left_out = "skipped.jsonl", before / "skipped.jsonl" if before else Path()
+        name = "skipped.jsonl"
+        left_out = before / "skipped.jsonl" if before else Path()
         lines = first(lambda: [line["step"] for line in whole_lines(left_out)])
         self.skips = [step for step in lines if step <= walker.steps_done]
         if self.config.skip_nonfinite or lines:
             self.skipped = log(name)
         if self.saved is not None and walker.ledger is not None:
-            # Steps that the ledger has and the checkpoint not yet; a kill may have come before their lines.
+            # Steps that the ledger has and the checkpoint not yet; a kill may have come before
+            # their lines.
             for entry in walker.ledger.entries[self.saved.step :]:
                 for _ in range(self.skips.count(entry.step)):
                     self.ready.next_batch(self.config.data.label_scores)
@@ -379,16 +461,27 @@ class _Loop:
         if self.saved is None or self.walker.ranks.rank:  # rank 0 alone logs evaluations
             return []
         notes = []
-        expected = {"metrics.jsonl": self.saved.step, "evaluations.jsonl": self.saved.data.get("evaluated", -1)}
+        expected = {
+            "metrics.jsonl": self.saved.step,
+            "evaluations.jsonl": self.saved.data.get("evaluated", -1),
+        }
         for log in (self.metrics, self.evaluations):
             last = expected[log.path.name]
             name = log.path.name
             if log.last_step < last:
                 notes.append(
-                    f"{name} lacks lines up to step {last}, which the checkpoint was saved after: they were lost"
+                    f"{name} lacks lines up to step {last}, which the checkpoint was saved after:"
+                    " they were lost"
                 )
-            elif name == "metrics.jsonl" and last > 0 and log.first_line is not None and log.first_line["step"] > 1:
-                notes.append(f"{name} begins with step {log.first_line['step']}: the lines before were lost")
+            elif (
+                name == "metrics.jsonl"
+                and last > 0
+                and log.first_line is not None
+                and log.first_line["step"] > 1
+            ):
+                notes.append(
+                    f"{name} begins with step {log.first_line['step']}: the lines before were lost"
+                )
         return notes
 
     def _note_changes(self, before: Path | None) -> None:
@@ -405,8 +498,8 @@ class _Loop:
             changed.path.unlink()
 
     def _evaluated(self) -> int:
-        """Return the step of the last evaluation, −1 where there is none. Raises Damaged where the outcome could not tell
-        of it."""
+        """Return the step of the last evaluation, −1 where there is none. Raises Damaged where the
+        outcome could not tell of it."""
         with atomic_files.reading(self.output_dir / "evaluations.jsonl"):
             for line in (self.evaluations.first_line, self.evaluations.last_line):
                 if line is not None:
@@ -414,7 +507,8 @@ class _Loop:
         return self.evaluations.last_step
 
     def _best_before(self) -> Best:
-        """Return the best evaluation that the log has, of this run up to now. Raises Damaged where the log does not tell."""
+        """Return the best evaluation that the log has, of this run up to now. Raises Damaged where
+        the log does not tell."""
         path = self.evaluations.path
         with atomic_files.reading(path):
             return Best.of(whole_lines(path), self.config.keep_best or "loss", self.held_out)
@@ -423,16 +517,20 @@ class _Loop:
         """Go on from a checkpoint's weights."""
         if saved.slices is not None:
             self.walker.load_state(saved.slices)
-        elif saved.walker and not self.config.plan.trainable.on_disk:  # else it has a store of its own
+        elif (
+            saved.walker and not self.config.plan.trainable.on_disk
+        ):  # else it has a store of its own
             self.walker.load_state_dict(saved.walker)
         # its tensors are maps of a checkpoint that this run removes in its time
         self.saved = dataclasses.replace(saved, walker={})
         if self.walker.ranks.world > 1:
-            self.walker.flush()  # ranks may stand at different steps; from here on they have the same
+            # ranks may stand at different steps; from here on they have the same
+            self.walker.flush()
 
     def run(self, progress: Progress) -> Outcome:
         """Step until the last step or a signal; save at the end either way."""
-        self.progress, done = progress, self.walker.steps_done
+        self.progress = progress
+        done = self.walker.steps_done
         self.walker.ranks.own_stop_signal = lambda: self.stop.asked
         if self.saved is not None:
             progress.say(f"resumed at step {done}")
@@ -441,12 +539,16 @@ class _Loop:
         saved_at = -1 if self.saved is None else self.saved.step
         ranks = self.walker.ranks
         if ranks.world > 1:
-            self.answers_count = any(count for (count,) in ranks.exchange([float(len(self.callbacks))]))
+            self.answers_count = any(
+                count for (count,) in ranks.exchange([float(len(self.callbacks))])
+            )
         self._tell("begin", self.step_forecast.values())
         self._stop_early(again=True)
         if not self._agreed():
             self._evaluate()
-            due = self.saved is None or (saved_at != done and (self._is_best or self._due(self.config.save_every)))
+            due = self.saved is None or (
+                saved_at != done and (self._is_best or self._due(self.config.save_every))
+            )
             if due and self.walker.ledger is not None:
                 self._save()  # without weights at first: from here on the ledger has every step
                 saved_at = done
@@ -465,7 +567,9 @@ class _Loop:
             self._save()
         self.walker.wait_saved()
         self._prune()  # also what a kill right after the last checkpoint left
-        first(lambda: sweeping.sweep(self.output_dir))  # weights of a run that this one has replaced
+        first(
+            lambda: sweeping.sweep(self.output_dir)
+        )  # weights of a run that this one has replaced
         if self.stopped_by is None:
             self._evaluate()
             self._prune()  # the best checkpoint may be the last one now
@@ -476,7 +580,8 @@ class _Loop:
         return outcome
 
     def _tell(self, name: Any, values: Mapping[str, Any]) -> None:
-        """Tell the callbacks of an event; one that answers True, on any rank, makes this step the last of all."""
+        """Tell the callbacks of an event; one that answers True, on any rank, makes this step the
+        last of all."""
         event = Event(name, self.walker.steps_done, values, self.walker, self.config)
         answers = [callback(event) for callback in self.callbacks]
         ends = any(answer is True for answer in answers)
@@ -486,7 +591,8 @@ class _Loop:
             self.total = self.walker.steps_done
 
     def _agreed(self, *, heard: bool = True) -> bool:
-        """Whether a signal ends the run: one that all ranks know of: over ranks it is told within a step (``heard``)."""
+        """Whether a signal ends the run: one that all ranks know of: over ranks it is told within a
+        step (``heard``)."""
         ranks = self.walker.ranks
         if ranks.world == 1:
             asked = self.stop.asked
@@ -524,13 +630,16 @@ class _Loop:
         line |= {"seconds": result.seconds, "peak_bytes": peak}
         line["bytes_moved"] = {str(lane): nbytes for lane, nbytes in result.bytes.items()}
         self.metrics.write(line)
-        figures = {name: line[name] for name in ("loss", "seconds", "tokens_per_second", "peak_bytes")}
+        figures = {
+            name: line[name] for name in ("loss", "seconds", "tokens_per_second", "peak_bytes")
+        }
         self.progress.step(result.step, **figures)
         self._tell("step", line)
         return True
 
     def _skip(self, error: FloatingPointError) -> None:
-        """Note that the batch just tried is left out, where a resumed run finds it: before a ledger can have the step."""
+        """Note that the batch just tried is left out, where a resumed run finds it: before a ledger
+        can have the step."""
         step = self.walker.steps_done + 1
         self.skips.append(step)
         self.skipped.write({"step": step, "reason": str(error)})
@@ -539,10 +648,16 @@ class _Loop:
         self.progress.say(f"note: a batch is left out ({many}): {error}")
 
     def _evaluate(self) -> None:
-        """Evaluate where it is due and not in the log yet: before the first step, every ``eval_every``, after the last. A
-        signal ends it between two batches, and the resumed run makes it."""
-        step, every = self.walker.steps_done, self.config.eval_every
-        due = step == self.total or (every > 0 and step % every == 0) if step else self.config.eval_first
+        """Evaluate where it is due and not in the log yet: before the first step, every
+        ``eval_every``, after the last. A signal ends it between two batches, and the resumed run
+        makes it."""
+        step = self.walker.steps_done
+        every = self.config.eval_every
+        due = (
+            step == self.total or (every > 0 and step % every == 0)
+            if step
+            else self.config.eval_first
+        )
         if self.ready.held_out is None or not due or self.evaluated == step:
             return
 
@@ -558,7 +673,12 @@ class _Loop:
         except _Interrupted:
             return
         seconds = time.perf_counter() - began
-        line = {"step": step, **dataclasses.asdict(found), "seconds": seconds, "records": self.held_out}
+        line = {
+            "step": step,
+            **dataclasses.asdict(found),
+            "seconds": seconds,
+            "records": self.held_out,
+        }
         if self.walker.ranks.rank == 0:
             self.evaluations.write(line)
             self.evaluations.sync()  # it cannot be made any more once the ledger has gone on
@@ -569,24 +689,31 @@ class _Loop:
         self._stop_early()
 
     def _stop_early(self, *, again: bool = False) -> None:
-        """Make this step the last where the evaluations since the best one are as many as ``early_stopping`` says.
-        ``again``: the run may have ended so before."""
+        """Make this step the last where the evaluations since the best one are as many as
+        ``early_stopping`` says. ``again``: the run may have ended so before."""
         done = self.walker.steps_done
         if 0 < self.config.early_stopping <= self.best.without and done < self.total:
             self.total = done
             since = f"{counted(self.best.without, 'evaluation')} since the best one ({self.best})"
-            way_on = f"; to go on, set early_stopping above {self.best.without}, or to 0" if again else ""
+            way_on = (
+                f"; to go on, set early_stopping above {self.best.without}, or to 0"
+                if again
+                else ""
+            )
             self.progress.say(f"early stopping after step {done}: {since}{way_on}")
 
     def _save(self) -> None:
         self._write_checkpoint()
-        self._tell("checkpoint", {"saved_to": str(run_checkpoint.path_of(self.output_dir, self.walker.steps_done))})
+        self._tell(
+            "checkpoint",
+            {"saved_to": str(run_checkpoint.path_of(self.output_dir, self.walker.steps_done))},
+        )
 
     def _write_checkpoint(self) -> None:
         """A checkpoint, with every line about the steps before it on the disk.
 
-        Weights that a zeroth-order run keeps on disk are not written again: with the ledger they are saved in every step.
-        """
+        Weights that a zeroth-order run keeps on disk are not written again: with the ledger they
+        are saved in every step."""
         on_disk = self.walker.ledger is not None and self.walker.plan.trainable.on_disk
         self.metrics.sync()
         data = {
@@ -599,7 +726,8 @@ class _Loop:
             "evaluated": self.evaluated,
             **({"decided": dict(self.decided)} if self.decided else {}),
         }
-        settings, step = self.config.to_mapping(), self.walker.steps_done
+        settings = self.config.to_mapping()
+        step = self.walker.steps_done
         if self.walker.ledger is None:
             path = run_checkpoint.path_of(self.output_dir, step)
             made = run_checkpoint.Checkpoint(step, {"steps_done": step}, data, settings)
@@ -613,8 +741,12 @@ class _Loop:
             if weights:
                 self.walker.join_gathers()
             return
-        made = run_checkpoint.Checkpoint(step, state, data, settings, ledger=self.walker.ledger.mark)
-        run_checkpoint.save(self.output_dir, made, keep=self.config.keep_checkpoints, best=self._kept)
+        made = run_checkpoint.Checkpoint(
+            step, state, data, settings, ledger=self.walker.ledger.mark
+        )
+        run_checkpoint.save(
+            self.output_dir, made, keep=self.config.keep_checkpoints, best=self._kept
+        )
 
     def _prune(self) -> None:
         """Remove old checkpoints; the one that is being written counts once it is whole."""
@@ -632,16 +764,25 @@ class _Loop:
         return self.best.name if self.config.keep_best else ""
 
     def _next_command(self) -> str:
-        """Return the command line that shows what was trained: a chat where conversations were learnt; empty where no short
-        prompt fits."""
+        """Return the command line that shows what was trained: a chat where conversations were
+        learnt; empty where no short prompt fits."""
         folder = shlex.quote(os.fspath(self.output_dir))
         weights = ""
-        if self._kept and not self._is_best and self.config.adapters is not None and self.walker.ledger is None:
+        if (
+            self._kept
+            and not self._is_best
+            and self.config.adapters is not None
+            and self.walker.ledger is None
+        ):
             weights = f" --adapter {shlex.quote(os.fspath(self.output_dir / self._kept))}"
         if self.ready.rows.report.turn_ends:
             return f"blockwalk chat {folder}{weights}"
         prompt = prompt_layout.example(self.config.data, "Hello")
-        return "" if prompt is None else f"blockwalk generate {folder}{weights} --prompt {shlex.quote(prompt)}"
+        return (
+            ""
+            if prompt is None
+            else f"blockwalk generate {folder}{weights} --prompt {shlex.quote(prompt)}"
+        )
 
     def _outcome(self) -> Outcome:
         saved_to = self.output_dir / ("model" if self.config.adapters is None else "adapter")
@@ -664,7 +805,8 @@ class _Loop:
                         (folder / name).write_bytes(file.data)
         losses = [line["loss"] for line in whole_lines(self.metrics.path)]
         ends = loss_ends(losses) if losses else (None, None)
-        before, after = self.evaluations.first_line, self.evaluations.last_line
+        before = self.evaluations.first_line
+        after = self.evaluations.last_line
         if before and after and before.get("records") != after.get("records"):
             before = None  # of other records
         best = f"{self.output_dir / self._kept} ({self.best})" if self._kept else ""
@@ -687,11 +829,11 @@ class _Loop:
 
 
 def _line(result: StepResult | Entry, batch: Batch) -> dict[str, Any]:
-    """Return the line of ``metrics.jsonl`` about a step, whoever took it: one just done, or one that a ledger has.
+    """Return the line of ``metrics.jsonl`` about a step, whoever took it: one just done, or one
+    that a ledger has.
 
-    ``tokens`` are those read, padding left out; ``loss_tokens`` those that the loss is a mean over; values that an
-    estimator does not have are left out.
-    """
+    ``tokens`` are those read, padding left out; ``loss_tokens`` those that the loss is a mean over;
+    values that an estimator does not have are left out."""
     line = {
         "step": result.step,
         "loss": result.loss,

@@ -13,17 +13,23 @@ from blockwalk.system.atomic_files import whole_lines
 
 
 class MetricsLog:
-    """``metrics.jsonl``: one JSON object a line, with its digest, one line a step, readable while the run goes on.
+    """``metrics.jsonl``: one JSON object a line, with its digest, one line a step, readable while
+    the run goes on.
 
     Args:
         path: the file; made if it is not there.
-        source: the log that is gone on with, if any: of this file, or of the run that is resumed in another folder.
+        source: the log that is gone on with, if any: of this file, or of the run that is resumed in
+            another folder.
         keep_until: the step that the run goes on from: later lines are dropped.
     """
 
     def __init__(self, path: Path, *, source: Path | None = None, keep_until: int = -1) -> None:
         with atomic_files.reading(source or path):
-            kept = [] if source is None else [line for line in whole_lines(source) if line["step"] <= keep_until]
+            kept = (
+                []
+                if source is None
+                else [line for line in whole_lines(source) if line["step"] <= keep_until]
+            )
         text = "".join(f"{atomic_files.seal(json.dumps(line))[0]}\n" for line in kept)
         atomic_files.write_bytes(path, text.encode())
         self.first_line: Mapping[str, Any] | None = kept[0] if kept else None
@@ -37,11 +43,12 @@ class MetricsLog:
         return int(self.last_line["step"]) if self.last_line else -1
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append one line; it is readable at once and safe after the next :meth:`sync`. Every figure is finite: JSON has no
-        other."""
+        """Append one line; it is readable at once and safe after the next :meth:`sync`. Every
+        figure is finite: JSON has no other."""
         with atomic_files.naming(self._file.name):
             self._file.write(f"{atomic_files.seal(json.dumps(line, allow_nan=False))[0]}\n")
-        self.first_line, self.last_line = self.first_line or line, line
+        self.first_line = self.first_line or line
+        self.last_line = line
 
     def sync(self) -> None:
         """Make every line so far survive a power cut."""

@@ -21,7 +21,8 @@ class Outcome:
     """Optimizer steps done, those before a resume included."""
     first_loss: float | None
     last_loss: float | None
-    """Mean training losses of the first and of the last tenth of the steps; None before the first step."""
+    """Mean training losses of the first and of the last tenth of the steps; None before the first
+    step."""
     before: Evaluation | None
     after: Evaluation | None
     peak_bytes: int
@@ -34,7 +35,8 @@ class Outcome:
     compared: tuple[str, ...] = ()
     """Forecast against measured."""
     next_command: str = ""
-    """A command line that uses what was trained; empty where the run has not ended, or no short prompt fits."""
+    """A command line that uses what was trained; empty where the run has not ended, or no short
+    prompt fits."""
     best: str = ""
     """The checkpoint of the best evaluation, its step and its score, where ``keep_best`` is set."""
 
@@ -49,10 +51,16 @@ class Outcome:
         if self.first_loss is not None and self.last_loss is not None:
             tenth = -(-self.steps // 10)
             beside = "" if tenth == 1 else f"; means of the first and the last {tenth}"
-            yield f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f}  ({counted(self.steps, 'step')}{beside})"
+            yield (
+                f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f} "
+                f" ({counted(self.steps, 'step')}{beside})"
+            )
         yield f"peak memory        {human_bytes(self.peak_bytes)} ({COUNTED})"
         if self.resident_bytes:
-            yield f"                   RSS incl. droppable file pages: {human_bytes(self.resident_bytes)}"
+            yield (
+                "                   RSS incl. droppable file pages:"
+                f" {human_bytes(self.resident_bytes)}"
+            )
         yield from self.compared
         yield f"saved to           {self.saved_to}"
         if self.best:

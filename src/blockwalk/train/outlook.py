@@ -1,5 +1,5 @@
-"""The outlook of a run before its first step: how many steps it has, and settings and defaults that do
-not do as one might think."""
+"""The outlook of a run before its first step: how many steps it has, and settings and defaults that
+do not do as one might think."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from blockwalk.system.versions import untested
 
 
 def steps_of(run: RunConfig) -> int:
-    """Return optimizer steps of a whole run; 0 where they are not known without tokens or a network."""
+    """Return optimizer steps of a whole run; 0 where they are not known without tokens or a
+    network."""
     data = run.data
     files = names_of(data.train)
     here = data.train and all(Path(file).exists() for file in files)
@@ -40,9 +41,14 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
         yield f"note: eval_every is {run.eval_every}, and data.eval is empty: nothing is evaluated"
     plan = run.plan
     if plan.cache.tier != "none" and plan.caches_nothing:
-        ranks = f"the {plan.mesh.world} ranks are one node" if plan.mesh.world > 1 else "there is one rank"
+        ranks = (
+            f"the {plan.mesh.world} ranks are one node"
+            if plan.mesh.world > 1
+            else "there is one rank"
+        )
         yield (
-            f"note: cache.tier is {plan.cache.tier}, and {ranks}: nothing is cached, parameters are gathered as under zero3;"
+            f"note: cache.tier is {plan.cache.tier}, and {ranks}: nothing is cached, parameters"
+            " are gathered as under zero3;"
             " on several nodes each keeps its slices"
         )
     positions = positions_of(run.model)
@@ -50,21 +56,30 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
     if positions and longest + prefix > positions:
         beside = f", {prefix} of a prefix," if prefix else ""
         yield (
-            f"note: sequences of {longest + prefix} tokens{beside} are longer than the {positions} positions that the model was"
+            f"note: sequences of {longest + prefix} tokens{beside} are longer than the"
+            f" {positions} positions that the model was"
             f" made for: lower data.max_length to {positions - prefix}"
         )
     found = text_config(run.model)
     width = found.get("hidden_size") or found.get("n_embd")
     if run.lora is not None and width and run.lora.rank > width:
-        yield f"note: lora.rank is {run.lora.rank}, above the model's width of {width}: adapters that wide gain nothing"
+        yield (
+            f"note: lora.rank is {run.lora.rank}, above the model's width of {width}: adapters"
+            " that wide gain nothing"
+        )
 
 
 def usual_elsewhere(run: RunConfig) -> Iterator[str]:
-    """Return a line on the defaults of backpropagation that differ from those of other tools, unless the run names them."""
+    """Return a line on the defaults of backpropagation that differ from those of other tools,
+    unless the run names them."""
     rate = run.plan.optimizer
     named = run.named or frozenset()
     default = OptimizerSettings()
-    parts = {"schedule": "constant learning rate", "warmup_steps": "no warm-up", "max_grad_norm": "no clipping"}
+    parts = {
+        "schedule": "constant learning rate",
+        "warmup_steps": "no warm-up",
+        "max_grad_norm": "no clipping",
+    }
     standing = {
         name: text
         for name, text in parts.items()

@@ -32,13 +32,15 @@ class Progress:
 
     def __init__(self, total: int, *, done: int, log_every: int, foreseen: int = 0) -> None:
         self._foreseen = foreseen
-        self._total, self._done, self._log_every = total, done, log_every
+        self._total = total
+        self._done = done
+        self._log_every = log_every
         self._bar: Any = None
         self._task: Any = None
         self._first = done
         self._began: float | None = None
-        """The time in seconds at which the first step began: the time before it (evaluation, compiling) says nothing of the
-        steps to come."""
+        """The time in seconds at which the first step began: the time before it (evaluation,
+        compiling) says nothing of the steps to come."""
 
     def __enter__(self) -> Progress:
         if is_terminal(sys.stdout) or "ipykernel" in sys.modules:
@@ -52,7 +54,9 @@ class Progress:
                 progress.TimeRemainingColumn(),
             )
             self._bar = progress.Progress(*columns)
-            self._task = self._bar.add_task("", what="step", total=self._total, completed=self._done)
+            self._task = self._bar.add_task(
+                "", what="step", total=self._total, completed=self._done
+            )
             self._bar.start()
         return self
 
@@ -70,7 +74,8 @@ class Progress:
             say(text)
 
     def show_learnt(self, title: str, runs: Sequence[tuple[str, bool]]) -> None:
-        """Print a text whose learnt runs stand in ⟦ ⟧, green on a terminal; a run's middle is left out where it is long."""
+        """Print a text whose learnt runs stand in ⟦ ⟧, green on a terminal; a run's middle is left
+        out where it is long."""
         if self._bar is None:
             say(*learnt_lines(title, runs))
         else:
@@ -92,7 +97,9 @@ class Progress:
                 self._bar.update(task, completed=done)
             elif done and now - said > QUIET:
                 said = now
-                say(f"evaluation {done}/{count}  {(now - began) / done * (count - done):.0f} s left")
+                say(
+                    f"evaluation {done}/{count}  {(now - began) / done * (count - done):.0f} s left"
+                )
 
         try:
             yield show
@@ -100,12 +107,16 @@ class Progress:
             if task is not None:
                 self._bar.remove_task(task)
 
-    def step(self, step: int, *, loss: float, seconds: float, tokens_per_second: float, peak_bytes: int) -> None:
+    def step(
+        self, step: int, *, loss: float, seconds: float, tokens_per_second: float, peak_bytes: int
+    ) -> None:
         """Show that a step is done."""
         now = time.perf_counter()
         if self._began is None:
             self._began = now - seconds
-        figures = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {human_bytes(peak_bytes)} private"
+        figures = (
+            f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {human_bytes(peak_bytes)} private"
+        )
         if self._bar is not None:
             beside = f" of {human_bytes(self._foreseen)} foreseen" if self._foreseen else ""
             self._bar.update(self._task, completed=step, description=figures + beside)
@@ -123,5 +134,11 @@ def learnt_lines(title: str, runs: Sequence[tuple[str, bool]]) -> list[str]:
 
 def _marked(runs: Sequence[tuple[str, bool]]) -> list[tuple[str, bool]]:
     """Return runs with ⟦ ⟧ around those that are learnt, without the middle of long ones."""
-    short = [text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}" for text, _ in runs]
-    return [(f"⟦{text}⟧" if learnt else text, learnt) for text, (_, learnt) in zip(short, runs, strict=True)]
+    short = [
+        text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
+        for text, _ in runs
+    ]
+    return [
+        (f"⟦{text}⟧" if learnt else text, learnt)
+        for text, (_, learnt) in zip(short, runs, strict=True)
+    ]

@@ -1,4 +1,5 @@
-"""A run made ready: its data as tokens, and its step foreseen, before its model is opened; nothing is written."""
+"""A run made ready: its data as tokens, and its step foreseen, before its model is opened; nothing
+is written."""
 
 from __future__ import annotations
 
@@ -52,16 +53,19 @@ from blockwalk.train.progress import learnt_lines
 from blockwalk.walk.unit_costs import of_run
 
 LOOKED_AT = 100_000
-"""The examples that are looked at, of a longer run's, for what a step holds at most and on average."""
+"""The examples that are looked at, of a longer run's, for what a step holds at most and on
+average."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A run that has been read and not begun: its data as tokens, and the forecast of its longest step."""
+    """A run that has been read and not begun: its data as tokens, and the forecast of its longest
+    step."""
 
     tokenizer_files: Mapping[Path, np.ndarray]
-    """The bytes of the files that the tokenizer is saved in, by their paths below a model's folder. The tokenizer itself is
-    gone: a step does not ask it, and 150,000 entries take a hundred megabytes."""
+    """The bytes of the files that the tokenizer is saved in, by their paths below a model's folder.
+    The tokenizer itself is gone: a step does not ask it, and 150,000 entries take a hundred
+    megabytes."""
     shown: list[tuple[str, bool]]
     """The first example: runs of text, each with whether it is learnt."""
     rows: Encoded
@@ -77,7 +81,8 @@ class Ready:
     """Bytes that the process holds before the model is opened."""
     foreseen: Forecast
     usual: Simulation | None
-    """The simulation of a step with as many tokens as a step has on average; None before doctor has measured the machine."""
+    """The simulation of a step with as many tokens as a step has on average; None before doctor has
+    measured the machine."""
     notes: tuple[str, ...] = ()
     """Sentences about the data and the tokenizer that the user should know of."""
 
@@ -86,14 +91,18 @@ class Ready:
         if self.choices is None:
             batch = next(self.batches)
             return batch, batch
-        rows, multiple = self.batches.next_rows(), self.batches.padding_multiple
+        rows = self.batches.next_rows()
+        multiple = self.batches.padding_multiple
         words = label_word_batch(self.choices, rows, multiple, scores=label_scores)
         return words, words.batch
 
     def batch_at(self, epoch: int, position: int, label_scores: str) -> Batch | LabelWordBatch:
-        """Return the batch at a place in the data: an epoch, and the examples of it that were given out before."""
+        """Return the batch at a place in the data: an epoch, and the examples of it that were given
+        out before."""
         if (epoch, position) != (self.batches.epoch, self.batches.position):
-            self.batches.load_state_dict({**self.batches.state_dict(), "epoch": epoch, "position": position})
+            self.batches.load_state_dict(
+                {**self.batches.state_dict(), "epoch": epoch, "position": position}
+            )
         return self.next_batch(label_scores)[0]
 
     @property
@@ -101,11 +110,18 @@ class Ready:
         """Bytes of the files that :meth:`put_away` makes."""
         rows = self.rows
         borders = () if rows.positions is None else (rows.positions,)
-        arrays = (rows.token_ids, rows.in_loss, rows.starts, *borders, *self.tokenizer_files.values())
+        arrays = (
+            rows.token_ids,
+            rows.in_loss,
+            rows.starts,
+            *borders,
+            *self.tokenizer_files.values(),
+        )
         return sum(array.nbytes for array in arrays)
 
     def put_away(self, folder: Path) -> Ready:
-        """Return the run with its training data and the tokenizer's files in maps of nameless files in ``folder``."""
+        """Return the run with its training data and the tokenizer's files in maps of nameless files
+        in ``folder``."""
         rows = self.batches.dataset = self.rows.mapped(folder)
         files = {name: mapped(file, folder) for name, file in self.tokenizer_files.items()}
         return replace(self, rows=rows, tokenizer_files=files)
@@ -115,7 +131,8 @@ def prepare(run: RunConfig) -> Ready:
     """Read what a run trains on, and foresee its step at the longest sequences.
 
     Raises:
-        ValueError: data that cannot be trained on, or weights that do not fit their configuration's model.
+        ValueError: data that cannot be trained on, or weights that do not fit their configuration's
+            model.
     """
     run, _ = settled(run)
     run = replace(run, plan=as_it_comes(run.plan, run.model))
@@ -125,7 +142,9 @@ def prepare(run: RunConfig) -> Ready:
     rows, choices = read_training_rows(run, tokenizer)
     _require_whole(rows.report, run)
     multiple = run.data.padding_multiple
-    batches = Batches(rows, run.batch_size, run.plan.seed, shuffle=run.data.shuffle, padding_multiple=multiple)
+    batches = Batches(
+        rows, run.batch_size, run.plan.seed, shuffle=run.data.shuffle, padding_multiple=multiple
+    )
     held_out = None
     if run.data.evaluates:
         held_out = HeldOut.of_run(run, tokenizer, limit=run.data.eval_limit)
@@ -135,12 +154,15 @@ def prepare(run: RunConfig) -> Ready:
     if held_out is not None:
         require_rows(held_out.encoded.report.largest, tokenizer, vocabulary, "data.eval")
     notes = tuple(filter(None, [missing_marks(run.data.chat_template, tokenizer)]))
-    shown, files = first_example(rows, tokenizer), tokenizer_files(tokenizer)
+    shown = first_example(rows, tokenizer)
+    files = tokenizer_files(tokenizer)
     if rows.report.stops:
         stopping = with_stops(model_folder(run.model, weights=False), rows.report.stops)
         files[Path(GENERATION)] = np.frombuffer(stopping, np.uint8)
     del tokenizer
-    give_back()  # before the model's own code brings the libraries that it needs, whose objects would lie among the tokenizer's
+    # before the model's own code brings the libraries that it needs, whose objects would lie among
+    # the tokenizer's
+    give_back()
     require_weights(run.model)
     if run.data.packing:
         require_borders(run.model)
@@ -148,34 +170,71 @@ def prepare(run: RunConfig) -> Ready:
     plan = run.plan
     if not plan.optimizer.total_steps:
         plan = override(plan, {"optimizer.total_steps": total})
-    schedule_of(plan.optimizer)  # a warm-up that the steps have no room for is refused here, by a dry run as well
-    longest = -(-int(np.diff((rows if choices is None else choices.rows).starts).max()) // multiple) * multiple
-    candidates = choices.classes if choices is not None and run.data.task else 1  # its records alone tell
+    schedule_of(
+        plan.optimizer
+    )  # a warm-up that the steps have no room for is refused here, by a dry run as well
+    longest = (
+        -(-int(np.diff((rows if choices is None else choices.rows).starts).max()) // multiple)
+        * multiple
+    )
+    candidates = (
+        choices.classes if choices is not None and run.data.task else 1
+    )  # its records alone tell
     _require_positions(run, rows if choices is None else choices.rows, held_out)
-    held, measured, wide = process_bytes(), of_run(run), run.micro_batch_rows * candidates
-    apart = rows.positions is None and measured.walks_documents(plan) and run.batch_size % plan.cuts == 0
-    lengths_T = batches.row_lengths(min(total, -(-LOOKED_AT // run.batch_size)), plan.cuts, apart=apart)
+    held = process_bytes()
+    measured = of_run(run)
+    wide = run.micro_batch_rows * candidates
+    apart = (
+        rows.positions is None
+        and measured.walks_documents(plan)
+        and run.batch_size % plan.cuts == 0
+    )
+    lengths_T = batches.row_lengths(
+        min(total, -(-LOOKED_AT // run.batch_size)), plan.cuts, apart=apart
+    )
     fullest = Shape(wide, int(lengths_T.max()) if apart else longest)
-    foreseen = foresee(run, fullest, measured, held_out.visit(plan.mesh.world) if held_out else None)
+    foreseen = foresee(
+        run, fullest, measured, held_out.visit(plan.mesh.world) if held_out else None
+    )
     plan = override(plan, {"resident": foreseen.plan.resident, **foreseen.choices()})
     average = Shape(wide, math.ceil(lengths_T.mean()))
-    usual = foreseen.simulated() and foresee(replace(run, plan=plan, named=None), average, measured).simulated()
-    return Ready(files, shown, rows, choices, batches, held_out, total, plan, longest, held, foreseen, usual, notes)
+    usual = (
+        foreseen.simulated()
+        and foresee(replace(run, plan=plan, named=None), average, measured).simulated()
+    )
+    return Ready(
+        files,
+        shown,
+        rows,
+        choices,
+        batches,
+        held_out,
+        total,
+        plan,
+        longest,
+        held,
+        foreseen,
+        usual,
+        notes,
+    )
 
 
 def _require_whole(report: EncodeReport, run: RunConfig) -> None:
-    """Raise ValueError where more than half of the records would be cut, and the settings do not allow it."""
+    """Raise ValueError where more than half of the records would be cut, and the settings do not
+    allow it."""
     if 2 * report.truncated > report.records and not run.data.allow_truncation:
         raise ValueError(
-            f"{report.truncated} of {report.records} records, more than half, are longer than data.max_length:"
-            f" {run.data.max_length} tokens, and would be cut: set data.max_length to {report.longest}, the longest, or"
+            f"{report.truncated} of {report.records} records, more than half, are longer than"
+            " data.max_length:"
+            f" {run.data.max_length} tokens, and would be cut: set data.max_length to"
+            f" {report.longest}, the longest, or"
             " data.packing: true, which cuts nothing, or data.allow_truncation: true"
         )
 
 
 def taken_up(run: RunConfig, settled: Mapping[str, Any]) -> RunConfig:
-    """Return the run with the settings that an earlier part of it let its machine decide (``settled``, by name), where
-    nobody has given them since. A processor decides none."""
+    """Return the run with the settings that an earlier part of it let its machine decide
+    (``settled``, by name), where nobody has given them since. A processor decides none."""
     if is_cpu(chosen()):
         return run
     values = settled_before(run.plan, run.named, settled)
@@ -184,7 +243,8 @@ def taken_up(run: RunConfig, settled: Mapping[str, Any]) -> RunConfig:
 
 
 def _require_positions(run: RunConfig, rows: Encoded, held_out: HeldOut | None) -> None:
-    """Raise ValueError where a sequence, with its prefix, is longer than the positions that the model has learnt."""
+    """Raise ValueError where a sequence, with its prefix, is longer than the positions that the
+    model has learnt."""
     longest = 0
     for encoded in (rows, *([held_out.encoded] if held_out is not None else [])):
         if encoded.positions is not None:  # they begin anew in a packed row
@@ -195,7 +255,8 @@ def _require_positions(run: RunConfig, rows: Encoded, held_out: HeldOut | None) 
 
 
 def dry_run(run: RunConfig) -> Iterator[str]:
-    """Yield everything that a run does before its model is opened, and what it found, in lines: nothing is written.
+    """Yield everything that a run does before its model is opened, and what it found, in lines:
+    nothing is written.
 
     Raises:
         ValueError: settings or data that cannot be trained with.
@@ -215,7 +276,8 @@ def dry_run(run: RunConfig) -> Iterator[str]:
     held_out = "" if ready.held_out is None else f", {ready.held_out.records} held-out ones"
     learnt = int(np.count_nonzero(ready.rows.in_loss))
     yield (
-        f"data    {counted(len(ready.rows), 'sequence')} of up to {ready.longest} tokens, {learnt:,} of"
+        f"data    {counted(len(ready.rows), 'sequence')} of up to {ready.longest} tokens,"
+        f" {learnt:,} of"
         f" {len(ready.rows.token_ids):,} tokens learnt{held_out}; {counted(ready.total, 'step')}"
     )
     yield from (f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings()))
@@ -226,8 +288,8 @@ def dry_run(run: RunConfig) -> Iterator[str]:
 
 
 def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoded, Choices | None]:
-    """Return ``data.train`` as tokens; and with every label word, for an objective that ranks them."""
+    """Return ``data.train`` as tokens; and with every label word, for an objective that ranks
+    them."""
     ranks = run.plan.zeroth_order and run.plan.zo.objective != "loss"
     found = training_set(run.data, tokenizer, seed=run.plan.seed, every_word=ranks)
     return (found.answered(), found) if isinstance(found, Choices) else (found, None)
-

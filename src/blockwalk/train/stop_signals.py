@@ -1,4 +1,5 @@
-"""The signals that ask a run to end: they end the process where it stands, or are noted for the loop."""
+"""The signals that ask a run to end: they end the process where it stands, or are noted for the
+loop."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass(slots=True)
 class Stop:
-    """The action of the signals that ask a run to end: they end the process where it stands, or are noted for the loop, which
-    ends between two steps."""
+    """The action of the signals that ask a run to end: they end the process where it stands, or are
+    noted for the loop, which ends between two steps."""
 
     noted: bool = False
     asked: int = 0
@@ -33,7 +34,8 @@ class Stop:
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Signals that ask the run to end, as a :class:`Stop` says; a second one acts as it would have."""
+    """Signals that ask the run to end, as a :class:`Stop` says; a second one acts as it would
+    have."""
     stop = Stop()
 
     def act(number: int, _: FrameType | None) -> None:
@@ -42,7 +44,9 @@ def stop_signals() -> Iterator[Stop]:
         if not stop.noted:
             raise Stopped(number)
         stop.asked = number
-        if place.place().rank == 0:  # not through a buffered writer, which this may have interrupted
+        if (
+            place.place().rank == 0
+        ):  # not through a buffered writer, which this may have interrupted
             when = "after this step, or this batch of an evaluation"
             say_in_handler(f"\nstopping {when}, with a checkpoint; ^C again to quit\n")
 

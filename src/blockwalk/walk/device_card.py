@@ -7,6 +7,7 @@ from blockwalk.system.card import Card
 
 
 def card(device: str) -> Card:
-    """Return the facts of the device that this process computes on, where it is of the type ``device``; else none."""
+    """Return the facts of the device that this process computes on, where it is of the type
+    ``device``; else none."""
     device_here = chosen()
     return card_of(device_here) if device_here.type == device else Card()

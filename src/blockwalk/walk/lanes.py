@@ -1,9 +1,10 @@
-"""Lanes: where the ops of a program run. The compute lane is the caller's thread; every other lane is a thread of its own.
+"""Lanes: where the ops of a program run. The compute lane is the caller's thread; every other lane
+is a thread of its own.
 
-On an accelerator each lane also has a stream, and an op's end is an event on it: a later op waits for the event on its own
-stream, so that no thread ever waits for the device inside a step. There the lanes of collectives have no thread: the caller
-issues them in the program's order, which is the same on every rank, as NCCL asks. On a CPU an op's end is its thread's future.
-"""
+On an accelerator each lane also has a stream, and an op's end is an event on it: a later op waits
+for the event on its own stream, so that no thread ever waits for the device inside a step. There
+the lanes of collectives have no thread: the caller issues them in the program's order, which is the
+same on every rank, as NCCL asks. On a CPU an op's end is its thread's future."""
 
 from __future__ import annotations
 
@@ -24,14 +25,16 @@ _ISSUED_BY_CALLER = (Lane.INTRA, Lane.INTER, Lane.INTER_SUMS)
 
 @dataclass(slots=True)
 class Mark:
-    """The end of one op: issued when ``future`` is done, finished on the device when ``event`` has passed."""
+    """The end of one op: issued when ``future`` is done, finished on the device when ``event`` has
+    passed."""
 
     future: Future[None] | None = None
     event: torch.Event | None = None
     start: torch.Event | None = None
     """The op's beginning on the device, where lanes are timed."""
     began: float = 0.0
-    """Host seconds (``time.perf_counter``): of the work on a CPU, of its issue on an accelerator."""
+    """Host seconds (``time.perf_counter``): of the work on a CPU, of its issue on an
+    accelerator."""
     ended: float = 0.0
 
     def passed(self) -> bool:
@@ -46,19 +49,22 @@ class Lanes:
     device: torch.device
     _threads: dict[Lane, ThreadPoolExecutor] = field(default_factory=dict)
     timed: bool = False
-    """Whether ops that are submitted from here on have the times of their work on the device, see :meth:`seconds`."""
+    """Whether ops that are submitted from here on have the times of their work on the device, see
+    :meth:`seconds`."""
     _streams: dict[Lane, torch.Stream] = field(default_factory=dict)
     _start: torch.Event | None = None
     _began: float = 0.0
     _marks: list[Mark] = field(default_factory=list)
 
     def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Mark]) -> Mark:
-        """Run ``work`` on a lane once the ops of ``after`` are done. The compute lane runs it before returning.
+        """Run ``work`` on a lane once the ops of ``after`` are done. The compute lane runs it
+        before returning.
 
         Raises:
             Exception: whatever an op that this one waits for raised.
         """
-        mark, after = Mark(), tuple(after)
+        mark = Mark()
+        after = tuple(after)
         self._marks.append(mark)
         if lane is Lane.COMPUTE or (lane in _ISSUED_BY_CALLER and not is_cpu(self.device)):
             self._run(lane, work, after, mark)
@@ -74,8 +80,8 @@ class Lanes:
             self._began = time.perf_counter()
 
     def drain(self, marks: Iterable[Mark]) -> None:
-        """Wait until every op was issued, and raise the first error. Ops that the caller issues next come after all of
-        them."""
+        """Wait until every op was issued, and raise the first error. Ops that the caller issues
+        next come after all of them."""
         errors = [mark.future.exception() for mark in marks if mark.future is not None]
         for stream in self._streams.values():
             torch.accelerator.current_stream(self.device).wait_stream(stream)
@@ -88,11 +94,12 @@ class Lanes:
         return sum(mark.passed() for mark in list(self._marks))
 
     def seconds(self, marks: Iterable[Mark]) -> list[tuple[float, float]]:
-        """Return the beginning and the end of each op, in host seconds; on an accelerator by its events, which are waited
-        for."""
+        """Return the beginning and the end of each op, in host seconds; on an accelerator by its
+        events, which are waited for."""
         found = []
         for mark in marks:
-            began, ended = mark.began, mark.ended
+            began = mark.began
+            ended = mark.ended
             if mark.start is not None and mark.event is not None and self._start is not None:
                 mark.event.synchronize()
                 began = self._began + self._start.elapsed_time(mark.start) / 1e3
@@ -108,7 +115,9 @@ class Lanes:
     def _thread(self, lane: Lane) -> ThreadPoolExecutor:
         if lane not in self._threads:
             name = f"blockwalk {lane}"
-            self._threads[lane] = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=self._enter)
+            self._threads[lane] = ThreadPoolExecutor(
+                max_workers=1, thread_name_prefix=name, initializer=self._enter
+            )
         return self._threads[lane]
 
     def _enter(self) -> None:
@@ -118,7 +127,9 @@ class Lanes:
         else:
             torch.accelerator.set_device_index(self.device)
 
-    def _run(self, lane: Lane, work: Callable[[], None], after: tuple[Mark, ...], mark: Mark) -> None:
+    def _run(
+        self, lane: Lane, work: Callable[[], None], after: tuple[Mark, ...], mark: Mark
+    ) -> None:
         for earlier in after:
             if earlier.future is not None:
                 earlier.future.result()
@@ -149,8 +160,9 @@ class Lanes:
 
 
 def _work_alone() -> None:
-    """Let torch's operators use this thread only. Each thread that runs one has a team of OpenMP threads of its own, and with
-    two teams on as many cores libgomp no longer spins between operators: every thread sleeps and is woken for each one."""
+    """Let torch's operators use this thread only. Each thread that runs one has a team of OpenMP
+    threads of its own, and with two teams on as many cores libgomp no longer spins between
+    operators: every thread sleeps and is woken for each one."""
     try:
         ctypes.CDLL(torch._C.__file__).omp_set_num_threads(1)
     except (OSError, AttributeError):  # a build without OpenMP

@@ -1,4 +1,5 @@
-"""A mode that sees every operation: bytes of the storages that are alive under it, their peak, and the work that is done."""
+"""A mode that sees every operation: bytes of the storages that are alive under it, their peak, and
+the work that is done."""
 
 from __future__ import annotations
 
@@ -21,8 +22,16 @@ _CPU_ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu: 1.0,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: 2.5,
 }
-"""Attention on the CPU, which PyTorch's counter leaves out: FLOPs as a multiple of the forward's two products."""
-_UNTOUCHED = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.detach, _aten._reshape_alias)
+"""Attention on the CPU, which PyTorch's counter leaves out: FLOPs as a multiple of the forward's
+two products."""
+_UNTOUCHED = (
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.detach,
+    _aten._reshape_alias,
+)
 """Operations that touch no data, views apart."""
 
 
@@ -53,22 +62,33 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         given = {id(t.untyped_storage()) for t in _tensors((args, kwargs))}
         if func._overloadpacket is _aten._grouped_mm and args[0].dtype != torch.bfloat16:
-            # Its fake kernel takes bfloat16 only, where real ones take float32: sizes are those of the real output.
-            narrow = [a.to(torch.bfloat16) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+            # Its fake kernel takes bfloat16 only, where real ones take float32: sizes are those of
+            # the real output.
+            narrow = [
+                a.to(torch.bfloat16) if isinstance(a, Tensor) and a.is_floating_point() else a
+                for a in args
+            ]
             out = func(*narrow, **kwargs).to(args[0].dtype)
         elif func._overloadpacket in flop_registry and isinstance(kwargs.get("out"), FakeTensor):
-            out = kwargs["out"]  # without data there is nothing to do; PyTorch would take its operation apart for it
+            out = kwargs[
+                "out"
+            ]  # without data there is nothing to do; PyTorch would take its operation apart for it
         else:
             out = func(*args, **kwargs)
         self._count(func, given, args, kwargs, out)
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
-            if tensor.device.type != "meta" and id(storage) not in given and id(storage) not in self._known:
+            if (
+                tensor.device.type != "meta"
+                and id(storage) not in given
+                and id(storage) not in self._known
+            ):
                 self._enter(storage)
         return out
 
     def _enter(self, storage: torch.UntypedStorage) -> None:
-        nbytes, key = storage.nbytes(), id(storage)
+        nbytes = storage.nbytes()
+        key = id(storage)
         self._known[key] = nbytes
         self.live += nbytes
         self.peak = max(self.peak, self.live)
@@ -81,7 +101,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def work(self) -> Work:
         """The operations done under the meter so far."""
         products, passes, thin, float32 = (
-            sizes(each.items()) for each in (self.products, self.passes, self.thin_products, self.float32_passes)
+            sizes(each.items())
+            for each in (self.products, self.passes, self.thin_products, self.float32_passes)
         )
         return Work(products, passes, self.attention, self.starts, thin, float32)
 
@@ -92,24 +113,33 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif packet is _aten._grouped_mm:  # rows by experts, or experts by rows in backward
             self.products[2 * args[0].numel() * args[1].shape[-1]] += 1
         elif packet in flop_registry:
-            flops, batch = flop_registry[packet](*args, **kwargs, out_val=out), 1
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
+            batch = 1
             if packet in (_aten.bmm, _aten.baddbmm):
                 batch = args[-1].shape[0]
             matrices = [each for each in args if isinstance(each, Tensor)][-2:]
             self._product(matrices)[flops // batch] += batch
         elif packet in _CPU_ATTENTION:
             factor = _CPU_ATTENTION[packet]
-            first = 0 if factor == 1 else 1  # the backward's first argument is the gradient of the output
+            first = (
+                0 if factor == 1 else 1
+            )  # the backward's first argument is the gradient of the output
             (batch, heads, queries, width), keys = args[first].shape, args[first + 1].shape[2]
             self.attention += int(factor * 4 * batch * heads * queries * keys * width)
         else:
             made = _tensors(out)
-            view = not func._schema.is_mutable and all(id(t.untyped_storage()) in given for t in made)
+            view = not func._schema.is_mutable and all(
+                id(t.untyped_storage()) in given for t in made
+            )
             if view or packet in _UNTOUCHED:
                 self.starts += 1
             else:
                 read = {} if packet is _aten.copy_ else {id(t): t for t in made}
-                passes = self.float32_passes if any(t.dtype == torch.float32 for t in made) else self.passes
+                passes = (
+                    self.float32_passes
+                    if any(t.dtype == torch.float32 for t in made)
+                    else self.passes
+                )
                 passes[sum(map(_touched, [*_tensors((args, kwargs)), *read.values()]))] += 1
 
     def _product(self, matrices: Sequence[Tensor]) -> Counter[int]:
@@ -119,7 +149,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _touched(tensor: Tensor) -> int:
-    """Return bytes that going through a tensor once moves: an expanded one has fewer than elements."""
+    """Return bytes that going through a tensor once moves: an expanded one has fewer than
+    elements."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 

@@ -1,13 +1,13 @@
-"""Costs of each kind of unit while it computes: transient bytes and FLOPs for one shape, without any weight.
+"""Costs of each kind of unit while it computes: transient bytes and FLOPs for one shape, without
+any weight.
 
-A model's own code runs on fake tensors (shapes and strides without data) under a mode that sees every operation: it adds
-up the storages that are alive and the FLOPs of PyTorch's own formulas. One block of each kind is run, once for every shape and
-every distinct set of :class:`_Traits`; the answer is kept in the cache folder. Memory that kernels allocate inside
-themselves is not seen.
+A model's own code runs on fake tensors (shapes and strides without data) under a mode that sees
+every operation: it adds up the storages that are alive and the FLOPs of PyTorch's own formulas. One
+block of each kind is run, once for every shape and every distinct set of :class:`_Traits`; the
+answer is kept in the cache folder. Memory that kernels allocate inside themselves is not seen.
 
-The loss is a formula over the chunk sizes of :mod:`blockwalk.numerics.loss`. B batch, S sequence, D hidden, V vocabulary,
-N tokens with a label.
-"""
+The loss is a formula over the chunk sizes of :mod:`blockwalk.numerics.loss`. B batch, S sequence, D
+hidden, V vocabulary, N tokens with a label."""
 
 from __future__ import annotations
 
@@ -60,17 +60,23 @@ log = logging.getLogger(__name__)
 
 
 class UnitCosts:
-    """Costs of a model's units under any plan at the shape of any micro-batch (:meth:`__call__`), and its description.
+    """Costs of a model's units under any plan at the shape of any micro-batch (:meth:`__call__`),
+    and its description.
 
     Args:
-        model: a checkpoint folder or a ``transformers`` configuration; weights are neither needed nor read.
-        lora: the adapters that the run trains, the folder of saved ones, or a PEFT configuration; None: none.
-        device: ``cpu`` or ``cuda``: the kind of attention, and the sizes of chunks. The latter needs no GPU.
-        padded: whether batches hold padding on the right, so that a processor makes a mask [B, 1, S, S].
+        model: a checkpoint folder or a ``transformers`` configuration; weights are neither needed
+            nor read.
+        lora: the adapters that the run trains, the folder of saved ones, or a PEFT configuration;
+            None: none.
+        device: ``cpu`` or ``cuda``: the kind of attention, and the sizes of chunks. The latter
+            needs no GPU.
+        padded: whether batches hold padding on the right, so that a processor makes a mask [B, 1,
+            S, S].
         cut: whether long rows are rid of it (:func:`blockwalk.data.batching.cut_padding`).
 
     Raises:
-        ValueError: there is no such model, or it cannot be cut; at the first question for what is kept in no file.
+        ValueError: there is no such model, or it cannot be cut; at the first question for what is
+            kept in no file.
     """
 
     def __init__(
@@ -85,7 +91,9 @@ class UnitCosts:
         given = load_config(model)
         self._class = model_class(given)
         self.config = model_config(given, self._class)
-        self.device, self._lora, self._padded = device, lora, padded
+        self.device = device
+        self._lora = lora
+        self._padded = padded
         self._cut_padding = cut
         self._lies_in = comes_in(model)
         self._digest = _digest(self.config, lora, device, padded, cut)
@@ -103,11 +111,13 @@ class UnitCosts:
         return self._cut(self.stored).spec()
 
     def walks_documents(self, plan: Plan) -> bool:
-        """Return whether the walk leaves padding out (:meth:`blockwalk.cutting.cut_model.CutModel.walks_documents`)."""
+        """Return whether the walk leaves padding out
+        (:meth:`blockwalk.cutting.cut_model.CutModel.walks_documents`)."""
         return self.device == "cpu" and self._cut(self.stored).walks_documents(plan)
 
     def __call__(self, plan: Plan, shape: Shape) -> Costs:
-        """Return the cost of each kind of unit; none, with a warning, for a model whose code does not run on fake tensors."""
+        """Return the cost of each kind of unit; none, with a warning, for a model whose code does
+        not run on fake tensors."""
         traits = _traits(plan, name_of(self.stored), self._lies_in)
         key = cache.key(f"{self._digest} {traits} {shape}".encode())
         if key not in self._known:
@@ -118,8 +128,14 @@ class UnitCosts:
     def _measured(self, key: str, traits: _Traits, shape: Shape) -> Costs:
         dtype = dtype_of(traits.dtype) if traits.backprop else self.stored
         try:
-            cut = self._cut_padding and shape.sequence > SIDE_BY_SIDE and (shape.batch == 1 or traits.chunked)
-            work = partial(_measure, self._cut(dtype), traits, shape, self.device, self._padded and not cut)
+            cut = (
+                self._cut_padding
+                and shape.sequence > SIDE_BY_SIDE
+                and (shape.batch == 1 or traits.chunked)
+            )
+            work = partial(
+                _measure, self._cut(dtype), traits, shape, self.device, self._padded and not cut
+            )
             found = row_tiles.standing_for(self.device, work)
         except (RuntimeError, NotImplementedError) as error:
             del self._cuts[dtype]  # what was bound is still there
@@ -133,17 +149,23 @@ class UnitCosts:
     def _cut(self, dtype: torch.dtype) -> CutModel:
         """Return the model with no weights, parameters in this dtype, cut."""
         if dtype not in self._cuts:
-            model, lora = build_skeleton(self.config, dtype, self._class), self._lora
+            model = build_skeleton(self.config, dtype, self._class)
+            lora = self._lora
             if lora is not None:
-                model = add_adapter(model, lora) if hasattr(lora, "peft_type") else adapt(model, lora)
+                model = (
+                    add_adapter(model, lora) if hasattr(lora, "peft_type") else adapt(model, lora)
+                )
             self._cuts[dtype] = certified(model)
             self._cuts[dtype].take_parameters()
         return self._cuts[dtype]
 
 
 def of_run(run: RunConfig) -> UnitCosts:
-    """Return the costs of a run's model here; its batches hold padding, and a packed row has a mask however long it is."""
-    return UnitCosts(run.model, lora=run.adapters, device=chosen().type, padded=True, cut=not run.data.packing)
+    """Return the costs of a run's model here; its batches hold padding, and a packed row has a mask
+    however long it is."""
+    return UnitCosts(
+        run.model, lora=run.adapters, device=chosen().type, padded=True, cut=not run.data.packing
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,7 +205,8 @@ class _FakeWeight:
 
 @dataclass(frozen=True)
 class _Traits:
-    """All of a plan that the figures depend on; those that an estimator never asks for are at their defaults."""
+    """All of a plan that the figures depend on; those that an estimator never asks for are at their
+    defaults."""
 
     backprop: bool
     dtype: str
@@ -206,9 +229,10 @@ class _Traits:
 
 
 def _traits(plan: Plan, stored: str, lies_in: Codec | None) -> _Traits:
-    """Return the traits of a plan for a model whose weights are stored in this dtype, or lie in a codec that they are read
-    in."""
-    codec, zeroth = plan.frozen.codec, plan.zeroth_order
+    """Return the traits of a plan for a model whose weights are stored in this dtype, or lie in a
+    codec that they are read in."""
+    codec = plan.frozen.codec
+    zeroth = plan.zeroth_order
     if codec is Codec.RAW and lies_in is not None:
         codec = lies_in
     return _Traits(
@@ -246,12 +270,17 @@ class _Bench:
         return dtype_of(self.traits.dtype)
 
     def lazily(self, p: ParamSpec) -> bool:
-        """Whether a parameter is decoded, converted or perturbed a range at a time, instead of standing there whole."""
-        if not p.quantizable or (len(p.shape) == 3 and (p.trainable or not self.traits.frozen.encoded)):
+        """Whether a parameter is decoded, converted or perturbed a range at a time, instead of
+        standing there whole."""
+        if not p.quantizable or (
+            len(p.shape) == 3 and (p.trainable or not self.traits.frozen.encoded)
+        ):
             return False
         if p.trainable:
             dense = not self.traits.trainable.encoded
-            as_it_is = NOISES[self.traits.noise].in_place and dense and self.master_dtype(p) == self.dtype
+            as_it_is = (
+                NOISES[self.traits.noise].in_place and dense and self.master_dtype(p) == self.dtype
+            )
             return not (self.backprop or as_it_is)
         if self.traits.frozen.encoded:
             return True
@@ -265,46 +294,63 @@ class _Bench:
         return dtype_of(self.traits.trainable.dtype_of(p.dtype))
 
     def frozen_values(self, unit: UnitSpec) -> dict[str, Value]:
-        """Return fake values that stand in the places of a unit's parameters for the whole of its turn, by name."""
+        """Return fake values that stand in the places of a unit's parameters for the whole of its
+        turn, by name."""
         values: dict[str, Value] = {}
         for p in unit.params:
             if self.lazily(p):
                 one = torch.empty((1, 1), dtype=self.used_as(p), device=self.device)
                 values[p.name] = _FakeWeight(p.shape, one.dtype, one)
             elif not p.trainable or not self.backprop:
-                dtype = self.used_as(p) if dtype_of(p.dtype).is_floating_point else dtype_of(p.dtype)
+                dtype = (
+                    self.used_as(p) if dtype_of(p.dtype).is_floating_point else dtype_of(p.dtype)
+                )
                 values[p.name] = torch.empty(p.shape, dtype=dtype, device=self.device)
         return values
 
     def loss(self, device: str) -> ChunkedLoss:
         """Return the loss of a batch with a head that is not trained and has no adapter."""
-        spec, tokens = self.cut.spec(), self.shape.batch * (self.shape.sequence - 1)
+        spec = self.cut.spec()
+        tokens = self.shape.batch * (self.shape.sequence - 1)
         capped = self.cut.head.soft_cap is not None
-        return ChunkedLoss(tokens, spec.hidden_size, spec.vocab_size, self.dtype.itemsize, capped, device)
+        return ChunkedLoss(
+            tokens, spec.hidden_size, spec.vocab_size, self.dtype.itemsize, capped, device
+        )
 
     def copies(self, unit: UnitSpec) -> int:
-        """Return bytes of a unit's trainables in the compute dtype, where autograd needs them in it and masters are not."""
-        copied = [p for p in unit.part(True) if self.backprop and self.master_dtype(p) != self.dtype]
+        """Return bytes of a unit's trainables in the compute dtype, where autograd needs them in it
+        and masters are not."""
+        copied = [
+            p for p in unit.part(True) if self.backprop and self.master_dtype(p) != self.dtype
+        ]
         return sum(p.numel for p in copied) * self.dtype.itemsize
 
     def masters(self, unit: UnitSpec) -> dict[str, Tensor]:
         if not self.backprop:
             return {}
         device = self.device
-        return {p.name: torch.empty(p.shape, dtype=self.master_dtype(p), device=device) for p in unit.part(True)}
+        return {
+            p.name: torch.empty(p.shape, dtype=self.master_dtype(p), device=device)
+            for p in unit.part(True)
+        }
 
     def live(self, index: int, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Bind trainables as :meth:`blockwalk.engine.engine.Engine.bind_trainables` does."""
         used = {p.name: self.used_as(p) for p in self.cut.spec().params()}
-        return self.cut.bind(index, {name: master.detach().to(used[name]) for name, master in masters.items()})
+        return self.cut.bind(
+            index, {name: master.detach().to(used[name]) for name, master in masters.items()}
+        )
 
 
 def _measure(cut: CutModel, traits: _Traits, shape: Shape, device: str, padded: bool) -> Costs:
     cut.model.train(traits.backprop)
-    bench = _Bench(cut, traits, shape, torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True))
+    bench = _Bench(
+        cut, traits, shape, torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True)
+    )
     prologue, cost = _prologue(bench, device, padded)
     costs = {"prologue": cost, "epilogue": _epilogue(bench, prologue, device)}
-    # where torch sees no GPU, whatever its build, blocks are run as on a CPU: attention saves its inputs there as well
+    # where torch sees no GPU, whatever its build, blocks are run as on a CPU: attention saves its
+    # inputs there as well
     where = torch.device(device if torch.cuda.is_available() else "cpu")
     handed = Handed()
     for index, unit in enumerate(cut.spec().blocks, 1):
@@ -320,7 +366,9 @@ def _measure(cut: CutModel, traits: _Traits, shape: Shape, device: str, padded: 
 
 def _prologue(bench: _Bench, device: str, padded: bool) -> tuple[Prologue, UnitCost]:
     """Run the prologue on fake parameters and real ids: masks depend on data."""
-    unit, cut, shape = bench.cut.spec().prologue, bench.cut, bench.shape
+    unit = bench.cut.spec().prologue
+    cut = bench.cut
+    shape = bench.shape
     with bench.mode:
         cut.bind(0, {p.name: torch.empty(p.shape, dtype=bench.used_as(p)) for p in unit.params})
     ids_BS = torch.zeros(shape.batch, shape.sequence, dtype=torch.int64)
@@ -330,7 +378,10 @@ def _prologue(bench: _Bench, device: str, padded: bool) -> tuple[Prologue, UnitC
     batch = {"input_ids": ids_BS, "attention_mask": mask_BS}
     if device != "cpu":  # as a walker does
         note(ids_BS, BatchFacts.of(batch))
-    with torch.set_grad_enabled(bench.backprop and bool(unit.numel(trainable=True))), Meter() as meter:
+    with (
+        torch.set_grad_enabled(bench.backprop and bool(unit.numel(trainable=True))),
+        Meter() as meter,
+    ):
         prologue = cut.prologue(batch)
     cut.unbind(0)
     trained = unit.numel(trainable=True) if bench.backprop else 0
@@ -342,14 +393,20 @@ def _prologue(bench: _Bench, device: str, padded: bool) -> tuple[Prologue, UnitC
         forward_flops=meter.work.flops,
         backward_flops=0,
         forward=meter.work,
-        backward=elementwise(sizes([(3 * trained * bench.dtype.itemsize, 1)]), bench.dtype.itemsize),
+        backward=elementwise(
+            sizes([(3 * trained * bench.dtype.itemsize, 1)]), bench.dtype.itemsize
+        ),
     )
 
 
-def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue, handed: Handed) -> UnitCost:
-    """Return one block, on fake tensors: without graph, and with it where the estimator differentiates. ``handed`` holds what
-    blocks before it handed on, and takes what it hands on itself."""
-    cut, shape = bench.cut, bench.shape
+def _block(
+    bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue, handed: Handed
+) -> UnitCost:
+    """Return one block, on fake tensors: without graph, and with it where the estimator
+    differentiates. ``handed`` holds what blocks before it handed on, and takes what it hands on
+    itself."""
+    cut = bench.cut
+    shape = bench.shape
     with bench.mode:
         call = replace(_fake_call(prologue.calls[index - 1], bench.device), handed=handed)
         sides = (shape.batch, shape.sequence, cut.spec().hidden_size)
@@ -372,9 +429,12 @@ def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue, handed
             input_BSD = hidden_BSD.detach().requires_grad_()
             layer = cut.layer_name(index)
             found = (values.get(f"{layer}.{path}.weight") for path in cut.anatomy.unread)
-            with lazy_linear.unread([weight for weight in found if isinstance(weight, _FakeWeight)]):
+            with lazy_linear.unread(
+                [weight for weight in found if isinstance(weight, _FakeWeight)]
+            ):
                 result = cut.run(call, input_BSD)
-            saved, again = meter.live, meter.work
+            saved = meter.live
+            again = meter.work
             inputs = [input_BSD, *leaves.values(), *call.leaves]
             seeds = [grad_BSD, *map(torch.empty_like, result.handed)]
             grads = torch.autograd.grad(result.outputs, inputs, seeds, allow_unused=True)
@@ -398,7 +458,9 @@ def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in leaves:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            made = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+            )
             leaves[id(tensor)] = made.requires_grad_(tensor.requires_grad)
         return leaves[id(tensor)]
 
@@ -408,13 +470,19 @@ def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:
 
 def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
     """Return the final norm, on fake tensors; the head and the loss by their formula."""
-    cut, shape = bench.cut, bench.shape
+    cut = bench.cut
+    shape = bench.shape
     spec = cut.spec()
-    reads, last, head = epilogue_reads(spec), cut.epilogue_index, cut.head
+    reads = epilogue_reads(spec)
+    last = cut.epilogue_index
+    head = cut.head
     by_name = {p.name: p for p in reads.params}
-    of_head = [by_name[n] for n in (head.weight, head.bias, *(head.lora or ())[1:2]) if n in by_name]
+    of_head = [
+        by_name[n] for n in (head.weight, head.bias, *(head.lora or ())[1:2]) if n in by_name
+    ]
     trains_head = bench.backprop and any(param.trainable for param in of_head)
-    size, wide = bench.dtype.itemsize, max(bench.dtype.itemsize, 4)
+    size = bench.dtype.itemsize
+    wide = max(bench.dtype.itemsize, 4)
     width = spec.hidden_size + (by_name[head.lora[0]].shape[0] if head.lora else 0)
     tokens = shape.batch * (shape.sequence - 1)
     hidden_bytes = shape.tokens * spec.hidden_size * size
@@ -422,17 +490,31 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
     copies = bench.copies(reads)
 
     def flops(rows: int) -> tuple[int, int]:
-        product, of_head = (2 * count * spec.hidden_size * spec.vocab_size for count in (rows, tokens))
+        product, of_head = (
+            2 * count * spec.hidden_size * spec.vocab_size for count in (rows, tokens)
+        )
         return product, (2 * product + of_head if trains_head else product) if bench.backprop else 0
 
     if not bench.traits.chunked or head.custom:
-        # the model's own loss: logits, their float32 copy, log-probabilities, and in backward the gradients of these
+        # the model's own loss: logits, their float32 copy, log-probabilities, and in backward the
+        # gradients of these
         logits = shape.tokens * spec.vocab_size
-        works = own_loss_work(shape.tokens, spec.hidden_size, spec.vocab_size, size, trains_head=trains_head)
+        works = own_loss_work(
+            shape.tokens, spec.hidden_size, spec.vocab_size, size, trains_head=trains_head
+        )
         works = works if bench.backprop else (works[0], Work())
-        return UnitCost(logits * (size + 2 * wide), logits * (2 * size + 3 * wide) + copies, 0, *flops(tokens), *works)
+        return UnitCost(
+            logits * (size + 2 * wide),
+            logits * (2 * size + 3 * wide) + copies,
+            0,
+            *flops(tokens),
+            *works,
+        )
     with bench.mode:
-        cut.bind(last, {p.name: torch.empty(p.shape, dtype=bench.used_as(p)) for p in spec.epilogue.params})
+        cut.bind(
+            last,
+            {p.name: torch.empty(p.shape, dtype=bench.used_as(p)) for p in spec.epilogue.params},
+        )
         hidden_BSD = torch.empty(shape.batch, shape.sequence, spec.hidden_size, dtype=bench.dtype)
     hidden_BSD.requires_grad_(bench.backprop)
     batch = {"input_ids": torch.zeros(shape.batch, shape.sequence, dtype=torch.int64)}
@@ -445,7 +527,8 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
     cut.unbind(last)
     widened = row_tiles.widened(hidden_BSD)
     loss = replace(bench.loss(device), hidden_size=width, trains_head=trains_head, widened=widened)
-    counted, done = flops(loss.rows), meter.work + loss.work(gradient=bench.backprop)
+    counted = flops(loss.rows)
+    done = meter.work + loss.work(gradient=bench.backprop)
     taken = loss.memory
     forward = kept + shifted + taken.buffers + (taken.head_rows if head.lora else 0)
     if not bench.backprop:
@@ -457,10 +540,14 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
 
 
 def _scratch(bench: _Bench, device: str) -> int:
-    """Return bytes of the buffers that are kept from op to op: what weights are decoded or perturbed into, the largest range of
-    any, and under zeroth order the loss's and the update's."""
-    spec, head, size = bench.cut.spec(), bench.cut.head, bench.dtype.itemsize
-    chunked, traits, loss = bench.traits.chunked and not head.custom, bench.traits, bench.loss(device)
+    """Return bytes of the buffers that are kept from op to op: what weights are decoded or
+    perturbed into, the largest range of any, and under zeroth order the loss's and the update's."""
+    spec = bench.cut.spec()
+    head = bench.cut.head
+    size = bench.dtype.itemsize
+    chunked = bench.traits.chunked and not head.custom
+    traits = bench.traits
+    loss = bench.loss(device)
     largest = 0
     for unit in spec.units:
         for p in unit.params:
@@ -469,9 +556,13 @@ def _scratch(bench: _Bench, device: str) -> int:
             if p.name == head.weight and chunked:
                 largest = max(largest, loss.memory.head_rows)
             elif unit.kind != "prologue":
-                largest = max(largest, decoded_bytes(p.numel, size, device, experts=len(p.shape) == 3))
+                largest = max(
+                    largest, decoded_bytes(p.numel, size, device, experts=len(p.shape) == 3)
+                )
     noise = NOISES[traits.noise]
-    made = traits.shaped or not (noise.elementwise or noise.in_place)  # in float32, before it is added
+    made = traits.shaped or not (
+        noise.elementwise or noise.in_place
+    )  # in float32, before it is added
     if made and (traits.shaped or traits.noise != "lowrank"):
         largest += 2 * largest * 4 // size  # the direction in float32, and what it is made with
     if bench.backprop:
@@ -499,11 +590,29 @@ def _digest(config: Any, lora: Any, device: str, padded: bool, cut: bool) -> str
     import transformers
 
     dropped = ("_name_or_path", "transformers_version", "architectures", "use_cache")
-    settings = {name: value for name, value in copy.deepcopy(config).to_dict().items() if name not in dropped}
+    settings = {
+        name: value
+        for name, value in copy.deepcopy(config).to_dict().items()
+        if name not in dropped
+    }
     settings["dtype"] = str(config.dtype)
     adapter = asdict(lora) if is_dataclass(lora) else _folder_digest(lora)  # type: ignore[arg-type]
-    here = [str(row_tiles.multiplied_in(dtype)) for dtype in (torch.bfloat16, torch.float16) if device == "cpu"]
-    facts = [_SOURCES, settings, adapter, device, here, padded, cut, torch.__version__, transformers.__version__]
+    here = [
+        str(row_tiles.multiplied_in(dtype))
+        for dtype in (torch.bfloat16, torch.float16)
+        if device == "cpu"
+    ]
+    facts = [
+        _SOURCES,
+        settings,
+        adapter,
+        device,
+        here,
+        padded,
+        cut,
+        torch.__version__,
+        transformers.__version__,
+    ]
     return cache.key(json.dumps(facts, sort_keys=True, default=str).encode())
 
 
@@ -512,4 +621,6 @@ _SOURCES = cache.source_key(*(room.__file__ for room in _ROOMS), __file__)
 
 
 def _folder_digest(folder: Any) -> str:
-    return "" if folder is None else (Path(folder) / "adapter_config.json").read_text(encoding="utf-8")
+    return (
+        "" if folder is None else (Path(folder) / "adapter_config.json").read_text(encoding="utf-8")
+    )

@@ -1,16 +1,17 @@
 """The noise of a step by parameter: z of any range of it, in whichever way ``zo.noise`` makes it.
 
-``gaussian`` and ``rademacher`` draw each element by itself (:mod:`blockwalk.numerics.noise.noise`). ``lowrank`` gives a matrix
-[N, D] z = A·Bᵀ/√r, whose factors A [N, r] and B [D, r] are Gaussian and drawn in that way; B stays for ``zo.noise_interval``
-steps (Chen et al., "Enhancing Zeroth-order Fine-tuning for Language Models with Low-rank Structures", 2024, algorithm 1, whose
-U·Vᵀ is √r times this one: ε and the projected gradient take the √r, and its update is this one). Elements have variance 1, so
-ε and learning rates are those of Gaussian noise. Vectors, and matrices with no more than r rows or columns, are Gaussian.
-``torch`` hands out torch's own generator, :mod:`blockwalk.estimators.zeroth_order.stream`.
+``gaussian`` and ``rademacher`` draw each element by itself (:mod:`blockwalk.numerics.noise.noise`).
+``lowrank`` gives a matrix [N, D] z = A·Bᵀ/√r, whose factors A [N, r] and B [D, r] are Gaussian and
+drawn in that way; B stays for ``zo.noise_interval`` steps (Chen et al., "Enhancing Zeroth-order
+Fine-tuning for Language Models with Low-rank Structures", 2024, algorithm 1, whose U·Vᵀ is √r times
+this one: ε and the projected gradient take the √r, and its update is this one). Elements have
+variance 1, so ε and learning rates are those of Gaussian noise. Vectors, and matrices with no more
+than r rows or columns, are Gaussian. ``torch`` hands out torch's own generator,
+:mod:`blockwalk.estimators.zeroth_order.stream`.
 
-With ``zo.seed_pool`` K, there are K directions, and each query takes one of them, so that K numbers say what a run learnt
-(Qin et al., "Federated Full-Parameter Tuning of Billion-Sized Language Models with Communication Cost under 18 Kilobytes",
-2024).
-"""
+With ``zo.seed_pool`` K, there are K directions, and each query takes one of them, so that K numbers
+say what a run learnt (Qin et al., "Federated Full-Parameter Tuning of Billion-Sized Language Models
+with Communication Cost under 18 Kilobytes", 2024)."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ class LowRank:
     rank: int
     columns: int
 
-    def factors(self, rows: Tensor | range, columns: range, device: torch.device) -> tuple[Tensor, Tensor]:
+    def factors(
+        self, rows: Tensor | range, columns: range, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         """A/√r of these rows [R, r], and B of these columns [D, r], float32."""
         a_Rr = torch.empty(len(rows), self.rank, device=device)
         b_Dr = torch.empty(len(columns), self.rank, device=device)
@@ -73,22 +76,35 @@ class LowRank:
 
 
 def add_low_rank_(
-    out: Tensor, noises: Sequence[LowRank], scales: Sequence[float], start: int = 0, **where: Unpack[Where]
+    out: Tensor,
+    noises: Sequence[LowRank],
+    scales: Sequence[float],
+    start: int = 0,
+    **where: Unpack[Where],
 ) -> Tensor:
-    """Return ``out`` (float32, contiguous) += scale·z for each of one parameter's noises in turn, of the range that the
-    arguments say as in :meth:`LowRank.fill_`, without a z of its size."""
+    """Return ``out`` (float32, contiguous) += scale·z for each of one parameter's noises in turn,
+    of the range that the arguments say as in :meth:`LowRank.fill_`, without a z of its size."""
     length = noises[0].columns
     (row, column), whole_RD = divmod(start, length), out
     if where.get("pitch") is not None:
-        lines: Tensor | range = range(row, row + len(out)) if (rows := where.get("rows")) is None else rows
+        lines: Tensor | range = (
+            range(row, row + len(out)) if (rows := where.get("rows")) is None else rows
+        )
         columns = range(column, column + out.shape[1])
     else:
-        lines, columns = range(row, -(-(start + out.numel()) // length)), range(length)
+        lines = range(row, -(-(start + out.numel()) // length))
+        columns = range(length)
         missing = len(lines) * length - out.numel()
-        whole_RD = (F.pad(out.view(-1), (column, missing - column)) if missing else out).view(-1, length)
+        whole_RD = (F.pad(out.view(-1), (column, missing - column)) if missing else out).view(
+            -1, length
+        )
     pairs = [noise.factors(lines, columns, out.device) for noise in noises]
     add_products_(whole_RD, [a for a, _ in pairs], [b for _, b in pairs], scales)
-    return out if whole_RD.numel() == out.numel() else out.copy_(whole_RD.view(-1)[column:][: out.numel()].view_as(out))
+    return (
+        out
+        if whole_RD.numel() == out.numel()
+        else out.copy_(whole_RD.view(-1)[column:][: out.numel()].view_as(out))
+    )
 
 
 class Asked(NamedTuple):
@@ -105,12 +121,16 @@ class Draws:
 
     Args:
         zo: which noise, and its settings.
-        parameters: the trainables by canonical name, in the order of the deduplicated ``named_parameters()``.
+        parameters: the trainables by canonical name, in the order of the deduplicated
+            ``named_parameters()``.
         steps: steps that may be asked for in turn, again and again, before the next one.
     """
 
-    def __init__(self, zo: ZerothOrderSettings, parameters: Mapping[str, ParamSpec], steps: int = 1) -> None:
-        self.zo, self.parameters = zo, parameters
+    def __init__(
+        self, zo: ZerothOrderSettings, parameters: Mapping[str, ParamSpec], steps: int = 1
+    ) -> None:
+        self.zo = zo
+        self.parameters = parameters
         self.streams = Streams(parameters.values(), steps + 1)
 
     def __call__(self, seed: int, step: int, query: int, name: str) -> Noise:
@@ -120,16 +140,21 @@ class Draws:
 
 
 def _elementwise(draws: Draws, asked: Asked) -> Noise:
-    return Elementwise(NoiseKey(*asked), "rademacher" if draws.zo.noise == "rademacher" else "gaussian")
+    return Elementwise(
+        NoiseKey(*asked), "rademacher" if draws.zo.noise == "rademacher" else "gaussian"
+    )
 
 
 def _low_rank(draws: Draws, asked: Asked) -> Noise:
-    param, rank = draws.parameters[asked.name], draws.zo.noise_rank
+    param = draws.parameters[asked.name]
+    rank = draws.zo.noise_rank
     columns = param.shape[-1] if len(param.shape) > 1 else 1
     if min(columns, param.numel // columns) <= rank:
         return _elementwise(draws, asked)
     since = max(asked.step - 1, 0) // draws.zo.noise_interval
-    return LowRank(NoiseKey(*asked, "left"), NoiseKey(*asked._replace(step=since), "right"), rank, columns)
+    return LowRank(
+        NoiseKey(*asked, "left"), NoiseKey(*asked._replace(step=since), "right"), rank, columns
+    )
 
 
 def _stream(draws: Draws, asked: Asked) -> Noise:

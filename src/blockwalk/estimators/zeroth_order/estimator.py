@@ -1,14 +1,15 @@
-"""Zeroth order: the ops PROLOGUE to LOSS of every perturbed forward, EXCHANGE and UPDATE of a program.
+"""Zeroth order: the ops PROLOGUE to LOSS of every perturbed forward, EXCHANGE and UPDATE of a
+program.
 
-While a unit is on the device, all forwards of the step run through it. Which these are says the row of ``zo.kind``
-(:mod:`blockwalk.plan.zeroth_order_kinds`), what becomes of their losses the file of its name beside this one. Weights are
-perturbed as they are read (:mod:`blockwalk.estimators.zeroth_order.perturbed_weight`), never the master. EXCHANGE makes the
-step's :class:`~blockwalk.checkpoints.ledger.Entry` from the losses; UPDATE applies the entries that a unit has not seen,
-whenever the program says so.
+While a unit is on the device, all forwards of the step run through it. Which these are says the row
+of ``zo.kind`` (:mod:`blockwalk.plan.zeroth_order_kinds`), what becomes of their losses the file of
+its name beside this one. Weights are perturbed as they are read
+(:mod:`blockwalk.estimators.zeroth_order.perturbed_weight`), never the master. EXCHANGE makes the
+step's :class:`~blockwalk.checkpoints.ledger.Entry` from the losses; UPDATE applies the entries that
+a unit has not seen, whenever the program says so.
 
-Losses and what is made of them are float64. The original's arithmetic (``noise: mezo``) has an estimator of its own,
-:mod:`blockwalk.estimators.zeroth_order.mezo_original`.
-"""
+Losses and what is made of them are float64. The original's arithmetic (``noise: mezo``) has an
+estimator of its own, :mod:`blockwalk.estimators.zeroth_order.mezo_original`."""
 
 from __future__ import annotations
 
@@ -35,7 +36,13 @@ from blockwalk.estimators.zeroth_order.perturbed_weight import (
     with_scales,
 )
 from blockwalk.estimators.zeroth_order.step import Batch, Step
-from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule, apply_all_, fuses, reserve, trained_in_order
+from blockwalk.estimators.zeroth_order.updates import (
+    ZerothOrderRule,
+    apply_all_,
+    fuses,
+    reserve,
+    trained_in_order,
+)
 from blockwalk.numerics.codecs.weights import DenseWeight, Value, Weight
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.scratch import ScratchArena
@@ -58,8 +65,14 @@ class ZerothOrder:
         ranks: those that share a step's forwards and its batch; this process alone unless given.
     """
 
-    def __init__(self, engine: Engine, objective: Objective | None = None, ranks: SharedForwards | None = None) -> None:
-        self.engine, self.function = engine, objective
+    def __init__(
+        self,
+        engine: Engine,
+        objective: Objective | None = None,
+        ranks: SharedForwards | None = None,
+    ) -> None:
+        self.engine = engine
+        self.function = objective
         self.ranks = ranks or SharedForwards(MeshSettings())
         self.plan = engine.plan
         self.rule = ZerothOrderRule.of(self.plan, trained_in_order(engine.cut, engine.spec))
@@ -68,7 +81,8 @@ class ZerothOrder:
         self.entries_after = 0
         """The step that the first of them follows."""
         self.record: Callable[[Entry], None] = self.entries.append
-        """Called with each step's entry before any weight changes; the step counts when it returns."""
+        """Called with each step's entry before any weight changes; the step counts when it
+        returns."""
         self.scratch = ScratchArena()
         self.slice_scratch = ScratchArena()
         """Scratch of updates to slices, which run beside the forwards."""
@@ -76,29 +90,43 @@ class ZerothOrder:
         self.state: Step | None = None
         self._bound: tuple[tuple[int, int], list[dict[str, Value]]] | None = None
         """The trainables of the unit and passes that last computed."""
-        self._alone: set[int] = set() if engine.cut.anatomy.together else set(range(len(engine.spec.units)))
+        self._alone: set[int] = (
+            set() if engine.cut.anatomy.together else set(range(len(engine.spec.units)))
+        )
         """The units that do not take the rows of several forwards at once, as far as is known."""
         self.chunked = self.plan.loss == "chunked" and not engine.cut.head.custom
         self._reserve()
 
     def _reserve(self) -> None:
-        """Make what updates work in now: the first one comes with the second step, where nothing is to be allocated."""
+        """Make what updates work in now: the first one comes with the second step, where nothing is
+        to be allocated."""
         buckets = self.engine.buckets
         if fuses(self.rule, self.engine.device):
             return
         for number, unit in enumerate(buckets.units):
             scratch = self.slice_scratch if buckets.sliced(number) else self.scratch
             for param in unit.params:
-                reserve(self.rule, param.name.partition(STATE)[2], param.layout(32), scratch, self.engine.device)
+                reserve(
+                    self.rule,
+                    param.name.partition(STATE)[2],
+                    param.layout(32),
+                    scratch,
+                    self.engine.device,
+                )
 
     def seed_of(self, asked: Asked) -> int:
-        """Return a step's seed: the one given (0 counts), of several ranks rank 0's; else the plan's, or where the noise is
-        torch's what the original draws for this step from numpy's generator, which it seeds with the run's."""
+        """Return a step's seed: the one given (0 counts), of several ranks rank 0's; else the
+        plan's, or where the noise is torch's what the original draws for this step from numpy's
+        generator, which it seeds with the run's."""
         if asked.seed is None and NOISES[self.plan.zo.noise].own_seeds:
-            return int(np.random.RandomState(self.plan.seed % 2**32).randint(1000000000, size=asked.step)[-1])
+            return int(
+                np.random.RandomState(self.plan.seed % 2**32).randint(1000000000, size=asked.step)[
+                    -1
+                ]
+            )
         return self.plan.seed if asked.seed is None else self.ranks.first_seed(asked.seed)
 
-    # ---- what the walker asks of every estimator ---------------------------------------------------------------------
+    # ---- what the walker asks of every estimator -------------------------------------------------
 
     def reserve(self, shape: Shape) -> None:
         """Do nothing: nothing is kept of micro-batches."""
@@ -111,14 +139,18 @@ class ZerothOrder:
     def waiting(self) -> int:
         """Return the most entries that any unit has not seen where it stays between its turns."""
         buckets = self.engine.buckets
-        return max((self.steps - buckets.stored_step(unit) for unit in set(buckets.home.values())), default=0)
+        return max(
+            (self.steps - buckets.stored_step(unit) for unit in set(buckets.home.values())),
+            default=0,
+        )
 
     def resume(self, entries: Sequence[Entry], after: int = 0) -> None:
         """Take up a run where its ledger stands: ``entries`` follow step ``after``."""
         self.entries[:], self.entries_after = entries, after
 
     def take_up(self, ledger: Ledger) -> int:
-        """Go on where a ledger stands, and write every step to it before the step counts; the answer is the steps done.
+        """Go on where a ledger stands, and write every step to it before the step counts; the
+        answer is the steps done.
 
         Raises:
             ValueError: the weights on the disk have more steps than the ledger.
@@ -127,8 +159,10 @@ class ZerothOrder:
         ahead = max(buckets.stored_step(unit) for unit in range(len(buckets.units)))
         if ahead > ledger.steps:
             raise ValueError(
-                f"{ledger.path} has {counted(ledger.steps, 'step')}, and the weights of this run in the working folder have"
-                f" {ahead}: the ledger was cut. Remove the working folder to rebuild the weights from the ledger"
+                f"{ledger.path} has {counted(ledger.steps, 'step')}, and the weights of this run"
+                " in the working folder have"
+                f" {ahead}: the ledger was cut. Remove the working folder to rebuild the weights"
+                " from the ledger"
             )
         self.resume(ledger.entries)
 
@@ -140,8 +174,9 @@ class ZerothOrder:
         return ledger.steps
 
     def compare(self, step: int, flush: Callable[[], None]) -> None:
-        """Every so many steps, compare the weights that ranks hold copies of, all brought up to date: of a block that is
-        fetched more updates may wait than of one that another rank keeps. Raises RuntimeError where two differ."""
+        """Every so many steps, compare the weights that ranks hold copies of, all brought up to
+        date: of a block that is fetched more updates may wait than of one that another rank keeps.
+        Raises RuntimeError where two differ."""
         if self.ranks.world > 1 and step % self.plan.mesh.check_every == 0:
             flush()
             self.ranks.compare(step, *self.engine.buckets.sums())
@@ -152,11 +187,11 @@ class ZerothOrder:
     def require_finite(self, step: int) -> None:
         """Weights after a step: an entry whose losses are not finite was never made."""
 
-    # ---- a step -----------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
     def begin(self, batches: Sequence[Batch], labels: Sequence[torch.Tensor], asked: Asked) -> None:
-        """Start a step, or an evaluation, on its micro-batches: the parts of the global batch, on the device, and their labels,
-        on the CPU; of several ranks each computes on its own parts.
+        """Start a step, or an evaluation, on its micro-batches: the parts of the global batch, on
+        the device, and their labels, on the CPU; of several ranks each computes on its own parts.
 
         Raises:
             ValueError: no label of the step counts towards the loss.
@@ -168,7 +203,8 @@ class ZerothOrder:
         ranks = asked.training and self.plan.zo.objective != "loss" and self.function is None
         if ranks and asked.words is None:
             raise ValueError(
-                f"zo.objective: {self.plan.zo.objective} ranks label words: a step needs a LabelWordBatch (data with"
+                f"zo.objective: {self.plan.zo.objective} ranks label words: a step needs a"
+                " LabelWordBatch (data with"
                 " data.template and data.label_words), or set zo.objective: loss"
             )
         self.state = Step(
@@ -204,9 +240,12 @@ class ZerothOrder:
         self.engine.unbind(op.unit)
 
     def _forward_together(self, op: Op, keys: Sequence[tuple[int, int]], state: Step) -> bool:
-        """Run a block once on the rows of these forwards, where they may be told from other dimensions and it takes them so."""
+        """Run a block once on the rows of these forwards, where they may be told from other
+        dimensions and it takes them so."""
         rows, tokens = state.hidden[keys[0]].shape[:2]
-        call = joined_call([state.prologues[key].calls[op.unit - 1] for key in keys], rows, state.joined)
+        call = joined_call(
+            [state.prologues[key].calls[op.unit - 1] for key in keys], rows, state.joined
+        )
         if tokens in (rows, rows * len(keys)) or call is None:
             return False
         out = self.engine.cut.forward_together(
@@ -220,8 +259,12 @@ class ZerothOrder:
 
     @torch.no_grad()
     def _loss(self, op: Op, state: Step) -> None:
-        m, p, cut, training = op.micro_batch, op.forward_pass, self.engine.cut, state.asked.training
-        key, batch = (m, p), state.batches[m]
+        m = op.micro_batch
+        p = op.forward_pass
+        cut = self.engine.cut
+        training = state.asked.training
+        key = (m, p)
+        batch = state.batches[m]
         state.readers = {p: state.readers.get(p) or self._readers(self._perturbation(op, state))}
         self._bind(op, state)
         objective = self.function if training else None
@@ -248,9 +291,10 @@ class ZerothOrder:
         self.engine.unbind(op.unit)
 
     def _losses_together(self, key: tuple[int, int], state: Step) -> None:
-        """The losses of this forward and of those that share its head, computed when the last of them has come here: a pass on
-        all micro-batches, for which the head is perturbed once. Where the noise lies beside W these are all passes on one
-        micro-batch instead, as one batch; with a bias, which differs from pass to pass, each forward is by itself."""
+        """The losses of this forward and of those that share its head, computed when the last of
+        them has come here: a pass on all micro-batches, for which the head is perturbed once. Where
+        the noise lies beside W these are all passes on one micro-batch instead, as one batch; with
+        a bias, which differs from pass to pass, each forward is by itself."""
         beside, (_, _, bias) = NOISES[self.plan.zo.noise].beside, state.factors[key]
         shared = slice(None) if beside and bias is not None else slice(1) if beside else slice(1, 2)
         if any(other[shared] == key[shared] for other in state.hidden):
@@ -261,19 +305,23 @@ class ZerothOrder:
             together = joined({p: each for (_, p), each in found.items()}, len(state.passes))
             batches = [(together, state.labels[key[0]].repeat(len(found), 1))]
         rows = torch.cat(row_losses_of(self.engine.cut.head, batches, self.loss_scratch))
-        for k, losses_B in zip(found, torch.split(rows, [len(state.labels[m]) for m, _ in found]), strict=True):
+        for k, losses_B in zip(
+            found, torch.split(rows, [len(state.labels[m]) for m, _ in found]), strict=True
+        ):
             state.losses[k] = losses_B if state.by_row else losses_B.sum()
 
-    # ---- weights as a forward sees them -----------------------------------------------------------------------------
+    # ---- weights as a forward sees them ----------------------------------------------------------
 
     def _perturbation(self, op: Op, state: Step) -> Perturbation:
         query, sign = state.passes[op.forward_pass]
         stochastic = state.asked.training and self.plan.zo.rounding == "stochastic"
-        return Perturbation(state.seed, state.asked.step, query, sign * self.plan.zo.epsilon, stochastic)
+        return Perturbation(
+            state.seed, state.asked.step, query, sign * self.plan.zo.epsilon, stochastic
+        )
 
     def _bind(self, op: Op, state: Step) -> None:
-        """Put a unit's trainables in their places, perturbed, in the compute dtype. They are made for the first micro-batch of
-        a pass and serve all."""
+        """Put a unit's trainables in their places, perturbed, in the compute dtype. They are made
+        for the first micro-batch of a pass and serve all."""
         (values,) = self._values_of(op, state)
         self.engine.cut.bind(op.unit, values)
 
@@ -281,13 +329,16 @@ class ZerothOrder:
         """Return a unit's trainables under the perturbation of each pass of an op."""
         if self._bound is None or self._bound[0] != (op.unit, op.forward_pass):
             of_passes = (replace(op, forward_pass=op.forward_pass + i) for i in range(op.passes))
-            values = [self._values(op.unit, self._perturbation(each, state), state) for each in of_passes]
+            values = [
+                self._values(op.unit, self._perturbation(each, state), state) for each in of_passes
+            ]
             self._bound = (op.unit, op.forward_pass), values
         return self._bound[1]
 
     def _values(self, unit: int, perturbation: Perturbation, state: Step) -> dict[str, Value]:
-        """Return a unit's trainables under a perturbation: matrices as they are read, the rest as copies; those of a block
-        that is compiled, or that several micro-batches go through, all whole, in buffers that blocks share."""
+        """Return a unit's trainables under a perturbation: matrices as they are read, the rest as
+        copies; those of a block that is compiled, or that several micro-batches go through, all
+        whole, in buffers that blocks share."""
         block = 0 < unit < self.engine.cut.epilogue_index
         whole = block and (self.plan.compile or (state.asked.training and self.plan.copies_blocks))
         trainables = list(self.engine.trainables(unit))
@@ -298,7 +349,9 @@ class ZerothOrder:
             and perturbation.scale
             and self.rule.kind.direction_ is None
         ):
-            weights = [self._perturbed(p.name, perturbation) for p in trainables if not read_in_ranges(p)]
+            weights = [
+                self._perturbed(p.name, perturbation) for p in trainables if not read_in_ranges(p)
+            ]
             values |= perturbed_at_once(weights)
         for i, p in enumerate(trainables):
             if p.name not in values:
@@ -306,7 +359,8 @@ class ZerothOrder:
         return values
 
     def _value(self, param: ParamSpec, perturbation: Perturbation, buffer: str | None) -> Value:
-        """Return a trainable under a perturbation: whole in the named buffer, or in whatever form takes the least."""
+        """Return a trainable under a perturbation: whole in the named buffer, or in whatever form
+        takes the least."""
         weight = self._perturbed(param.name, perturbation)
         master = weight.master
         if not weight.scale and master.dense and master.tensor.dtype == weight.dtype:
@@ -321,30 +375,45 @@ class ZerothOrder:
         return DenseWeight(out, weight.dtype) if ranges else out
 
     def _readers(self, perturbation: Perturbation) -> tuple[Matrix, Vector]:
-        """Return functions that read the head's matrices and vectors, perturbed where they are trained."""
+        """Return functions that read the head's matrices and vectors, perturbed where they are
+        trained."""
         home = self.engine.buckets.home
 
         @cache
         def matrix(name: str) -> Weight:
-            return self._perturbed(name, perturbation).lazily() if name in home else self.engine.weight(name)
+            return (
+                self._perturbed(name, perturbation).lazily()
+                if name in home
+                else self.engine.weight(name)
+            )
 
         @cache
         def vector(name: str | None) -> torch.Tensor | None:
-            return self._perturbed(name, perturbation).whole() if name in home else self.engine.vector(name)
+            return (
+                self._perturbed(name, perturbation).whole()
+                if name in home
+                else self.engine.vector(name)
+            )
 
         return matrix, vector
 
     def _perturbed(self, name: str, perturbation: Perturbation) -> PerturbedWeight:
         states = self.engine.buckets.tensors[self.engine.buckets.home[name]][name]
         beside = {state: states[state] for state in self.plan.kind.states}
-        dtype, direction_ = self.engine.used_as(name), self.rule.kind.direction_
-        noise, rounding = perturbation.noise(self.rule.draws, name), perturbation.rounding(name)
-        master, scale = states[""], perturbation.scale
+        dtype = self.engine.used_as(name)
+        direction_ = self.rule.kind.direction_
+        noise = perturbation.noise(self.rule.draws, name)
+        rounding = perturbation.rounding(name)
+        master = states[""]
+        scale = perturbation.scale
         if scale and self.plan.zo.target == "scales":
-            master, scale = master if master.dense else with_scales(master, noise, scale, self.scratch), 0.0
-        return PerturbedWeight(master, noise, scale, dtype, self.scratch, beside, direction_, rounding)
+            master = master if master.dense else with_scales(master, noise, scale, self.scratch)
+            scale = 0.0
+        return PerturbedWeight(
+            master, noise, scale, dtype, self.scratch, beside, direction_, rounding
+        )
 
-    # ---- from losses to weights -------------------------------------------------------------------------------------
+    # ---- from losses to weights ------------------------------------------------------------------
 
     def _exchange(self, op: Op, state: Step) -> None:
         """Turn the losses into the step's entry.
@@ -355,8 +424,10 @@ class ZerothOrder:
         losses = self._losses(state)
         if not all(map(math.isfinite, losses)):
             raise FloatingPointError(
-                f"step {state.asked.step} has a loss that is not finite: losses {losses}, seed {state.seed}, learning rate"
-                f" {state.asked.learning_rate}, epsilon {self.plan.zo.epsilon}. Nothing was updated; lower the learning rate"
+                f"step {state.asked.step} has a loss that is not finite: losses {losses}, seed"
+                f" {state.seed}, learning rate"
+                f" {state.asked.learning_rate}, epsilon {self.plan.zo.epsilon}. Nothing was"
+                " updated; lower the learning rate"
                 " or zo.epsilon, or look at this step's data"
             )
         grads, curvatures = self._scalars(losses, state)
@@ -373,23 +444,35 @@ class ZerothOrder:
         self.ranks.confirm(state.asked.step, state.entry, wait=self.ranks.durable)
 
     def _losses(self, state: Step) -> tuple[float, ...]:
-        """Return the loss of each forward, a mean over the whole batch, float64: the step's one wait for the device."""
-        own = [state.losses[m, p].double().reshape(-1) for m, p in sorted(state.losses, key=lambda key: key[::-1])]
+        """Return the loss of each forward, a mean over the whole batch, float64: the step's one
+        wait for the device."""
+        own = [
+            state.losses[m, p].double().reshape(-1)
+            for m, p in sorted(state.losses, key=lambda key: key[::-1])
+        ]
         rows = len(state.labels[0]) if state.by_row else 1
-        values = self.ranks.losses(state.asked.step, torch.cat(own).tolist(), state.counted, len(state.passes), rows)
+        values = self.ranks.losses(
+            state.asked.step, torch.cat(own).tolist(), state.counted, len(state.passes), rows
+        )
         if state.by_row:
             assert state.asked.words is not None
             return tuple(
-                ranked(self.plan.zo.objective, state.asked.words, torch.tensor(r, dtype=torch.float64)) for r in values
+                ranked(
+                    self.plan.zo.objective, state.asked.words, torch.tensor(r, dtype=torch.float64)
+                )
+                for r in values
             )
         sums = self.chunked and self.function is None
         shares: Sequence[int] = [1] * len(state.batches) if sums else state.counted
         return tuple(
-            math.fsum(share * value for share, value in zip(shares, of_pass, strict=True)) / state.tokens
+            math.fsum(share * value for share, value in zip(shares, of_pass, strict=True))
+            / state.tokens
             for of_pass in values
         )
 
-    def _scalars(self, losses: tuple[float, ...], state: Step) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _scalars(
+        self, losses: tuple[float, ...], state: Step
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return projected gradients, clipped, and curvatures of each query."""
         grads, curvatures = self.rule.kind.scalars(self.plan.zo, losses)
         most = self.plan.optimizer.max_grad_norm or math.inf

@@ -1,7 +1,8 @@
-"""One-sided queries: gᵢ = (L(θ + ε·uᵢ) − L(θ)) / σ, where σ is the standard deviation of the queries' losses.
+"""One-sided queries: gᵢ = (L(θ + ε·uᵢ) − L(θ)) / σ, where σ is the standard deviation of the
+queries' losses.
 
-Source: Dang et al., "FZOO: Fast Zeroth-Order Optimizer for Fine-Tuning Large Language Models towards Adam-Scale Speed" (2025),
-as in their code."""
+Source: Dang et al., "FZOO: Fast Zeroth-Order Optimizer for Fine-Tuning Large Language Models
+towards Adam-Scale Speed" (2025), as in their code."""
 
 from __future__ import annotations
 

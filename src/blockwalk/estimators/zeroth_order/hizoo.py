@@ -1,9 +1,10 @@
-"""Two-point SPSA along z/√H, with H the diagonal of the curvature, learned from hᵢ = |l₊ + l₋ − 2l₀| / 2ε².
+"""Two-point SPSA along z/√H, with H the diagonal of the curvature, learned from hᵢ = |l₊ + l₋ −
+2l₀| / 2ε².
 
     H ← (1 − α)·H + Σ (α·hᵢ/q)·zᵢ²·H, before a step's update, which is along zᵢ/√H with the new H
 
-Source: Zhao et al., "Second-Order Fine-Tuning without Pain for LLMs: A Hessian Informed Zeroth-Order Optimizer" (ICLR 2025),
-algorithm 1."""
+Source: Zhao et al., "Second-Order Fine-Tuning without Pain for LLMs: A Hessian Informed
+Zeroth-Order Optimizer" (ICLR 2025), algorithm 1."""
 
 from __future__ import annotations
 
@@ -29,12 +30,19 @@ def direction_(z: Tensor, states: Mapping[str, Tensor], take: Take) -> None:
 
 
 def advance_(
-    zo: ZerothOrderSettings, entry: Entry, noise: Iterable[Tensor], states: Mapping[str, Tensor], take: Take
+    zo: ZerothOrderSettings,
+    entry: Entry,
+    noise: Iterable[Tensor],
+    states: Mapping[str, Tensor],
+    take: Take,
 ) -> None:
     """H ← (1 − α)·H + Σ (α·hᵢ/q)·zᵢ²·H."""
-    hessian, grown = states["hessian"], take("grown").zero_()
+    hessian = states["hessian"]
+    grown = take("grown").zero_()
     for z, curvature in zip(noise, entry.curvatures, strict=True):
-        grown.add_(z.mul_(z).mul_(hessian).mul_(zo.hessian_alpha * curvature / len(entry.curvatures)))
+        grown.add_(
+            z.mul_(z).mul_(hessian).mul_(zo.hessian_alpha * curvature / len(entry.curvatures))
+        )
     hessian.mul_(1.0 - zo.hessian_alpha).add_(grown)
 
 

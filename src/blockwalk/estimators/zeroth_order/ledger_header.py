@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def run_of(ledger: str | os.PathLike[str] | None) -> str:
-    """Return the name of the run that a ledger belongs to: its own, or a new one; none without a ledger."""
+    """Return the name of the run that a ledger belongs to: its own, or a new one; none without a
+    ledger."""
     if ledger is None:
         return ""
     if Path(ledger).exists():
@@ -26,13 +27,16 @@ def run_of(ledger: str | os.PathLike[str] | None) -> str:
 
 
 def header(engine: Engine, lora: Any, run: str) -> dict[str, Any]:
-    """Return the facts of a run in its ledger's header: all that a replay needs beside the entries and the base."""
+    """Return the facts of a run in its ledger's header: all that a replay needs beside the entries
+    and the base."""
     plan = engine.plan
     settings: Any = None
     if isinstance(lora, str | os.PathLike):
         settings = os.path.abspath(lora)
     elif is_dataclass(lora) and not isinstance(lora, type):
-        settings = {name: value for name, value in asdict(lora).items() if name != "from_"}  # new adapters have none
+        settings = {
+            name: value for name, value in asdict(lora).items() if name != "from_"
+        }  # new adapters have none
     return {
         "run": run,
         "base": engine.buckets.checksum,

@@ -1,8 +1,8 @@
-"""The original MeZO's arithmetic: all weights perturbed and updated in place, one generator over all parameters.
+"""The original MeZO's arithmetic: all weights perturbed and updated in place, one generator over
+all parameters.
 
-For comparison with the original only: in 16 bits, adding and taking away ε·z moves the weights more than the updates do.
-The oracle is :mod:`blockwalk.reference.mezo`.
-"""
+For comparison with the original only: in 16 bits, adding and taking away ε·z moves the weights more
+than the updates do. The oracle is :mod:`blockwalk.reference.mezo`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ SIGNS = (1, -2, 1)
 
 
 class MezoNoise:
-    """The original MeZO's perturbations: one pass of torch's generator over the trainable parameters.
+    """The original MeZO's perturbations: one pass of torch's generator over the trainable
+    parameters.
 
-    Each iteration over this object is one pass: a generator seeded with ``seed``, then one ``torch.normal(0, 1, size)``
-    in each parameter's own dtype and on its device, in the order given, which must be that of the deduplicated
-    ``named_parameters()`` for the original's draws. They are those that follow ``torch.manual_seed(seed)``, but the
-    process's own generators stay as they are. A draw depends on those before it: nothing here can be had alone.
-    """
+    Each iteration over this object is one pass: a generator seeded with ``seed``, then one
+    ``torch.normal(0, 1, size)`` in each parameter's own dtype and on its device, in the order
+    given, which must be that of the deduplicated ``named_parameters()`` for the original's draws.
+    They are those that follow ``torch.manual_seed(seed)``, but the process's own generators stay as
+    they are. A draw depends on those before it: nothing here can be had alone."""
 
     def __init__(self, seed: int, parameters: Iterable[Tensor]) -> None:
         self.seed = seed
@@ -57,8 +58,13 @@ class MezoNoise:
 
 
 def order_of(cut: CutModel) -> list[str]:
-    """Return canonical names of the trainables in the order of the deduplicated ``named_parameters()``: that of the draws."""
-    return [canonical_name(name, cut.adapters) for name, p in cut.model.named_parameters() if p.requires_grad]
+    """Return canonical names of the trainables in the order of the deduplicated
+    ``named_parameters()``: that of the draws."""
+    return [
+        canonical_name(name, cut.adapters)
+        for name, p in cut.model.named_parameters()
+        if p.requires_grad
+    ]
 
 
 def perturb_(parameters: Mapping[str, Tensor], seed: int, sign: int, epsilon: float) -> None:
@@ -70,7 +76,9 @@ def perturb_(parameters: Mapping[str, Tensor], seed: int, sign: int, epsilon: fl
 def update_(parameters: Mapping[str, Tensor], entry: Entry, rule: ZerothOrderRule) -> None:
     """p ← p − η·(g·z + λ·p), without the decay term where the name is spared."""
     (projected_grad,) = entry.projected_grads
-    for (name, p), z in zip(parameters.items(), MezoNoise(entry.seed, parameters.values()), strict=True):
+    for (name, p), z in zip(
+        parameters.items(), MezoNoise(entry.seed, parameters.values()), strict=True
+    ):
         direction = z.mul_(projected_grad)
         if rule.decays(name):
             direction.add_(p * rule.optimizer.weight_decay)
@@ -85,14 +93,21 @@ def replay_(parameters: Mapping[str, Tensor], entry: Entry, rule: ZerothOrderRul
 
 
 class MezoOriginal(ZerothOrder):
-    """The estimator that answers the compute ops of the original's program: forwards read the weights as they lie, which
-    PERTURB, UPDATE_ALL and REPLAY change in place. Arguments as
+    """The estimator that answers the compute ops of the original's program: forwards read the
+    weights as they lie, which PERTURB, UPDATE_ALL and REPLAY change in place. Arguments as
     :class:`~blockwalk.estimators.zeroth_order.estimator.ZerothOrder`."""
 
-    def __init__(self, engine: Engine, objective: Objective | None = None, ranks: SharedForwards | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        objective: Objective | None = None,
+        ranks: SharedForwards | None = None,
+    ) -> None:
         super().__init__(engine, objective, ranks)
         buckets = engine.buckets
-        self._parameters = {n: buckets.tensors[buckets.home[n]][n][""].tensor for n in order_of(engine.cut)}
+        self._parameters = {
+            n: buckets.tensors[buckets.home[n]][n][""].tensor for n in order_of(engine.cut)
+        }
         """All trainables in the order of the draws; bound for good."""
 
     def _reserve(self) -> None:
@@ -102,12 +117,16 @@ class MezoOriginal(ZerothOrder):
         """None: the weights were perturbed where they lie."""
         return Perturbation(state.seed, state.asked.step, 0, 0.0)
 
-    def _scalars(self, losses: tuple[float, ...], state: Step) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the projected gradient, in the dtype of the model's own losses where those are all there is, as the
-        original has it."""
+    def _scalars(
+        self, losses: tuple[float, ...], state: Step
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return the projected gradient, in the dtype of the model's own losses where those are all
+        there is, as the original has it."""
         if len(state.batches) > 1 or self.chunked or state.by_row:
             return super()._scalars(losses, state)
-        return (((state.losses[0, 0] - state.losses[0, 1]) / (2 * self.plan.zo.epsilon)).item(),), ()
+        return (
+            ((state.losses[0, 0] - state.losses[0, 1]) / (2 * self.plan.zo.epsilon)).item(),
+        ), ()
 
     def _perturb(self, op: Op, state: Step) -> None:
         perturb_(self._parameters, state.seed, SIGNS[op.forward_pass], self.plan.zo.epsilon)

@@ -1,4 +1,5 @@
-"""Objectives of zeroth-order training: any number per batch, differentiable or not, that is smaller where it is better."""
+"""Objectives of zeroth-order training: any number per batch, differentiable or not, that is smaller
+where it is better."""
 
 from __future__ import annotations
 
@@ -13,25 +14,29 @@ from blockwalk.data.metrics import macro_f1
 from blockwalk.estimators.head import OwnLoss
 
 Objective = OwnLoss
-"""Logits [B, S, V] and the micro-batch to a 0-d tensor, which is minimised. Micro-batches are weighed by their tokens that
-count, as means over these are; the function is not called where none counts."""
+"""Logits [B, S, V] and the micro-batch to a 0-d tensor, which is minimised. Micro-batches are
+weighed by their tokens that count, as means over these are; the function is not called where none
+counts."""
 
 
 def as_objective(function: Callable[[Tensor, Mapping[str, Tensor]], Any]) -> Objective:
-    """Return a Python function of (logits [B, S, V], batch) that answers a number, as an objective."""
+    """Return a Python function of (logits [B, S, V], batch) that answers a number, as an
+    objective."""
 
     def objective(logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        return torch.as_tensor(function(logits_BSV, batch), dtype=torch.float64, device=logits_BSV.device)
+        return torch.as_tensor(
+            function(logits_BSV, batch), dtype=torch.float64, device=logits_BSV.device
+        )
 
     return objective
 
 
 def ranked(name: str, words: LabelWordBatch, row_losses: Tensor) -> float:
-    """Return an objective over classification examples, from the loss of each label word (float64 [B · C], on the CPU).
+    """Return an objective over classification examples, from the loss of each label word (float64
+    [B · C], on the CPU).
 
-    ``label_words``: the mean cross-entropy among the label words by their scores; ``accuracy`` and ``f1`` (the mean over
-    classes): one minus it.
-    """
+    ``label_words``: the mean cross-entropy among the label words by their scores; ``accuracy`` and
+    ``f1`` (the mean over classes): one minus it."""
     if name == "label_words":
         return float(torch.nn.functional.cross_entropy(words.scores(row_losses), words.targets_B))
     if name == "accuracy":

@@ -1,8 +1,10 @@
-"""A perturbed weight: θ + s·z a range at a time, generated when it is read. The master is never changed, z never stored.
+"""A perturbed weight: θ + s·z a range at a time, generated when it is read. The master is never
+changed, z never stored.
 
-It answers ``cast(float32(master) + float32(s)·z)``, with the kind's direction in place of z where it has one; with
-s = 0, the master alone. The noise of any range is that range of the whole's (:mod:`blockwalk.numerics.noise.noise`), so
-the same bits come out in whatever ranges they are read."""
+It answers ``cast(float32(master) + float32(s)·z)``, with the kind's direction in place of z where
+it has one; with s = 0, the master alone. The noise of any range is that range of the whole's
+(:mod:`blockwalk.numerics.noise.noise`), so the same bits come out in whatever ranges they are
+read."""
 
 from __future__ import annotations
 
@@ -42,17 +44,19 @@ class Perturbation:
         return draws(self.seed, self.step, self.query, name)
 
     def rounding(self, name: str) -> NoiseKey | None:
-        """Return the draws of one parameter's rounding: one and the same for all forwards of a step."""
+        """Return the draws of one parameter's rounding: one and the same for all forwards of a
+        step."""
         return NoiseKey(self.seed, self.step, 0, name, "forward") if self.stochastic else None
 
 
 @dataclass(frozen=True, slots=True)
 class PerturbedWeight:
-    """One 2-D parameter under a perturbation, materialised a range at a time in ``dtype`` (a :class:`Weight`).
+    """One 2-D parameter under a perturbation, materialised a range at a time in ``dtype`` (a
+    :class:`Weight`).
 
-    ``master`` lies on the device, ``beside`` the states that the kind's direction reads. Ranges are scratch of
-    ``scratch``, shared by all weights of a walk: they hold until the next range of any of them.
-    """
+    ``master`` lies on the device, ``beside`` the states that the kind's direction reads. Ranges are
+    scratch of ``scratch``, shared by all weights of a walk: they hold until the next range of any
+    of them."""
 
     master: BucketTensor
     noise: Noise
@@ -76,13 +80,15 @@ class PerturbedWeight:
         return self._some_rows(start, stop)
 
     def lazily(self) -> Weight:
-        """Return this weight for products: that of low rank as the master and its factors, without noise of the matrix's
-        size."""
+        """Return this weight for products: that of low rank as the master and its factors, without
+        noise of the matrix's size."""
         if not self.scale or not isinstance(self.noise, LowRank) or self.direction_ is not None:
             return self
         (rows, columns), device = self.shape, self.master.bytes_P.device
         a_NR, b_DR = self.noise.factors(range(rows), range(columns), device)
-        return LowRankSum(replace(self, scale=0.0), a_NR.mul_(self.scale).to(self.dtype), b_DR.to(self.dtype))
+        return LowRankSum(
+            replace(self, scale=0.0), a_NR.mul_(self.scale).to(self.dtype), b_DR.to(self.dtype)
+        )
 
     def _some_rows(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
         def read(tensor: BucketTensor, name: str) -> Tensor:
@@ -97,13 +103,15 @@ class PerturbedWeight:
         return self._perturb(read, (self.shape[0], stop - start), None, first_column=start)
 
     def gather(self, index: Tensor) -> Tensor:
-        flat_n, columns = index.reshape(-1), self.shape[1]
+        flat_n = index.reshape(-1)
+        columns = self.shape[1]
         out = torch.empty(len(flat_n), columns, dtype=self.dtype, device=self.master.bytes_P.device)
         self._perturb(lambda tensor, _: tensor.gather(flat_n), out.shape, out, rows=flat_n)
         return out.view(*index.shape, columns)
 
     def whole(self) -> Tensor:
-        """Return all of it, freshly allocated, in the parameter's own shape: for small parameters and odd ones."""
+        """Return all of it, freshly allocated, in the parameter's own shape: for small parameters
+        and odd ones."""
         return self.rows(0, self.master.layout.rows).clone().view(self.master.layout.shape)
 
     def into(self, out_RD: Tensor) -> Tensor:
@@ -124,17 +132,33 @@ class PerturbedWeight:
         first_column: int = 0,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Return a range, perturbed, in ``out`` or in scratch: of the rows and columns that begin where is said, or of the
-        rows named. ``read`` answers that range of a tensor in the bucket, under a name in scratch."""
+        """Return a range, perturbed, in ``out`` or in scratch: of the rows and columns that begin
+        where is said, or of the rows named. ``read`` answers that range of a tensor in the bucket,
+        under a name in scratch."""
         if out is None:
             out = self.scratch.take("range", *shape, like=self.master.bytes_P, dtype=self.dtype)
-        noise, scale = self.noise, self.scale
+        noise = self.noise
+        scale = self.scale
         by_element = noise if self.direction_ is None and isinstance(noise, Elementwise) else None
-        if scale and by_element and not self.rounding and codecs.has_kernel(self.master.layout, self.master.bytes_P):
+        if (
+            scale
+            and by_element
+            and not self.rounding
+            and codecs.has_kernel(self.master.layout, self.master.bytes_P)
+        ):
             place = {"rows": rows, "first_row": first_row, "first_column": first_column}
-            drawn = {"key": by_element.key, "scale": scale, "kind": by_element.kind, "origin": self.master.origin}
-            return codecs.decode_on_device(self.master.bytes_P, self.master.layout, out, **place, **drawn)  # type: ignore[arg-type]
-        source, start, pitch = read(self.master, "value"), first_row * self.shape[1] + first_column, self.shape[1]
+            drawn = {
+                "key": by_element.key,
+                "scale": scale,
+                "kind": by_element.kind,
+                "origin": self.master.origin,
+            }
+            return codecs.decode_on_device(
+                self.master.bytes_P, self.master.layout, out, **place, **drawn
+            )  # type: ignore[arg-type]
+        source = read(self.master, "value")
+        start = first_row * self.shape[1] + first_column
+        pitch = self.shape[1]
         place_of: Where = {"pitch": pitch, "rows": rows}
         if not scale:
             return self._rounded(source, out, start, **place_of)
@@ -147,7 +171,9 @@ class PerturbedWeight:
 
         z = noise.fill_(take("z"), start, **place_of)
         if self.direction_ is not None:
-            self.direction_(z, {state: read(tensor, state) for state, tensor in self.beside.items()}, take)
+            self.direction_(
+                z, {state: read(tensor, state) for state, tensor in self.beside.items()}, take
+            )
         return self._rounded(z.mul_(scale).add_(source), out, start, **place_of)
 
     def _rounded(self, source: Tensor, out: Tensor, start: int, **where: Unpack[Where]) -> Tensor:
@@ -156,22 +182,37 @@ class PerturbedWeight:
         return stochastic_round(source, out, self.rounding, start, **where)
 
 
-def with_scales(master: BucketTensor, noise: Noise, scale: float, scratch: ScratchArena) -> BucketTensor:
+def with_scales(
+    master: BucketTensor, noise: Noise, scale: float, scratch: ScratchArena
+) -> BucketTensor:
     """Return a copy of a matrix in codes, its scales under a perturbation."""
     copied = replace(master, bytes_P=master.bytes_P.clone())
-    PerturbedWeight(master.scales, noise, scale, (own := copied.scales.tensor).dtype, scratch).into(own)
+    PerturbedWeight(master.scales, noise, scale, (own := copied.scales.tensor).dtype, scratch).into(
+        own
+    )
     return copied
 
 
 def perturbed_at_once(weights: Sequence[PerturbedWeight]) -> dict[str, Tensor]:
-    """Return those of the weights whose numbers are plain, and whose noise is drawn by element, by name: each whole and freshly
-    allocated in its own shape, in one launch of an accelerator's kernel: the vectors of a block."""
-    found = [(w, w.noise) for w in weights if w.master.dense and isinstance(w.noise, Elementwise) and not w.rounding]
+    """Return those of the weights whose numbers are plain, and whose noise is drawn by element, by
+    name: each whole and freshly allocated in its own shape, in one launch of an accelerator's
+    kernel: the vectors of a block."""
+    found = [
+        (w, w.noise)
+        for w in weights
+        if w.master.dense and isinstance(w.noise, Elementwise) and not w.rounding
+    ]
     if not found:
         return {}
-    outs = [torch.empty(w.master.layout.shape, dtype=w.dtype, device=w.master.bytes_P.device) for w, _ in found]
+    outs = [
+        torch.empty(w.master.layout.shape, dtype=w.dtype, device=w.master.bytes_P.device)
+        for w, _ in found
+    ]
     words = [word for _, noise in found for word in sent(noise.key)]
-    masters, starts = [w.master.tensor for w, _ in found], [w.master.origin for w, _ in found]
+    masters = [w.master.tensor for w, _ in found]
+    starts = [w.master.origin for w, _ in found]
     scales = [w.scale for w, _ in found]
-    torch.ops.blockwalk.advance_(masters, outs, starts, words, scales, 0, 0, False, found[0][1].kind)
+    torch.ops.blockwalk.advance_(
+        masters, outs, starts, words, scales, 0, 0, False, found[0][1].kind
+    )
     return {noise.key.name: out for (_, noise), out in zip(found, outs, strict=True)}

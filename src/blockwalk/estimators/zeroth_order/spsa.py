@@ -1,6 +1,7 @@
 """Two-point SPSA (MeZO): gᵢ = (L(θ + ε·zᵢ) − L(θ − ε·zᵢ)) / 2ε.
 
-Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), algorithms 1 and 2."""
+Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023),
+algorithms 1 and 2."""
 
 from __future__ import annotations
 

@@ -32,14 +32,16 @@ class Step:
     prologues: dict[tuple[int, int], Prologue] = field(default_factory=dict)
     hidden: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     joined: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    """Arguments of blocks that go to several forwards at once, by the identities of those of each."""
+    """Arguments of blocks that go to several forwards at once, by the identities of those of
+    each."""
     factors: dict[tuple[int, int], Factors] = field(default_factory=dict)
     """Those of the head, of forwards whose losses are yet to be computed."""
     readers: dict[int, tuple[Matrix, Vector]] = field(default_factory=dict)
-    """Functions that read the head's parameters in the forward pass that came last, for all micro-batches."""
+    """Functions that read the head's parameters in the forward pass that came last, for all
+    micro-batches."""
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """The answer of each forward, where it was computed: 0-d, a sum over tokens (chunked) or the model's or function's own
-    mean; where losses are by row, one for each sequence."""
+    """The answer of each forward, where it was computed: 0-d, a sum over tokens (chunked) or the
+    model's or function's own mean; where losses are by row, one for each sequence."""
     entry: Entry | None = None
     answers: Answers = field(default_factory=Answers)
     """Those of an evaluation."""

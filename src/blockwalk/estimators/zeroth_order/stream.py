@@ -1,10 +1,11 @@
-"""Torch's own generator as the original MeZO uses it, by parameter: one stream over all of them, of which any can be had alone.
+"""Torch's own generator as the original MeZO uses it, by parameter: one stream over all of them, of
+which any can be had alone.
 
-``torch.manual_seed(seed)`` and then one ``torch.normal`` for each parameter, in its dtype and in the order of
-``named_parameters()``: a draw depends on all before it. So the generator's state is kept as each parameter's turn comes (Wang
-et al., "ZO2", 2025, section 5.1), and a walk that goes in that order draws nothing twice but what it needs twice; elsewhere
-the stream is gone through from the last state that is known. Draws are those of the device that they are made on.
-"""
+``torch.manual_seed(seed)`` and then one ``torch.normal`` for each parameter, in its dtype and in
+the order of ``named_parameters()``: a draw depends on all before it. So the generator's state is
+kept as each parameter's turn comes (Wang et al., "ZO2", 2025, section 5.1), and a walk that goes in
+that order draws nothing twice but what it needs twice; elsewhere the stream is gone through from
+the last state that is known. Draws are those of the device that they are made on."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.model_spec import ParamSpec
 
 KEPT = 64
-"""States of a stream that are kept beside its first: those of the parameters of a few units, 5 KB each on a CPU."""
+"""States of a stream that are kept beside its first: those of the parameters of a few units, 5 KB
+each on a CPU."""
 
 
 class Streams:
@@ -82,7 +84,8 @@ class StreamNoise:
     def fill_(self, out: Tensor, start: int = 0, **where: Unpack[Where]) -> Tensor:
         with self.streams.lock:  # slices are updated in a thread of their own
             whole_P = self.streams.whole(self.seed, self.place, out.device)
-            pitch, rows = where.get("pitch"), where.get("rows")
+            pitch = where.get("pitch")
+            rows = where.get("rows")
             if pitch is None:
                 return out.copy_(whole_P[start : start + out.numel()].view(out.shape))
             if rows is None:

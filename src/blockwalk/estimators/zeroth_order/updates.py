@@ -1,16 +1,18 @@
-"""Zeroth-order updates: one entry of the ledger applied to one parameter, the same function wherever and whenever it runs.
+"""Zeroth-order updates: one entry of the ledger applied to one parameter, the same function
+wherever and whenever it runs.
 
-The rule is a value, an :class:`~blockwalk.checkpoints.ledger.Entry` holds every scalar that it reads, and the noise is
-generated again; so an update can wait, be applied to any slice, or be replayed from a file. Everything is float32, each
-product and sum rounded by itself, d = Σ cᵢ·zᵢ with cᵢ = gᵢ/q:
+The rule is a value, an :class:`~blockwalk.checkpoints.ledger.Entry` holds every scalar that it
+reads, and the noise is generated again; so an update can wait, be applied to any slice, or be
+replayed from a file. Everything is float32, each product and sum rounded by itself, d = Σ cᵢ·zᵢ
+with cᵢ = gᵢ/q:
 
     sgd        θ ← θ·(1 − η·λ), then θ ← θ + (−η·cᵢ)·zᵢ for each query in turn
     sign, momentum, adamw      as :mod:`blockwalk.numerics.updates` has them, with the gradient d
 
-A kind with states brings them up to date first, and turns zᵢ into a direction of its own (its file beside this one). λ is the
-weight decay, which spares parameters whose name contains "bias", "layer_norm" or "layernorm". A parameter in 16 or 8 bits is
-decoded, updated and encoded again, scales anew, entry by entry: as if every step had stored it.
-"""
+A kind with states brings them up to date first, and turns zᵢ into a direction of its own (its file
+beside this one). λ is the weight decay, which spares parameters whose name contains "bias",
+"layer_norm" or "layernorm". A parameter in 16 or 8 bits is decoded, updated and encoded again,
+scales anew, entry by entry: as if every step had stored it."""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ UNDECAYED = ("bias", "layer_norm", "layernorm")
 
 @dataclass(frozen=True, slots=True)
 class ZerothOrderRule:
-    """The rule that turns an entry into an update: all that a replay must know beside the entries."""
+    """The rule that turns an entry into an update: all that a replay must know beside the
+    entries."""
 
     zo: ZerothOrderSettings
     optimizer: OptimizerSettings
@@ -84,12 +87,15 @@ class ZerothOrderRule:
 
     def updater(self, name: str) -> Rule:
         """Return the rule of :mod:`blockwalk.numerics.updates` for one parameter."""
-        return Rule(replace(self.optimizer, weight_decay=self.optimizer.weight_decay * self.decays(name)))
+        return Rule(
+            replace(self.optimizer, weight_decay=self.optimizer.weight_decay * self.decays(name))
+        )
 
 
 def trained_in_order(cut: CutModel, spec: ModelSpec) -> dict[str, ParamSpec]:
-    """Return the trainables of a model by canonical name, in the order of the deduplicated ``named_parameters()``: that of
-    torch's draws. Those that are none of its modules', as prefixes, come last."""
+    """Return the trainables of a model by canonical name, in the order of the deduplicated
+    ``named_parameters()``: that of torch's draws. Those that are none of its modules', as prefixes,
+    come last."""
     trained = {p.name: p for p in spec.params(trainable=True)}
     named = [canonical_name(name, cut.adapters) for name, _ in cut.model.named_parameters()]
     return {name: trained[name] for name in (*(n for n in named if n in trained), *trained)}
@@ -102,7 +108,8 @@ def apply_entries_(
     tensors: Mapping[str, BucketTensor],
     scratch: ScratchArena,
 ) -> None:
-    """Bring one parameter, ``tensors[""]``, and the states beside it up to date, in place, entry by entry in order."""
+    """Bring one parameter, ``tensors[""]``, and the states beside it up to date, in place, entry by
+    entry in order."""
     if rule.zo.target == "scales":
         tensors = {} if tensors[""].dense else {"": tensors[""].scales}
     master = tensors.get("")
@@ -111,10 +118,22 @@ def apply_entries_(
     piece = max(1, UPDATE_ELEMENTS[master.bytes_P.device.type] // master.layout.columns)
     for first in range(0, master.layout.rows, piece):
         last = min(first + piece, master.layout.rows)
-        for entry in entries:  # what the codec rounded is read again: the next entry sees what a tier would have kept
+        for entry in (
+            entries
+        ):  # what the codec rounded is read again: the next entry sees what a tier would have kept
             x_RD = master.load(first, last, scratch, "value")
-            states = {state: tensors[state].load(first, last, scratch, state) for state in rule.states}
-            _advance_(rule, entry, name, master.origin + first * master.layout.columns, x_RD, states, scratch)
+            states = {
+                state: tensors[state].load(first, last, scratch, state) for state in rule.states
+            }
+            _advance_(
+                rule,
+                entry,
+                name,
+                master.origin + first * master.layout.columns,
+                x_RD,
+                states,
+                scratch,
+            )
             for state, tensor in {"": x_RD, **states}.items():
                 tensors[state].save(first, tensor, _rounding(rule, entry, name, state))
 
@@ -125,8 +144,9 @@ def apply_all_(
     params: Iterable[tuple[str, Mapping[str, BucketTensor]]],
     scratch: ScratchArena,
 ) -> None:
-    """Bring the parameters of a unit, or ranges of them, up to date: on an accelerator all plain numbers of a dtype in one
-    launch, and each matrix of eight-bit codes in one, where the update is a sum of the queries' noise."""
+    """Bring the parameters of a unit, or ranges of them, up to date: on an accelerator all plain
+    numbers of a dtype in one launch, and each matrix of eight-bit codes in one, where the update is
+    a sum of the queries' noise."""
     params = list(params)
     if not params or not fuses(rule, params[0][1][""].bytes_P.device):
         for name, tensors in params:
@@ -134,18 +154,30 @@ def apply_all_(
         return
     if not entries:
         return
-    shared = len(entries), len(entries[0].projected_grads), rule.rounding == "stochastic", rule.kind_of_noise
-    masters, starts, words, factors = [], [], [], []
+    shared = (
+        len(entries),
+        len(entries[0].projected_grads),
+        rule.rounding == "stochastic",
+        rule.kind_of_noise,
+    )
+    masters = []
+    starts = []
+    words = []
+    factors = []
     for name, tensors in params:
-        master, numbers = tensors[""], [_as_sent(rule, entry, name) for entry in entries]
+        master = tensors[""]
+        numbers = [_as_sent(rule, entry, name) for entry in entries]
         own_words = [word for keys, _ in numbers for key in keys for word in key]
         own_factors = [factor for _, its in numbers for factor in its]
-        codes, codec = master.layout.codes(master.bytes_P), master.layout.codec
+        codes = master.layout.codes(master.bytes_P)
+        codec = master.layout.codec
         if not codes.numel():
             continue
         if not master.dense:
             scales = master.layout.scales(master.bytes_P)
-            torch.ops.blockwalk.advance_rows_(scales, codes, codec, master.origin, own_words, own_factors, *shared)
+            torch.ops.blockwalk.advance_rows_(
+                scales, codes, codec, master.origin, own_words, own_factors, *shared
+            )
             continue
         masters.append(codes)
         starts.append(master.origin)
@@ -156,25 +188,40 @@ def apply_all_(
 
 
 def fuses(rule: ZerothOrderRule, device: torch.device) -> bool:
-    """Return whether a launch serves many parameters: on an accelerator, where nothing but the noise goes into an update."""
+    """Return whether a launch serves many parameters: on an accelerator, where nothing but the
+    noise goes into an update."""
     kind = rule.kind
     plain = RULES[rule.optimizer.name].linear and kind.direction_ is None and kind.advance_ is None
-    return plain and rule.zo.target == "weights" and NOISES[rule.zo.noise].elementwise and not is_cpu(device)
+    return (
+        plain
+        and rule.zo.target == "weights"
+        and NOISES[rule.zo.noise].elementwise
+        and not is_cpu(device)
+    )
 
 
 def _as_sent(rule: ZerothOrderRule, entry: Entry, name: str) -> tuple[list[list[int]], list[float]]:
-    """Return the numbers of an entry that an operator takes for one parameter: keys, and a factor for each: first the
-    rounding's with the decay, then the queries'."""
-    rounding, rate = _rounding(rule, entry, name, ""), entry.learning_rate
-    noises = [rule.draws(entry.seed, entry.step, query, name) for query in range(len(entry.projected_grads))]
+    """Return the numbers of an entry that an operator takes for one parameter: keys, and a factor
+    for each: first the rounding's with the decay, then the queries'."""
+    rounding = _rounding(rule, entry, name, "")
+    rate = entry.learning_rate
+    noises = [
+        rule.draws(entry.seed, entry.step, query, name)
+        for query in range(len(entry.projected_grads))
+    ]
     keys = [noise.key for noise in noises if isinstance(noise, Elementwise)]
     decay = 1.0 - rate * rule.optimizer.weight_decay if rule.decays(name) else 1.0
-    return [sent(rounding) or [0, 0], *map(sent, keys)], [decay, *(-rate * each for each in entry.coefficients)]
+    return [sent(rounding) or [0, 0], *map(sent, keys)], [
+        decay,
+        *(-rate * each for each in entry.coefficients),
+    ]
 
 
-def reserve(rule: ZerothOrderRule, state: str, layout: Layout, scratch: ScratchArena, device: torch.device) -> None:
-    """Make the buffers in which :func:`apply_entries_` will work on a parameter (or on a state beside it), so that no step
-    after the first makes one."""
+def reserve(
+    rule: ZerothOrderRule, state: str, layout: Layout, scratch: ScratchArena, device: torch.device
+) -> None:
+    """Make the buffers in which :func:`apply_entries_` will work on a parameter (or on a state
+    beside it), so that no step after the first makes one."""
     like = torch.empty(0, device=device)
     elements = min(layout.rows * layout.columns, max(UPDATE_ELEMENTS[device.type], layout.columns))
     in_place = not layout.groups and layout.code_dtype == torch.float32
@@ -203,19 +250,29 @@ def _advance_(
     states: Mapping[str, Tensor],
     scratch: ScratchArena,
 ) -> None:
-    """One entry on one slice: ``x_RD`` and ``states`` are float32, ``start`` is the slice's first element."""
-    kind, rate = rule.kind, entry.learning_rate
-    noises = [rule.draws(entry.seed, entry.step, query, name) for query in range(len(entry.projected_grads))]
+    """One entry on one slice: ``x_RD`` and ``states`` are float32, ``start`` is the slice's first
+    element."""
+    kind = rule.kind
+    rate = entry.learning_rate
+    noises = [
+        rule.draws(entry.seed, entry.step, query, name)
+        for query in range(len(entry.projected_grads))
+    ]
 
     def take(what: str) -> Tensor:
         return scratch.take(what, *x_RD.shape, like=x_RD, dtype=torch.float32)
 
     if kind.advance_ is not None:
-        kind.advance_(rule.zo, entry, (noise.fill_(take("z"), start) for noise in noises), states, take)
+        kind.advance_(
+            rule.zo, entry, (noise.fill_(take("z"), start) for noise in noises), states, take
+        )
 
     def add_direction(target_RD: Tensor, factor: float) -> None:
-        """``target_RD`` += factor·cᵢ·zᵢ for each query in turn, with the kind's direction in place of zᵢ."""
-        if kind.direction_ is None and (thin := [noise for noise in noises if isinstance(noise, LowRank)]):
+        """``target_RD`` += factor·cᵢ·zᵢ for each query in turn, with the kind's direction in place
+        of zᵢ."""
+        if kind.direction_ is None and (
+            thin := [noise for noise in noises if isinstance(noise, LowRank)]
+        ):
             add_low_rank_(target_RD, thin, [factor * each for each in entry.coefficients], start)
             return
         for noise, coefficient in zip(noises, entry.coefficients, strict=True):
@@ -239,7 +296,9 @@ def _advance_(
     add_direction(x_RD, -rate)
 
 
-def settings_of(zo: ZerothOrderSettings, optimizer: OptimizerSettings, rounding: str) -> dict[str, Any]:
+def settings_of(
+    zo: ZerothOrderSettings, optimizer: OptimizerSettings, rounding: str
+) -> dict[str, Any]:
     """Return the rule for a ledger's header: without what its kind and optimizer do not read."""
     usual = ZerothOrderSettings()
     of_noise = {name: getattr(zo, name) for name in NOISES[zo.noise].settings}
@@ -256,26 +315,38 @@ def settings_of(zo: ZerothOrderSettings, optimizer: OptimizerSettings, rounding:
 
 
 def codecs_of(zo: ZerothOrderSettings) -> dict[str, str | None]:
-    """Return the codecs of the states of every kind for a ledger's header; None for those that this kind does not keep."""
+    """Return the codecs of the states of every kind for a ledger's header; None for those that this
+    kind does not keep."""
     own = KINDS[zo.kind].states.values()
-    return {s[0]: str(getattr(zo, s[0])) if s in own else None for kind in KINDS.values() for s in kind.states.values()}
+    return {
+        s[0]: str(getattr(zo, s[0])) if s in own else None
+        for kind in KINDS.values()
+        for s in kind.states.values()
+    }
 
 
-def rule_of(header: Mapping[str, Any], parameters: Mapping[str, ParamSpec], steps: int) -> ZerothOrderRule:
+def rule_of(
+    header: Mapping[str, Any], parameters: Mapping[str, ParamSpec], steps: int
+) -> ZerothOrderRule:
     """Return the rule that a ledger's header names, for these trainables and so many entries.
 
     Raises:
         ValueError: its kind or its optimizer is unknown here.
     """
     given = dict(header["rule"])
-    kind, optimizer = given.pop("kind"), given.pop("optimizer")
+    kind = given.pop("kind")
+    optimizer = given.pop("optimizer")
     kind_of(kind)
     Rule(OptimizerSettings(name=optimizer))
     if "betas" in given:
         given["betas"] = tuple(given["betas"])
     codecs: dict[str, Any] = {name: Codec(header[name]) for name, _ in KINDS[kind].states.values()}
     settings: dict[str, Any] = {name: given[name] for name in ("noise", *KINDS[kind].settings)}
-    settings |= {name: given[name] for name in ("target", *NOISES[given["noise"]].settings) if name in given}
+    settings |= {
+        name: given[name] for name in ("target", *NOISES[given["noise"]].settings) if name in given
+    }
     options: dict[str, Any] = {name: given[name] for name in RULES[optimizer].settings}
     zo = ZerothOrderSettings(kind, **settings, **codecs)
-    return ZerothOrderRule(zo, OptimizerSettings(optimizer, **options), given["rounding"], Draws(zo, parameters, steps))
+    return ZerothOrderRule(
+        zo, OptimizerSettings(optimizer, **options), given["rounding"], Draws(zo, parameters, steps)
+    )

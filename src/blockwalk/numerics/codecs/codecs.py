@@ -2,15 +2,15 @@
 
 The bytes are described in :mod:`blockwalk.numerics.codecs.layout`.
 
-Values are float32 products rounded to nearest even in the output's dtype: the C kernel, torch on the CPU and torch on
-CUDA give the same bits.
+Values are float32 products rounded to nearest even in the output's dtype: the C kernel, torch on
+the CPU and torch on CUDA give the same bits.
 
-**Rounding** to codes is to nearest even or, where a ``rounding`` key is given, stochastic: the magnitude rounds up where
-its remainder, in 2^-16 of the code's step, plus the element's 16-bit draw reaches 2^16. The draw
-is a function of the key and of the element's index in the parameter, so that any slice rounds alone as it does within
-the whole. The expected value is the value to within 2^-16 of a step, exactly so for bf16 and for float16's normal
-numbers. At a learning rate of 1e-7 an update is far below a step: rounded to nearest it would always be lost.
-"""
+**Rounding** to codes is to nearest even or, where a ``rounding`` key is given, stochastic: the
+magnitude rounds up where its remainder, in 2^-16 of the code's step, plus the element's 16-bit draw
+reaches 2^16. The draw is a function of the key and of the element's index in the parameter, so that
+any slice rounds alone as it does within the whole. The expected value is the value to within 2^-16
+of a step, exactly so for bf16 and for float16's normal numbers. At a learning rate of 1e-7 an
+update is far below a step: rounded to nearest it would always be lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ _DEVICE_PIECE = 1 << 26
 WITH_KERNELS = frozenset({Codec.FP8, Codec.INT8, Codec.INT4, Codec.INT4A, Codec.NF4, Codec.Q4_0})
 """The codecs that accelerators decode in one launch (:mod:`blockwalk.numerics.kernels.codecs`)."""
 _THREAD_ELEMENTS = 1 << 15
-"""Elements that torch's path works on at a time (its temporaries take some 16 bytes each), and that pay for a thread."""
+"""Elements that torch's path works on at a time (its temporaries take some 16 bytes each), and that
+pay for a thread."""
 
 
 def _piece(where: Tensor, columns: int) -> int:
@@ -53,7 +54,9 @@ def decode_whole(buffer: Bytes, layout: Layout, out: Tensor) -> None:
     if layout.parts is not None and len(layout.shape) > 2:
         for expert, out_RD in enumerate(out):
             own = tuple(part[expert] for part in layout.split(buffer))
-            decode_rows(own, dataclasses.replace(layout, shape=layout.shape[1:]), 0, len(out_RD), out_RD)
+            decode_rows(
+                own, dataclasses.replace(layout, shape=layout.shape[1:]), 0, len(out_RD), out_RD
+            )
     else:
         decode_rows(buffer, layout, 0, layout.rows, out.view(layout.rows, layout.columns))
 
@@ -69,30 +72,43 @@ def encode_rows(
     name: str = "the parameter",
     check: bool = True,
 ) -> Tensor:
-    """Write rows ``start`` … of a parameter, [rows, D] of any float dtype, into its bytes; returns ``buffer``.
+    """Write rows ``start`` … of a parameter, [rows, D] of any float dtype, into its bytes; returns
+    ``buffer``.
 
-    ``origin`` is the place in the parameter of the layout's first element, where the layout is that of a range of rows.
-    Scales are computed anew from the values. Memory beyond the arguments is a few MB, however many rows there are.
+    ``origin`` is the place in the parameter of the layout's first element, where the layout is that
+    of a range of rows. Scales are computed anew from the values. Memory beyond the arguments is a
+    few MB, however many rows there are.
 
     Raises:
-        ValueError: a value that the codec cannot hold: not finite, or beyond float16 for fp16 and for int4's scales.
-            ``raw``, ``fp32`` and a source in the codec's own dtype are copied as they are. ``check=False`` leaves the
-            look at the values out, which on CUDA is a synchronisation.
+        ValueError: a value that the codec cannot hold: not finite, or beyond float16 for fp16 and
+            for int4's scales. ``raw``, ``fp32`` and a source in the codec's own dtype are copied as
+            they are. ``check=False`` leaves the look at the values out, which on CUDA is a
+            synchronisation.
     """
-    assert (buffer.dtype, buffer.shape) == (torch.uint8, (layout.nbytes,)), (name, buffer.dtype, buffer.shape, layout)
+    assert (buffer.dtype, buffer.shape) == (torch.uint8, (layout.nbytes,)), (
+        name,
+        buffer.dtype,
+        buffer.shape,
+        layout,
+    )
     stop = start + len(rows_RD)
     assert rows_RD.shape == (stop - start, layout.columns), (name, rows_RD.shape, layout)
     assert 0 <= start <= stop <= layout.rows, (name, start, stop, layout)
     assert layout.order is None, f"{name} is only read: its rows stand in another order"
     if layout.groups and matrix_codec(layout.codec).encode is None:
-        raise ValueError(f"{layout.codec} is read from files that have it, and not written; choose int4, int4a or int8")
+        raise ValueError(
+            f"{layout.codec} is read from files that have it, and not written; choose int4, int4a"
+            " or int8"
+        )
     if rounding is not None and layout.groups and not layout.codec.facts.trainable:
         raise ValueError(
-            f"{layout.codec} is for frozen parameters: it has no stochastic rounding; choose int8, fp8, fp16 or bf16"
+            f"{layout.codec} is for frozen parameters: it has no stochastic rounding; choose"
+            " int8, fp8, fp16 or bf16"
         )
     if not rows_RD.numel():
         return buffer
-    codes, scales = layout.codes(buffer), layout.scales(buffer)
+    codes = layout.codes(buffer)
+    scales = layout.scales(buffer)
     if rows_RD.dtype == layout.code_dtype and not layout.groups:
         codes[start:stop].copy_(rows_RD)
         return buffer
@@ -114,13 +130,19 @@ def encode_rows(
 
 
 def decode_rows(
-    buffer: Bytes, layout: Layout, start: int, stop: int, out: Tensor, *, columns: tuple[int, int] | None = None
+    buffer: Bytes,
+    layout: Layout,
+    start: int,
+    stop: int,
+    out: Tensor,
+    *,
+    columns: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Return rows ``start:stop`` of an encoded parameter into ``out``, [stop − start, D], any float dtype; returns ``out``.
+    """Return rows ``start:stop`` of an encoded parameter into ``out``, [stop − start, D], any float
+    dtype; returns ``out``.
 
-    ``columns`` (first, last) decodes these columns only: ``out`` is [stop − start, last − first]. Nothing is allocated
-    where the C kernel serves.
-    """
+    ``columns`` (first, last) decodes these columns only: ``out`` is [stop − start, last − first].
+    Nothing is allocated where the C kernel serves."""
     first, last = columns or (0, layout.columns)
     assert 0 <= start <= stop <= layout.rows, (start, stop, layout)
     assert 0 <= first <= last <= layout.columns, (columns, layout)
@@ -133,7 +155,8 @@ def decode_rows(
     order = None if layout.order is None else layout.order[start:stop]
     if _decode_native(buffer, layout, order, start, first, last, out):
         return out
-    codes, scales = layout.codes(buffer), layout.scales(buffer)
+    codes = layout.codes(buffer)
+    scales = layout.scales(buffer)
     if not layout.groups:
         return out.copy_(codes[:, first:last][slice(start, stop) if order is None else order])
     for a, b in spans(start, stop, _piece(out, last - first)):
@@ -144,7 +167,8 @@ def decode_rows(
 
 
 def gather_rows(buffer: Bytes, layout: Layout, index: Tensor, out: Tensor) -> Tensor:
-    """Return the rows named by ``index`` (int64, 1-D, contiguous, in any order) into ``out``, [len(index), D]; returns ``out``.
+    """Return the rows named by ``index`` (int64, 1-D, contiguous, in any order) into ``out``,
+    [len(index), D]; returns ``out``.
 
     Raises:
         IndexError: on a CPU, an index outside 0 … R − 1 (torch's own kernels check on CUDA).
@@ -201,11 +225,14 @@ def decode_on_device(
     kind: NoiseKind | None = None,
     origin: int = 0,
 ) -> Tensor:
-    """Return ``out`` [n, m], contiguous, = cast(value + scale·z) of the rows that begin at ``first_row``, or that ``rows``
-    names, from ``first_column`` on; returns it. ``origin`` is the place of the layout's first element in its parameter."""
+    """Return ``out`` [n, m], contiguous, = cast(value + scale·z) of the rows that begin at
+    ``first_row``, or that ``rows`` names, from ``first_column`` on; returns it. ``origin`` is the
+    place of the layout's first element in its parameter."""
     order = None if layout.order is None else to_device(layout.order, buffer.device)
     bytes_of = (buffer, order, rows, layout.codec, (layout.rows, layout.columns), layout.group_size)
-    torch.ops.blockwalk.decode_(out, *bytes_of, first_row, first_column, sent(key), origin, scale, kind)
+    torch.ops.blockwalk.decode_(
+        out, *bytes_of, first_row, first_column, sent(key), origin, scale, kind
+    )
     return out
 
 
@@ -213,7 +240,9 @@ def _check_values(x_RD: Tensor, layout: Layout, start: int, name: str) -> None:
     """Refuse what the codec cannot hold; ``start`` is the number of the first row."""
     if not x_RD.dtype.is_floating_point:
         return
-    limit = matrix_codec(layout.codec).limit if layout.groups else torch.finfo(layout.code_dtype).max
+    limit = (
+        matrix_codec(layout.codec).limit if layout.groups else torch.finfo(layout.code_dtype).max
+    )
     low, high = (value.item() for value in torch.aminmax(x_RD))
     if -limit <= low and high <= limit:
         return
@@ -222,14 +251,20 @@ def _check_values(x_RD: Tensor, layout: Layout, start: int, name: str) -> None:
     value = magnitude_R[row].item()
     where = f"{name}, row {start + row}"
     if not math.isfinite(value):
-        raise ValueError(f"{where} holds a value that is not finite: only raw and fp32 can store it")
-    raise ValueError(f"{where} holds {value:.6g}; {layout.codec} goes to {limit:.6g}: choose codec bf16 or fp32 for it")
+        raise ValueError(
+            f"{where} holds a value that is not finite: only raw and fp32 can store it"
+        )
+    raise ValueError(
+        f"{where} holds {value:.6g}; {layout.codec} goes to {limit:.6g}: choose codec bf16 or"
+        " fp32 for it"
+    )
 
 
 def _encode_native(
     x_RD: Tensor, scales_R1: Tensor, codes_RD: Tensor, layout: Layout, rounding: Rounding | None
 ) -> bool:
-    """Encode scaled rows with the C kernel where it can: False, and nothing written, where torch must."""
+    """Encode scaled rows with the C kernel where it can: False, and nothing written, where torch
+    must."""
     library = native_code.load("codecs")
     if library is None or x_RD.device.type != "cpu" or layout.codec.facts.group_sizes:
         return False
@@ -251,7 +286,13 @@ def _encode_native(
 
 
 def _decode_native(
-    buffer: Tensor, layout: Layout, index: Tensor | None, start: int, first: int, last: int, out: Tensor
+    buffer: Tensor,
+    layout: Layout,
+    index: Tensor | None,
+    start: int,
+    first: int,
+    last: int,
+    out: Tensor,
 ) -> bool:
     """Decode with the C kernel where it can: False, and nothing written, where torch must."""
     codec = matrix_codec(layout.codec).native if layout.groups else None

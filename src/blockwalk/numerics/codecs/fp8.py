@@ -8,8 +8,8 @@ from blockwalk.numerics.codecs.scaled_rows import scaled_rows
 
 
 def _grid(magnitude_RD: torch.Tensor) -> torch.Tensor:
-    """Return the float32 exponent, not below e4m3's least one (−6), less the three bits: a power of two, so that the
-    divisions and products by it are exact."""
+    """Return the float32 exponent, not below e4m3's least one (−6), less the three bits: a power of
+    two, so that the divisions and products by it are exact."""
     exponent_RD = (magnitude_RD.view(torch.int32) >> 23).clamp_(min=127 - 6)
     return ((exponent_RD - 3) << 23).view(torch.float32)
 

@@ -1,8 +1,9 @@
-"""int4a: asymmetric codes of four bits, groups of 32 elements, value = d · nibble + m: the bytes of GGUF's Q4_1 blocks.
+"""int4a: asymmetric codes of four bits, groups of 32 elements, value = d · nibble + m: the bytes of
+GGUF's Q4_1 blocks.
 
-A block is d and m in float16 and 16 bytes of codes, the first half of the group in the low nibbles. d = (max − min) / 15 and
-m = min, as llama.cpp's reference quantiser has them (the layout and the formula are facts of the format, ``ggml-quants.c``).
-"""
+A block is d and m in float16 and 16 bytes of codes, the first half of the group in the low nibbles.
+d = (max − min) / 15 and m = min, as llama.cpp's reference quantiser has them (the layout and the
+formula are facts of the format, ``ggml-quants.c``)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The layout of an encoded parameter's bytes.
 
-**Layout** (format version 1). A parameter of shape [..., D] is R rows of D elements (R = product of the leading
-dimensions; a 1-D parameter is one row). Its bytes are the scales of all rows, then the codes of all rows, with no padding
-between: exactly :func:`blockwalk.plan.model_spec.encoded_nbytes`. All numbers are little-endian.
+**Layout** (format version 1). A parameter of shape [..., D] is R rows of D elements (R = product of
+the leading dimensions; a 1-D parameter is one row). Its bytes are the scales of all rows, then the
+codes of all rows, with no padding between: exactly
+:func:`blockwalk.plan.model_spec.encoded_nbytes`. All numbers are little-endian.
 
     codec             scales                    codes                        value
     raw               –                         R × D, the model's dtype     itself
@@ -12,11 +13,12 @@ between: exactly :func:`blockwalk.plan.model_spec.encoded_nbytes`. All numbers a
     int4a             float16 [R, G, 2]         uint8 [R, G, 16]             see :mod:`blockwalk.numerics.codecs.int4a`
     q8_0, q4_0, ...   –                         uint8 [R, G, block]          see :mod:`blockwalk.numerics.codecs.blocks`
 
-Codecs with groups have G = ⌈D / group⌉ groups of consecutive elements in a row, the last one padded with zeros. An interleaved
-codec (int4a) puts each group's scales directly before its codes instead; where a group is a block of another tool's format, its
-bytes are all codes. Rows may stand in another order in the bytes than in the parameter. The bytes of a parted codec are
-several tensors, each aligned to eight bytes where they lie together, and a reader says what they mean (:class:`Parts`).
-"""
+Codecs with groups have G = ⌈D / group⌉ groups of consecutive elements in a row, the last one padded
+with zeros. An interleaved codec (int4a) puts each group's scales directly before its codes instead;
+where a group is a block of another tool's format, its bytes are all codes. Rows may stand in
+another order in the bytes than in the parameter. The bytes of a parted codec are several tensors,
+each aligned to eight bytes where they lie together, and a reader says what they mean
+(:class:`Parts`)."""
 
 from __future__ import annotations
 
@@ -37,13 +39,15 @@ FORMAT_VERSION = 1
 
 
 Bytes = Tensor | tuple[Tensor, ...]
-"""The bytes of a parameter: uint8 [nbytes], or the tensors of a parted codec where each lies by itself."""
+"""The bytes of a parameter: uint8 [nbytes], or the tensors of a parted codec where each lies by
+itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The dtypes and shapes of the tensors that a parted parameter consists of, and the reader that is made of them. Experts in
-    three dimensions are read one by one, each out of its part of every tensor."""
+    """The dtypes and shapes of the tensors that a parted parameter consists of, and the reader that
+    is made of them. Experts in three dimensions are read one by one, each out of its part of every
+    tensor."""
 
     tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
     reader: Callable[[Sequence[Tensor]], Reader]
@@ -57,16 +61,16 @@ class Parts:
 class Layout:
     """The layout of one parameter's bytes.
 
-    ``dtype`` (torch's name without ``torch.``) is that of the raw codec; ``group_size`` is that of codecs with groups.
-    """
+    ``dtype`` (torch's name without ``torch.``) is that of the raw codec; ``group_size`` is that of
+    codecs with groups."""
 
     shape: tuple[int, ...]
     codec: Codec
     dtype: str = "float32"
     group_size: int = 32
     order: Tensor | None = field(default=None, compare=False)
-    """The place in the bytes of each row of the parameter, int64 [R]; None: they stand in their order. Its bytes are read, and
-    never written."""
+    """The place in the bytes of each row of the parameter, int64 [R]; None: they stand in their
+    order. Its bytes are read, and never written."""
     parts: Parts | None = field(default=None, compare=False)
     """The tensors that a parted codec's bytes are."""
 
@@ -99,13 +103,17 @@ class Layout:
 
     @property
     def code_dtype(self) -> torch.dtype:
-        return dtype_of(self.codec.facts.codes if self.codec.encoded else self.codec.dtype_of(self.dtype))
+        return dtype_of(
+            self.codec.facts.codes if self.codec.encoded else self.codec.dtype_of(self.dtype)
+        )
 
     @property
     def code_columns(self) -> int:
         """Elements of ``code_dtype`` in a row."""
         facts = self.codec.facts
-        return self.groups * self.group_size * facts.bits // 8 if facts.group_sizes else self.columns
+        return (
+            self.groups * self.group_size * facts.bits // 8 if facts.group_sizes else self.columns
+        )
 
     @property
     def scale_bytes(self) -> int:
@@ -119,20 +127,30 @@ class Layout:
         return encoded_nbytes(self.shape, self.dtype, self.codec, self.group_size)
 
     def scales(self, buffer: Tensor) -> Tensor:
-        """Return the scales in an encoded parameter's bytes as a view: [R, groups], or [R, groups, 2] of a codec with two."""
+        """Return the scales in an encoded parameter's bytes as a view: [R, groups], or [R, groups,
+        2] of a codec with two."""
         scales = len(self.codec.facts.scales)
         if self.codec.facts.interleaved:
             part = self._blocks(buffer)[..., : scales * self.scale_dtype.itemsize]
             return part.view(self.scale_dtype) if scales else part
         flat = buffer[: self.scale_bytes].view(self.scale_dtype)
-        return flat.view(self.rows, self.groups) if scales < 2 else flat.view(self.rows, self.groups, scales)
+        return (
+            flat.view(self.rows, self.groups)
+            if scales < 2
+            else flat.view(self.rows, self.groups, scales)
+        )
 
     def codes(self, buffer: Tensor) -> Tensor:
-        """Return the codes in an encoded parameter's bytes as a view: [R, code_columns], or interleaved [R, groups, bytes]."""
+        """Return the codes in an encoded parameter's bytes as a view: [R, code_columns], or
+        interleaved [R, groups, bytes]."""
         if self.codec.facts.interleaved:
             scales = len(self.codec.facts.scales) * self.scale_dtype.itemsize
             return self._blocks(buffer)[..., scales:].view(self.code_dtype)
-        return buffer[self.scale_bytes : self.nbytes].view(self.code_dtype).view(self.rows, self.code_columns)
+        return (
+            buffer[self.scale_bytes : self.nbytes]
+            .view(self.code_dtype)
+            .view(self.rows, self.code_columns)
+        )
 
     def split(self, buffer: Bytes) -> tuple[Tensor, ...]:
         """Return the tensors of a parted codec in its bytes."""

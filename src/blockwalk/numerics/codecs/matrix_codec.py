@@ -1,8 +1,8 @@
 """The parts of a codec's own file: how rows become scales and codes, and back.
 
-A file ``<codec>.py`` beside this one exports ``CODEC``, a :class:`MatrixCodec`; :func:`matrix_codec` finds it by the
-codec's name. Chunks, checks and the C kernels' calls are :mod:`blockwalk.numerics.codecs.codecs`'; conformance is a test
-class to inherit."""
+A file ``<codec>.py`` beside this one exports ``CODEC``, a :class:`MatrixCodec`;
+:func:`matrix_codec` finds it by the codec's name. Chunks, checks and the C kernels' calls are
+:mod:`blockwalk.numerics.codecs.codecs`'; conformance is a test class to inherit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from blockwalk.plan.placement import Codec
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The draws of stochastic rounding: their key, and the first element's place in the parameter."""
+    """The draws of stochastic rounding: their key, and the first element's place in the
+    parameter."""
 
     key: Key
     first_element: int
 
 
 Encode = Callable[[Tensor, Tensor, Tensor, Layout, Rounding | None], None]
-"""(values float32 [R, D], scales, codes, layout, rounding): writes scales and codes, views of the rows' bytes."""
+"""(values float32 [R, D], scales, codes, layout, rounding): writes scales and codes, views of the
+rows' bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,9 @@ class Coded:
     def bytes_of_groups(self) -> Tensor:
         """Return the codes of four bits of those groups, uint8 [R, groups, group / 2]."""
         layout = self.layout
-        return self.codes.view(len(self.codes), layout.groups, layout.group_size // 2)[:, self.groups]
+        return self.codes.view(len(self.codes), layout.groups, layout.group_size // 2)[
+            :, self.groups
+        ]
 
     def columns(self, values_RGK: Tensor) -> Tensor:
         """Return the columns out of the values of those groups, [R, last − first]."""
@@ -64,7 +68,8 @@ Decode = Callable[[Coded], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The grids of a codec of groups, codes of four bits in :func:`halves`: groups of values are float32 [R, G, K]."""
+    """The grids of a codec of groups, codes of four bits in :func:`halves`: groups of values are
+    float32 [R, G, K]."""
 
     fit: Callable[[Tensor], Tensor]
     """(groups): their scales, [R, G] or [R, G, 2]."""
@@ -86,7 +91,8 @@ class MatrixCodec:
     native: int | None = None
     """The codec's number in ``codecs.c``, where that decodes it."""
     grid: Grid | None = None
-    """The codec's grids, if matrices can be rounded to it with more than their own values in view."""
+    """The codec's grids, if matrices can be rounded to it with more than their own values in
+    view."""
 
 
 @functools.cache
@@ -98,9 +104,12 @@ def matrix_codec(codec: Codec) -> MatrixCodec:
 
 
 def grid_codec(grid: Grid, limit: float, native: int) -> MatrixCodec:
-    """Return the codec that rounds each group to its nearest codes on a grid; the others as :class:`MatrixCodec` has them."""
+    """Return the codec that rounds each group to its nearest codes on a grid; the others as
+    :class:`MatrixCodec` has them."""
 
-    def encode(x_RD: Tensor, scales: Tensor, codes: Tensor, layout: Layout, rounding: Rounding | None) -> None:
+    def encode(
+        x_RD: Tensor, scales: Tensor, codes: Tensor, layout: Layout, rounding: Rounding | None
+    ) -> None:
         x_RGK = grouped(x_RD, layout)
         fitted = grid.fit(x_RGK)
         scales.copy_(fitted)
@@ -115,7 +124,8 @@ def grid_codec(grid: Grid, limit: float, native: int) -> MatrixCodec:
 
 
 def halves(codes_RGK: Tensor) -> Tensor:
-    """Return codes of four bits in bytes: the first half of a group in the low nibbles, the second in the high ones."""
+    """Return codes of four bits in bytes: the first half of a group in the low nibbles, the second
+    in the high ones."""
     low_RGH, high_RGH = codes_RGK.chunk(2, dim=2)
     return low_RGH | high_RGH << 4
 

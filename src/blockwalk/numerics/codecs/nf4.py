@@ -1,9 +1,10 @@
-"""nf4: sixteen quantiles of the normal distribution, groups of 32 or 64 elements with one float32 scale, value = scale · level.
+"""nf4: sixteen quantiles of the normal distribution, groups of 32 or 64 elements with one float32
+scale, value = scale · level.
 
-The levels are those of Dettmers et al., "QLoRA" (2023), appendix E; the scale is the group's largest magnitude. Two codes
-share a byte, the earlier element in the high nibble. Where the group size divides a row, scales and codes are the bytes that
-bitsandbytes keeps as ``absmax`` and ``weight`` (without its second quantisation of the scales).
-"""
+The levels are those of Dettmers et al., "QLoRA" (2023), appendix E; the scale is the group's
+largest magnitude. Two codes share a byte, the earlier element in the high nibble. Where the group
+size divides a row, scales and codes are the bytes that bitsandbytes keeps as ``absmax`` and
+``weight`` (without its second quantisation of the scales)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ LEVELS = (
 )  # fmt: skip
 
 
-def encode(x_RD: Tensor, scales_RG: Tensor, codes: Tensor, layout: Layout, rounding: Rounding | None) -> None:
+def encode(
+    x_RD: Tensor, scales_RG: Tensor, codes: Tensor, layout: Layout, rounding: Rounding | None
+) -> None:
     x_RGK = grouped(x_RD, layout)
     largest_RG1 = x_RGK.abs().amax(dim=2, keepdim=True)
     scales_RG.copy_(largest_RG1.squeeze(2))

@@ -1,4 +1,5 @@
-"""q4_0: GGUF's Q4_0, blocks of 32 elements: d in float16, then 16 bytes of codes; value = d · (nibble − 8)."""
+"""q4_0: GGUF's Q4_0, blocks of 32 elements: d in float16, then 16 bytes of codes; value = d ·
+(nibble − 8)."""
 
 from __future__ import annotations
 

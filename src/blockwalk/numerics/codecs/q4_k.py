@@ -1,6 +1,5 @@
-"""q4_k: GGUF's Q4_K, blocks of 256 elements in eight parts: d and dmin in float16, scales and minima of six bits, 128 bytes of
-codes; value = (d · scale) · nibble − dmin · minimum.
-"""
+"""q4_k: GGUF's Q4_K, blocks of 256 elements in eight parts: d and dmin in float16, scales and
+minima of six bits, 128 bytes of codes; value = (d · scale) · nibble − dmin · minimum."""
 
 from __future__ import annotations
 

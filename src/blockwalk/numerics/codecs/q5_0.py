@@ -1,4 +1,5 @@
-"""q5_0: GGUF's Q5_0, blocks of 32 elements: d in float16, 32 fifth bits, 16 bytes of nibbles; value = d · (code − 16)."""
+"""q5_0: GGUF's Q5_0, blocks of 32 elements: d in float16, 32 fifth bits, 16 bytes of nibbles; value
+= d · (code − 16)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""q5_1: GGUF's Q5_1, blocks of 32 elements: d and m in float16, 32 fifth bits, 16 bytes of nibbles; value = d · code + m."""
+"""q5_1: GGUF's Q5_1, blocks of 32 elements: d and m in float16, 32 fifth bits, 16 bytes of nibbles;
+value = d · code + m."""
 
 from __future__ import annotations
 

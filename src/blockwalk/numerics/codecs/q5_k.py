@@ -1,6 +1,5 @@
-"""q5_k: GGUF's Q5_K, blocks of 256 elements in eight parts: as q4_k, with 32 bytes of fifth bits before the 128 of nibbles; bit
-i of each is of part i.
-"""
+"""q5_k: GGUF's Q5_K, blocks of 256 elements in eight parts: as q4_k, with 32 bytes of fifth bits
+before the 128 of nibbles; bit i of each is of part i."""
 
 from __future__ import annotations
 

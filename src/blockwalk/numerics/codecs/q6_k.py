@@ -1,6 +1,6 @@
-"""q6_k: GGUF's Q6_K, blocks of 256 elements in sixteen parts: 128 bytes of low nibbles, 64 of high pairs of bits, sixteen
-signed scales, d in float16; value = (d · scale) · (code − 32). Either half of a block has its own 64 and 32 bytes of codes.
-"""
+"""q6_k: GGUF's Q6_K, blocks of 256 elements in sixteen parts: 128 bytes of low nibbles, 64 of high
+pairs of bits, sixteen signed scales, d in float16; value = (d · scale) · (code − 32). Either half
+of a block has its own 64 and 32 bytes of codes."""
 
 from __future__ import annotations
 

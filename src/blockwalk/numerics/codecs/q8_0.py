@@ -1,4 +1,5 @@
-"""q8_0: GGUF's Q8_0, blocks of 32 elements: d in float16, then 32 signed codes; value = d · code."""
+"""q8_0: GGUF's Q8_0, blocks of 32 elements: d in float16, then 32 signed codes; value = d ·
+code."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Readers of matrices whose codes, scales and zero points are tensors of their own: functions that are put together.
+"""Readers of matrices whose codes, scales and zero points are tensors of their own: functions that
+are put together.
 
-A reader answers some rows and columns of a matrix [R, D]. The simplest ones read a tensor; others look its codes up, turn it,
-or make ``(code − zero) · scale`` of several. A quantised checkpoint's format is a reader of its tensors
-(:mod:`blockwalk.tiers.model_folder.quantised`). Products are float32, rounded once.
-"""
+A reader answers some rows and columns of a matrix [R, D]. The simplest ones read a tensor; others
+look its codes up, turn it, or make ``(code − zero) · scale`` of several. A quantised checkpoint's
+format is a reader of its tensors (:mod:`blockwalk.tiers.model_folder.quantised`). Products are
+float32, rounded once."""
 
 from __future__ import annotations
 
@@ -24,26 +25,35 @@ Order = Callable[[Tensor], Tensor]
 
 def numbers(tensor: Tensor) -> Reader:
     """Return the elements of a tensor [R, D]."""
-    if tensor.dtype.is_floating_point and tensor.itemsize == 1:  # an index does not know float8, and its casts are slow
+    if (
+        tensor.dtype.is_floating_point and tensor.itemsize == 1
+    ):  # an index does not know float8, and its casts are slow
         every = torch.arange(256, dtype=torch.uint8, device=tensor.device).view(tensor.dtype)
         return looked_up(numbers(tensor.view(torch.uint8)), every.float())
     return lambda rows, columns: tensor[rows][:, columns]
 
 
 def packed(tensor: Tensor, bits: int, dim: int = 1, order: Order | None = None) -> Reader:
-    """Return codes of ``bits`` bits, several side by side in each element of an integer tensor along ``dim``; ``order``
-    answers the place in it of each, counted from the lowest bits, where it is not their own number."""
+    """Return codes of ``bits`` bits, several side by side in each element of an integer tensor
+    along ``dim``; ``order`` answers the place in it of each, counted from the lowest bits, where it
+    is not their own number."""
     each = 8 * tensor.itemsize // bits
     places = torch.arange(each, dtype=tensor.dtype, device=tensor.device)
     shifts = (order(places) if order else places) * bits
 
     def read(rows: Index, columns: Index) -> Tensor:
         index = (rows, columns)[dim]
-        if isinstance(index, slice):  # whole elements are taken apart, and what is asked for is cut out
+        if isinstance(
+            index, slice
+        ):  # whole elements are taken apart, and what is asked for is cut out
             whole = slice(index.start // each, -(-index.stop // each))
-            part = (tensor[whole][:, columns] if dim == 0 else tensor[rows][:, whole]).unsqueeze(dim + 1)
+            part = (tensor[whole][:, columns] if dim == 0 else tensor[rows][:, whole]).unsqueeze(
+                dim + 1
+            )
             apart = part >> (shifts[:, None] if dim == 0 else shifts) & (1 << bits) - 1
-            return apart.flatten(dim, dim + 1).narrow(dim, index.start % each, index.stop - index.start)
+            return apart.flatten(dim, dim + 1).narrow(
+                dim, index.start % each, index.stop - index.start
+            )
         part = tensor[index // each][:, columns] if dim == 0 else tensor[rows][:, index // each]
         shift = shifts[index % each]
         return part >> (shift[:, None] if dim == 0 else shift) & (1 << bits) - 1
@@ -72,19 +82,28 @@ def above(upper: Reader, lower: Reader, height: int) -> Reader:
 
     def read(rows: Index, columns: Index) -> Tensor:
         if isinstance(rows, Tensor):
-            found = upper(rows.clamp(max=height - 1), columns), lower((rows - height).clamp(min=0), columns)
+            found = (
+                upper(rows.clamp(max=height - 1), columns),
+                lower((rows - height).clamp(min=0), columns),
+            )
             return torch.where((rows < height).unsqueeze(1), *found)
         if rows.stop <= height:
             return upper(rows, columns)
         if rows.start >= height:
             return lower(slice(rows.start - height, rows.stop - height), columns)
-        return torch.cat([upper(slice(rows.start, height), columns), lower(slice(0, rows.stop - height), columns)])
+        return torch.cat(
+            [
+                upper(slice(rows.start, height), columns),
+                lower(slice(0, rows.stop - height), columns),
+            ]
+        )
 
     return read
 
 
 def in_rows_of(width: int, flat: Reader) -> Reader:
-    """Return a matrix of ``width`` columns whose elements are one row of ``flat``, row after row."""
+    """Return a matrix of ``width`` columns whose elements are one row of ``flat``, row after
+    row."""
 
     def read(rows: Index, columns: Index) -> Tensor:
         if isinstance(rows, slice):
@@ -114,7 +133,8 @@ def scaled(
         scales, zeros: those of blocks of the matrix, [⌈R / rows⌉, ⌈D / columns⌉].
         less: a number that every zero point lacks.
         block: rows and columns of a block.
-        group_of: the blocks that each row belongs to, int64 [R], of ``groups``, where these are not neighbours.
+        group_of: the blocks that each row belongs to, int64 [R], of ``groups``, where these are not
+            neighbours.
         plus: a number that every element lacks.
     """
 
@@ -122,7 +142,9 @@ def scaled(
         def spread(of_blocks: Reader, less: float = 0.0) -> Tensor:
             down = _blocks(rows, block[0]) if group_of is None else slice(0, groups)
             found = of_blocks(down, _blocks(columns, block[1])).to(torch.float32) + less
-            found = _for_each(found, rows, block[0], 0) if group_of is None else found[group_of[rows]]
+            found = (
+                _for_each(found, rows, block[0], 0) if group_of is None else found[group_of[rows]]
+            )
             return _for_each(found, columns, block[1], 1)
 
         values = codes(rows, columns).to(torch.float32)
@@ -136,13 +158,18 @@ def scaled(
 
 
 def _blocks(index: Index, size: int) -> Index:
-    """Return the blocks of ``size`` rows or columns that some touch: once where these are neighbours, else one for each."""
-    return slice(index.start // size, -(-index.stop // size)) if isinstance(index, slice) else index // size
+    """Return the blocks of ``size`` rows or columns that some touch: once where these are
+    neighbours, else one for each."""
+    return (
+        slice(index.start // size, -(-index.stop // size))
+        if isinstance(index, slice)
+        else index // size
+    )
 
 
 def _for_each(of_blocks: Tensor, index: Index, size: int, dim: int) -> Tensor:
-    """Return the value of its block for each of some rows or columns; of one block for all, or of as many blocks, as they
-    are."""
+    """Return the value of its block for each of some rows or columns; of one block for all, or of
+    as many blocks, as they are."""
     if size == 1 or not isinstance(index, slice) or of_blocks.shape[dim] == 1:
         return of_blocks
     whole = of_blocks.repeat_interleave(size, dim)

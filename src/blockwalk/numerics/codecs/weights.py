@@ -1,4 +1,5 @@
-"""Weights that are used without ever being whole: ranges of encoded or dense bytes, decoded or converted into scratch."""
+"""Weights that are used without ever being whole: ranges of encoded or dense bytes, decoded or
+converted into scratch."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from blockwalk.plan.sizes import EXPERTS_BYTES
 
 
 class Weight(Protocol):
-    """One 2-D parameter that is materialised a range at a time, in ``dtype``: the weight provider of the design.
+    """One 2-D parameter that is materialised a range at a time, in ``dtype``: the weight provider
+    of the design.
 
-    The tensors that :meth:`rows` and :meth:`columns` return are scratch: they hold until the next call.
-    """
+    The tensors that :meth:`rows` and :meth:`columns` return are scratch: they hold until the next
+    call."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -36,7 +38,8 @@ class Weight(Protocol):
         ...
 
     def gather(self, index: Tensor) -> Tensor:
-        """Return the rows named by ``index`` (any shape, int64): shape [*index.shape, D], freshly allocated."""
+        """Return the rows named by ``index`` (any shape, int64): shape [*index.shape, D], freshly
+        allocated."""
         ...
 
 
@@ -58,8 +61,8 @@ class Experts(Protocol):
         ...
 
     def whole(self) -> Tensor | None:
-        """Decode all of them, [E, N, D], into scratch, where a device does so in one launch and they are no more than it should
-        hold; None elsewhere."""
+        """Decode all of them, [E, N, D], into scratch, where a device does so in one launch and
+        they are no more than it should hold; None elsewhere."""
         ...
 
     def ends(self, offs_E: Tensor, rows: int) -> list[int]:
@@ -70,19 +73,29 @@ class Experts(Protocol):
 
 
 class EncodedWeight:
-    """A :class:`~blockwalk.numerics.codecs.weights.Weight` over an encoded parameter's bytes, [R, D] in the layout's terms; one
-    of three dimensions is :class:`Experts`.
+    """A :class:`~blockwalk.numerics.codecs.weights.Weight` over an encoded parameter's bytes, [R,
+    D] in the layout's terms; one of three dimensions is :class:`Experts`.
 
-    ``buffer`` (uint8, 1-D, of the encoded size, or the tensors of a parted codec; views of file maps will do) stays where it
-    is. :meth:`rows` and :meth:`columns` decode into scratch and allocate nothing; ``dtype`` is that of what they return.
-    """
+    ``buffer`` (uint8, 1-D, of the encoded size, or the tensors of a parted codec; views of file
+    maps will do) stays where it is. :meth:`rows` and :meth:`columns` decode into scratch and
+    allocate nothing; ``dtype`` is that of what they return."""
 
     def __init__(
-        self, buffer: Bytes, layout: Layout, dtype: torch.dtype = torch.bfloat16, span: tuple[int, int] | None = None
+        self,
+        buffer: Bytes,
+        layout: Layout,
+        dtype: torch.dtype = torch.bfloat16,
+        span: tuple[int, int] | None = None,
     ) -> None:
         if isinstance(buffer, Tensor):
-            assert (buffer.dtype, buffer.shape) == (torch.uint8, (layout.nbytes,)), (buffer.dtype, buffer.shape, layout)
-        self.buffer, self.layout, self.dtype = buffer, layout, dtype
+            assert (buffer.dtype, buffer.shape) == (torch.uint8, (layout.nbytes,)), (
+                buffer.dtype,
+                buffer.shape,
+                layout,
+            )
+        self.buffer = buffer
+        self.layout = layout
+        self.dtype = dtype
         self._span = span or (0, layout.rows)
         self.shape = layout.shape if span is None else (span[1] - span[0], layout.columns)
 
@@ -99,10 +112,15 @@ class EncodedWeight:
             own = tuple(part[index] for part in self.layout.split(self.buffer))
             return EncodedWeight(own, replace(self.layout, shape=self.layout.shape[1:]), self.dtype)
         rows = self.layout.shape[-2]
-        return EncodedWeight(self.buffer, self.layout, self.dtype, (index * rows, (index + 1) * rows))
+        return EncodedWeight(
+            self.buffer, self.layout, self.dtype, (index * rows, (index + 1) * rows)
+        )
 
     def whole(self) -> Tensor | None:
-        if not has_kernel(self.layout, self.buffer) or math.prod(self.shape) * self.dtype.itemsize > EXPERTS_BYTES:
+        if (
+            not has_kernel(self.layout, self.buffer)
+            or math.prod(self.shape) * self.dtype.itemsize > EXPERTS_BYTES
+        ):
             return None
         out = self._take(self.layout.rows, self.layout.columns)
         return decode_rows(self.buffer, self.layout, 0, self.layout.rows, out).view(self.shape)
@@ -129,7 +147,8 @@ class EncodedWeight:
             for index in range(start, stop):
                 self.expert(index).read_into(out[index - start].view(self.shape[1:]))
             return out
-        out, first = self._take(stop - start, self.layout.columns), self._span[0]
+        out = self._take(stop - start, self.layout.columns)
+        first = self._span[0]
         return decode_rows(self.buffer, self.layout, first + start, first + stop, out)
 
     def columns(self, start: int, stop: int) -> Tensor:
@@ -151,15 +170,19 @@ class EncodedWeight:
             decode_rows(self.buffer, self.layout, *self._span, out)
 
     def _take(self, rows: int, columns: int) -> Tensor:
-        return shared_arena(self.device).take("weight", rows, columns, like=self._like, dtype=self.dtype)
+        return shared_arena(self.device).take(
+            "weight", rows, columns, like=self._like, dtype=self.dtype
+        )
 
 
 class JoinedWeight:
-    """Two weights of N rows side by side, [N, D + R], in the first one's dtype. Ranges are freshly allocated: both weights may
-    be made in the same scratch."""
+    """Two weights of N rows side by side, [N, D + R], in the first one's dtype. Ranges are freshly
+    allocated: both weights may be made in the same scratch."""
 
     def __init__(self, left: Weight, right: Weight) -> None:
-        self.left, self.right, self.dtype = left, right, left.dtype
+        self.left = left
+        self.right = right
+        self.dtype = left.dtype
         self.shape = (left.shape[0], left.shape[1] + right.shape[1])
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -177,12 +200,16 @@ class JoinedWeight:
 
 
 class LowRankSum:
-    """A weight plus a product of thin factors, W + A·Bᵀ, in W's dtype: products with it are made of those with W, with B and
-    with A, and what lies in W is neither changed nor copied. ``a_NR`` and ``b_DR`` are of that dtype."""
+    """A weight plus a product of thin factors, W + A·Bᵀ, in W's dtype: products with it are made of
+    those with W, with B and with A, and what lies in W is neither changed nor copied. ``a_NR`` and
+    ``b_DR`` are of that dtype."""
 
     def __init__(self, base: Weight, a_NR: Tensor, b_DR: Tensor) -> None:
-        self.base, self.a_NR, self.b_DR = base, a_NR, b_DR
-        self.shape, self.dtype = base.shape, base.dtype
+        self.base = base
+        self.a_NR = a_NR
+        self.b_DR = b_DR
+        self.shape = base.shape
+        self.dtype = base.dtype
 
     def rows(self, start: int, stop: int) -> Tensor:
         return self._sum(self.base.rows(start, stop), self.a_NR[start:stop], self.b_DR)
@@ -201,13 +228,13 @@ class LowRankSum:
 class DenseWeight:
     """A :class:`~blockwalk.numerics.codecs.weights.Weight` over a dense tensor [N, D].
 
-    Where ``dtype`` is the tensor's own, ranges are views of the tensor itself, not to be written; otherwise they are
-    converted into scratch.
-    """
+    Where ``dtype`` is the tensor's own, ranges are views of the tensor itself, not to be written;
+    otherwise they are converted into scratch."""
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
         assert tensor.dim() == 2, tensor.shape
-        self.tensor, self.dtype = tensor, dtype or tensor.dtype
+        self.tensor = tensor
+        self.dtype = dtype or tensor.dtype
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -230,13 +257,19 @@ class DenseWeight:
     def _as_used(self, part: Tensor) -> Tensor:
         if part.dtype == self.dtype:
             return part
-        return shared_arena(part.device).take("weight", *part.shape, like=part, dtype=self.dtype).copy_(part)
+        return (
+            shared_arena(part.device)
+            .take("weight", *part.shape, like=part, dtype=self.dtype)
+            .copy_(part)
+        )
 
 
-def opened(layout: Layout, bytes_P: Bytes, dtype: torch.dtype | None = None) -> Tensor | EncodedWeight:
-    """A parameter over its bytes (uint8 [nbytes]), wherever they are: the numbers themselves where they are plain, an
-    encoded matrix or a layer's encoded experts as a Weight; an encoded vector is decoded afresh. ``dtype`` is that of decoded
-    numbers, the layout's unless given."""
+def opened(
+    layout: Layout, bytes_P: Bytes, dtype: torch.dtype | None = None
+) -> Tensor | EncodedWeight:
+    """A parameter over its bytes (uint8 [nbytes]), wherever they are: the numbers themselves where
+    they are plain, an encoded matrix or a layer's encoded experts as a Weight; an encoded vector is
+    decoded afresh. ``dtype`` is that of decoded numbers, the layout's unless given."""
     if isinstance(bytes_P, Tensor) and not layout.codec.encoded:
         return layout.codes(bytes_P).view(layout.shape)
     weight = EncodedWeight(bytes_P, layout, dtype or dtype_of(layout.dtype))

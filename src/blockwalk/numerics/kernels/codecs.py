@@ -1,9 +1,10 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
-"""Rows of an encoded parameter decoded, and perturbed on the way, in one pass: the values of ``numerics/codecs``, bit for bit.
+"""Rows of an encoded parameter decoded, and perturbed on the way, in one pass: the values of
+``numerics/codecs``, bit for bit.
 
-A byte of two elements is loaded once where groups are read whole and no noise is added. Elsewhere each element's code is loaded
-by itself: the two elements of a byte are a cache line apart at most, and noise costs more.
-"""
+A byte of two elements is loaded once where groups are read whole and no noise is added. Elsewhere
+each element's code is loaded by itself: the two elements of a byte are a cache line apart at most,
+and noise costs more."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ from torch import Tensor
 
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.nf4 import LEVELS
-from blockwalk.numerics.kernels.noise import _COUNTERS, _cast, _cubics, _key_words, _on, _programs, _values, options
+from blockwalk.numerics.kernels.noise import (
+    _COUNTERS,
+    _cast,
+    _cubics,
+    _key_words,
+    _on,
+    _programs,
+    _values,
+    options,
+)
 from blockwalk.numerics.noise.numpy_words import DRAWS, KINDS
 from blockwalk.plan.placement import Codec
 
@@ -33,7 +43,9 @@ PAIRED = (2, 3, 4, 5)
 @triton.jit
 def _half(buffer, byte, inside):
     """The float16 numbers at some even bytes of a buffer, in float32."""
-    return tl.load((buffer + byte).to(tl.pointer_type(tl.float16)), mask=inside, other=0.0).to(tl.float32)
+    return tl.load((buffer + byte).to(tl.pointer_type(tl.float16)), mask=inside, other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
@@ -48,7 +60,18 @@ def _e4m3(code):
 
 
 @triton.jit
-def _decoded(buffer, levels, row, column, inside, rows, groups, width, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+def _decoded(
+    buffer,
+    levels,
+    row,
+    column,
+    inside,
+    rows,
+    groups,
+    width,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """The elements of a row at some columns, float32; ``width`` is the parameter's columns."""
     if FORMAT < 2:
         code = tl.load(buffer + rows * 4 + row * width + column, mask=inside, other=0)
@@ -61,18 +84,26 @@ def _decoded(buffer, levels, row, column, inside, rows, groups, width, FORMAT: t
         place = row * groups + column // GROUP
         k = column % GROUP
         if FORMAT == 3:  # the earlier element in the high half of a byte
-            code = tl.load(buffer + rows * groups * 4 + place * (GROUP // 2) + k // 2, mask=inside, other=0)
+            code = tl.load(
+                buffer + rows * groups * 4 + place * (GROUP // 2) + k // 2, mask=inside, other=0
+            )
             nibble = tl.where(k % 2 == 0, code >> 4, code & 15).to(tl.int32)
-            scale = tl.load((buffer + place * 4).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
+            scale = tl.load(
+                (buffer + place * 4).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0
+            )
             return tl.load(levels + nibble) * scale
         else:
             half = k % (GROUP // 2)
             if FORMAT == 2:
-                code = tl.load(buffer + rows * groups * 2 + place * (GROUP // 2) + half, mask=inside, other=0)
+                code = tl.load(
+                    buffer + rows * groups * 2 + place * (GROUP // 2) + half, mask=inside, other=0
+                )
                 scale = _half(buffer, place * 2, inside)
             else:  # scales stand before a group's codes
                 SCALES: tl.constexpr = 4 if FORMAT == 4 else 2
-                code = tl.load(buffer + place * (GROUP // 2 + SCALES) + SCALES + half, mask=inside, other=0)
+                code = tl.load(
+                    buffer + place * (GROUP // 2 + SCALES) + SCALES + half, mask=inside, other=0
+                )
                 scale = _half(buffer, place * (GROUP // 2 + SCALES), inside)
             nibble = tl.where(k < GROUP // 2, code & 15, code >> 4).to(tl.int32)
             if FORMAT == 4:
@@ -84,14 +115,26 @@ def _decoded(buffer, levels, row, column, inside, rows, groups, width, FORMAT: t
 
 @triton.jit
 def _of_nibble(nibble, less: tl.constexpr):
-    """Convert a number below 16, less another one, to float32: by integers, for conversions take four times as long."""
+    """Convert a number below 16, less another one, to float32: by integers, for conversions take
+    four times as long."""
     return (nibble.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + less)
 
 
 @triton.jit
-def _decoded_tile(buffer, levels, row, start, rows, groups, FORMAT: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr):
-    """Decode C columns, whole groups of them from ``start`` on, of R rows of 4-bit codes: float32 [R, C]. Each byte is loaded
-    once for its two elements, each scale once for its group. Beyond the last group stands the last group again."""
+def _decoded_tile(
+    buffer,
+    levels,
+    row,
+    start,
+    rows,
+    groups,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Decode C columns, whole groups of them from ``start`` on, of R rows of 4-bit codes: float32
+    [R, C]. Each byte is loaded once for its two elements, each scale once for its group. Beyond the
+    last group stands the last group again."""
     HALF: tl.constexpr = GROUP // 2
     R: tl.constexpr = row.shape[0]
     group = tl.minimum(start // GROUP + tl.arange(0, C // GROUP), groups - 1)
@@ -116,9 +159,9 @@ def _decoded_tile(buffer, levels, row, start, rows, groups, FORMAT: tl.constexpr
         early = _of_nibble(code & 15, LESS) * scale
         late = _of_nibble(code >> 4, LESS) * scale
         if FORMAT == 4:
-            least = tl.load((buffer + place * (HALF + 4) + 2).to(tl.pointer_type(tl.float16))).to(tl.float32)[
-                :, :, None
-            ]
+            least = tl.load((buffer + place * (HALF + 4) + 2).to(tl.pointer_type(tl.float16))).to(
+                tl.float32
+            )[:, :, None]
             early += least
             late += least
         return tl.reshape(tl.permute(tl.join(early, late), (0, 1, 3, 2)), (R, C))
@@ -167,14 +210,23 @@ def _decode_kernel(
         start = first_column.to(tl.int64) + tile * SIZE
         one = place + tl.zeros([1], tl.int64)
         x = tl.reshape(
-            _decoded_tile(buffer, levels, one, start, rows.to(tl.int64), groups, FORMAT, GROUP, SIZE), (SIZE,)
+            _decoded_tile(
+                buffer, levels, one, start, rows.to(tl.int64), groups, FORMAT, GROUP, SIZE
+            ),
+            (SIZE,),
         )
     else:
         column = tl.where(inside, position + first_column, 0)
-        x = _decoded(buffer, levels, place, column, inside, rows.to(tl.int64), groups, width, FORMAT, GROUP)
+        x = _decoded(
+            buffer, levels, place, column, inside, rows.to(tl.int64), groups, width, FORMAT, GROUP
+        )
     if KIND != 0:
         x += _values(begin // DRAWS + tile * COUNTERS, k0, k1, cubics, KIND, COUNTERS) * scale
-    tl.store(out + out_row * out_width + position, _cast(x, 0, 0, 0, out.dtype.element_ty, False, SIZE), mask=inside)
+    tl.store(
+        out + out_row * out_width + position,
+        _cast(x, 0, 0, 0, out.dtype.element_ty, False, SIZE),
+        mask=inside,
+    )
 
 
 def decode(
@@ -189,11 +241,14 @@ def decode(
     scale: float,
     kind: NoiseKind | None,
 ) -> None:
-    """``out`` [n, m] = cast(value + scale·z) of rows ``first_row`` …, or of those that ``rows`` names, from ``first_column``
-    on."""
-    code, draws = KINDS[kind], DRAWS[kind] if kind else 16
+    """``out`` [n, m] = cast(value + scale·z) of rows ``first_row`` …, or of those that ``rows``
+    names, from ``first_column`` on."""
+    code = KINDS[kind]
+    draws = DRAWS[kind] if kind else 16
     tiles = _programs(out.shape[1], draws, _COUNTERS[code], kind is None)
-    whole_groups = first_column % layout.group_size == 0 and _COUNTERS[code] * draws % layout.group_size == 0
+    whole_groups = (
+        first_column % layout.group_size == 0 and _COUNTERS[code] * draws % layout.group_size == 0
+    )
     with _on(out):
         _decode_kernel[(out.shape[0] * tiles,)](
             buffer,

@@ -1,12 +1,13 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 """The noise of ``noise/noise.py`` as Triton kernels, with the same bits as on a CPU.
 
-Products and sums must round separately, as everywhere: every launch turns the fusing of multiply and add off. Words are
-made once for each counter and laid out in element order, so that memory is read and written in order, each element once.
-The kernels also run in Triton's interpreter, on CPU tensors, which is how their bits are tested without a GPU.
+Products and sums must round separately, as everywhere: every launch turns the fusing of multiply
+and add off. Words are made once for each counter and laid out in element order, so that memory is
+read and written in order, each element once. The kernels also run in Triton's interpreter, on CPU
+tensors, which is how their bits are tested without a GPU.
 
-Import these modules only where an accelerator's tensors are: they need triton, which comes with torch's CUDA builds for Linux.
-"""
+Import these modules only where an accelerator's tensors are: they need triton, which comes with
+torch's CUDA builds for Linux."""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ COMPILE_OPTIONS = {"enable_fp_fusion": False}
 
 
 def options(device: torch.device) -> dict[str, Any]:
-    """Give these options as many threads as a program has counters: two wavefronts of 64 threads (ROCm's GPUs for servers) in
-    place of Triton's four warps of 32, of which four would draw all noise twice."""
+    """Give these options as many threads as a program has counters: two wavefronts of 64 threads
+    (ROCm's GPUs for servers) in place of Triton's four warps of 32, of which four would draw all
+    noise twice."""
     wide = not is_cpu(device) and _threads_together(device) == 64
     return {**COMPILE_OPTIONS, "num_warps": 2} if wide else COMPILE_OPTIONS
 
@@ -43,7 +45,9 @@ def options(device: torch.device) -> dict[str, Any]:
 @functools.cache
 def _threads_together(device: torch.device) -> int:
     """Ask torch for the threads of a warp: 32 where it does not tell."""
-    properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
+    properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(
+        device
+    )
     return int(getattr(properties, "warp_size", 32))
 
 
@@ -53,7 +57,8 @@ _KEYS = ("k0", "k1", "r0", "r1", "u0", "u1", "start")
 
 @triton.jit
 def _words(counter, k0, k1, COUNTERS: tl.constexpr):
-    """Philox 4x64-10 of ``counter`` … + COUNTERS − 1: uint64 [4·COUNTERS], the four words of a counter side by side."""
+    """Philox 4x64-10 of ``counter`` … + COUNTERS − 1: uint64 [4·COUNTERS], the four words of a
+    counter side by side."""
     MULTIPLIER_0: tl.constexpr = 0xD2E7470EE14C6C93
     MULTIPLIER_1: tl.constexpr = 0xCA5A826395121157
     WEYL_0: tl.constexpr = 0x9E3779B97F4A7C15
@@ -100,7 +105,9 @@ def _values(counter, k0, k1, cubics, KIND: tl.constexpr, COUNTERS: tl.constexpr)
         value = tl.load(cubics + 96 + segment) * t + tl.load(cubics + 64 + segment)
         value = value * t + tl.load(cubics + 32 + segment)
         value = value * t + tl.load(cubics + segment)
-        return (value.to(tl.uint32, bitcast=True) | (draws >> 15) << 31).to(tl.float32, bitcast=True)
+        return (value.to(tl.uint32, bitcast=True) | (draws >> 15) << 31).to(
+            tl.float32, bitcast=True
+        )
     else:
         words = _words(counter, k0, k1, COUNTERS)
         shifts = tl.arange(0, 64).to(tl.uint64)
@@ -110,7 +117,8 @@ def _values(counter, k0, k1, cubics, KIND: tl.constexpr, COUNTERS: tl.constexpr)
 
 @triton.jit
 def _to_bfloat16(x, carry):
-    """``x`` with ``carry`` added below the bits that stay: to nearest even by it, whatever the conversion of a device."""
+    """``x`` with ``carry`` added below the bits that stay: to nearest even by it, whatever the
+    conversion of a device."""
     bits = x.to(tl.uint32, bitcast=True)
     pattern = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, (bits + carry) >> 16)
     return pattern.to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -125,7 +133,9 @@ def _to_float16(x, draws):
     normal = magnitude >= 0x38800000
     shift = tl.where(normal, 13, tl.where(exponent >= 86, 126 - exponent, 40)).to(tl.uint32)
     significand = tl.where(normal, magnitude - 0x38000000, (magnitude & 0x7FFFFF) | 0x800000)
-    inside = tl.minimum(shift, 31)  # a shift by 32 or more is not defined; by 31 nothing is kept already
+    inside = tl.minimum(
+        shift, 31
+    )  # a shift by 32 or more is not defined; by 31 nothing is kept already
     kept = significand >> inside
     dropped = significand - (kept << inside)
     coarser = tl.where(shift < 16, 16 - shift, 0).to(tl.uint32)
@@ -138,7 +148,8 @@ def _to_float16(x, draws):
 
 @triton.jit
 def _cast(x, first, r0, r1, dtype: tl.constexpr, ROUNDING: tl.constexpr, SIZE: tl.constexpr):
-    """``x``, whose first element is element ``first`` (a multiple of 16) of its parameter, in ``dtype``."""
+    """``x``, whose first element is element ``first`` (a multiple of 16) of its parameter, in
+    ``dtype``."""
     if dtype == tl.bfloat16:
         if ROUNDING:
             return _to_bfloat16(x, _draws(first // 16, r0, r1, SIZE // 16))
@@ -201,12 +212,17 @@ def _draws_kernel(out, start, count, k0, k1, COUNTERS: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     draws = _draws(start.to(tl.int64) // 16 + program * COUNTERS, k0, k1, COUNTERS)
     position = program * (16 * COUNTERS) + tl.arange(0, 16 * COUNTERS) - start.to(tl.int64) % 16
-    tl.store(out + position, draws.to(out.dtype.element_ty), mask=(position >= 0) & (position < count))
+    tl.store(
+        out + position, draws.to(out.dtype.element_ty), mask=(position >= 0) & (position < count)
+    )
 
 
 def write(w: Write) -> Tensor:
     """Return the operation behind ``noise.py``'s; answers ``out``."""
-    source, out, place, code = w.source, w.out, w.place, KINDS[w.kind]
+    source = w.source
+    out = w.out
+    place = w.place
+    code = KINDS[w.kind]
     draws = DRAWS[w.kind] if w.kind else 16
     aligned = w.start % draws == 0 and place.pitch % draws == 0
     tiles = _programs(place.width, draws, _COUNTERS[code], aligned)
@@ -240,7 +256,8 @@ def write(w: Write) -> Tensor:
 
 def random_uint16(key: Key, start: int, out: Tensor) -> Tensor:
     """``noise.random_uint16``; its arguments are checked there."""
-    counters, count = _COUNTERS[0], out.numel()
+    counters = _COUNTERS[0]
+    count = out.numel()
     with _on(out):
         _draws_kernel[(_programs(count, 16, counters, False),)](
             out, start, count, *_key_words(key), COUNTERS=counters, **options(out.device)
@@ -249,7 +266,8 @@ def random_uint16(key: Key, start: int, out: Tensor) -> Tensor:
 
 
 def _programs(elements: int, draws: int, counters: int, aligned: bool) -> int:
-    """Return programs that cover a row of elements which may begin anywhere in its first counter."""
+    """Return programs that cover a row of elements which may begin anywhere in its first
+    counter."""
     return -(-(elements + (0 if aligned else draws - 1)) // (draws * counters))
 
 
@@ -261,7 +279,11 @@ def _key_words(key: Key | None) -> tuple[int, int]:
 
 def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return Triton launches on the current device."""
-    return contextlib.nullcontext() if tensor.is_cpu else torch.accelerator.device_index(tensor.device.index)
+    return (
+        contextlib.nullcontext()
+        if tensor.is_cpu
+        else torch.accelerator.device_index(tensor.device.index)
+    )
 
 
 @functools.cache

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 """Updates of many tensors in one launch: pending zeroth-order entries, perturbations, and AdamW.
 
-A launch's tensors stand in a table in device memory, a row each, sent in one copy; a program finds the row that its tile
-belongs to.
-"""
+A launch's tensors stand in a table in device memory, a row each, sent in one copy; a program finds
+the row that its tile belongs to."""
 
 from __future__ import annotations
 
@@ -59,10 +58,12 @@ def _advance_kernel(
     COUNTERS: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
-    """A tile of a tensor: every entry in turn, rounded as its tier keeps it; or a perturbation, into another tensor.
+    """A tile of a tensor: every entry in turn, rounded as its tier keeps it; or a perturbation,
+    into another tensor.
 
-    A row is its head (first tile, addresses of master and out, elements, first element), then of every entry the rounding's
-    key, the decay and the queries' keys and factors; or the perturbation's key and scale."""
+    A row is its head (first tile, addresses of master and out, elements, first element), then of
+    every entry the rounding's key, the decay and the queries' keys and factors; or the
+    perturbation's key and scale."""
     SIZE: tl.constexpr = COUNTERS * DRAWS
     program = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, SEGMENTS)
@@ -83,19 +84,23 @@ def _advance_kernel(
             k0 = tl.load(at + 3 + 3 * query)
             k1 = tl.load(at + 4 + 3 * query)
             x += _values(counter, k0, k1, cubics, KIND, COUNTERS) * _number(at, 5 + 3 * query)
-        x = _cast(x, counter * DRAWS, tl.load(at), tl.load(at + 1), MASTER, ROUNDING, SIZE).to(tl.float32)
+        x = _cast(x, counter * DRAWS, tl.load(at), tl.load(at + 1), MASTER, ROUNDING, SIZE).to(
+            tl.float32
+        )
         at += 3 + 3 * QUERIES
     if PERTURBS:
         out = tl.load(own + 2).to(tl.pointer_type(OUT))
         x += _values(counter, tl.load(at), tl.load(at + 1), cubics, KIND, COUNTERS) * _number(at, 2)
         tl.store(out + position, _cast(x, 0, 0, 0, OUT, False, SIZE), mask=inside)
     else:
-        tl.store(master + position, _cast(x, 0, 0, 0, MASTER, False, SIZE), mask=inside)  # its own bits
+        tl.store(
+            master + position, _cast(x, 0, 0, 0, MASTER, False, SIZE), mask=inside
+        )  # its own bits
 
 
 def _numbers(words: Sequence[int], factors: Sequence[float], tensors: int) -> npt.NDArray[np.int64]:
-    """Return numbers that a kernel reads of each draw, int64 [tensors, 3 · draws]: the two words of its key, and the
-    float32 bits of its factor."""
+    """Return numbers that a kernel reads of each draw, int64 [tensors, 3 · draws]: the two words of
+    its key, and the float32 bits of its factor."""
     keys = np.array(words, dtype=np.int64).reshape(-1, 2)
     bits = np.array(factors, dtype=np.float32).view(np.int32).astype(np.int64).reshape(-1, 1)
     return np.concatenate([keys, bits], axis=1).reshape(tensors, -1)
@@ -112,15 +117,19 @@ def advance(
     rounding: bool,
     kind: NoiseKind,
 ) -> None:
-    """The operator ``advance_`` (:mod:`blockwalk.numerics.operators`), a launch for each pair of dtypes."""
-    code, draws = KINDS[kind], DRAWS[kind]
+    """The operator ``advance_`` (:mod:`blockwalk.numerics.operators`), a launch for each pair of
+    dtypes."""
+    code = KINDS[kind]
+    draws = DRAWS[kind]
     pairs = [(each.dtype, outs[n].dtype if outs else each.dtype) for n, each in enumerate(masters)]
     numbers = _numbers(words, factors, len(masters))
     for pair in dict.fromkeys(pairs):
         chosen = [n for n, each in enumerate(pairs) if each == pair]
-        rows, tiles = [], 0
+        rows = []
+        tiles = 0
         for n in chosen:
-            master, out = masters[n], outs[n].data_ptr() if outs else 0
+            master = masters[n]
+            out = outs[n].data_ptr() if outs else 0
             rows.append([tiles, master.data_ptr(), out, master.numel(), starts[n], *numbers[n]])
             tiles += _programs(master.numel(), draws, _COUNTERS[code], starts[n] % draws == 0)
         table = sent(torch.tensor(rows, dtype=torch.int64), masters[0].device)
@@ -147,7 +156,7 @@ def advance(
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-# ---- rows of eight-bit codes that share a scale ----------------------------------------------------------------------
+# ---- rows of eight-bit codes that share a scale --------------------------------------------------
 
 
 @triton.jit
@@ -161,7 +170,9 @@ def _to_e4m3(x):
     """The codes, uint32, of numbers of at most 448, to nearest even."""
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(
+        tl.uint32, bitcast=True
+    ) - 0x46800000
     normal = (magnitude - 0x3C000000 + 0x7FFFF + (magnitude >> 20 & 1)) >> 20
     code = tl.where(magnitude < 0x3C800000, small, normal)
     return tl.where(magnitude > 0x7F800000, 0x7F, code) | bits >> 31 << 7
@@ -169,20 +180,24 @@ def _to_e4m3(x):
 
 @triton.jit
 def _advanced(codes, scale, begin, tile, width, table, cubics, QUERIES, FP8, KIND, COUNTERS, DRAWS):
-    """A tile of a row after an entry, float32; its positions in the row, and which of them are inside."""
+    """A tile of a row after an entry, float32; its positions in the row, and which of them are
+    inside."""
     SIZE: tl.constexpr = COUNTERS * DRAWS
     position = tile * SIZE + tl.arange(0, SIZE) - begin % DRAWS
     inside = (position >= 0) & (position < width)
     code = tl.load(codes + position, mask=inside, other=0)
-    if FP8:  # noqa: SIM108
-        x = _e4m3(code.to(tl.uint32)) * scale
-    else:
-        x = code.to(tl.int8, bitcast=True).to(tl.float32) * scale
+    x = (
+        _e4m3(code.to(tl.uint32)) * scale
+        if FP8
+        else code.to(tl.int8, bitcast=True).to(tl.float32) * scale
+    )
     x *= _number(table, 2)
     for query in tl.static_range(QUERIES):
         k0 = tl.load(table + 3 + 3 * query)
         k1 = tl.load(table + 4 + 3 * query)
-        x += _values(begin // DRAWS + tile * COUNTERS, k0, k1, cubics, KIND, COUNTERS) * _number(table, 5 + 3 * query)
+        x += _values(begin // DRAWS + tile * COUNTERS, k0, k1, cubics, KIND, COUNTERS) * _number(
+            table, 5 + 3 * query
+        )
     return x, position, inside
 
 
@@ -190,7 +205,8 @@ def _advanced(codes, scale, begin, tile, width, table, cubics, QUERIES, FP8, KIN
 def _advance_rows_kernel(
     scales,  # float32 [rows]
     codes,  # uint8 [rows, width]
-    table,  # int64: of every entry the rounding's key and the decay, then each query's key and factor
+    # int64: of every entry the rounding's key and the decay, then each query's key and factor
+    table,
     cubics,
     width,
     tiles,  # of a row
@@ -204,7 +220,8 @@ def _advance_rows_kernel(
     COUNTERS: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
-    """One row: its new scale is its largest magnitude's, which a first pass finds; the second makes the same numbers again."""
+    """One row: its new scale is its largest magnitude's, which a first pass finds; the second makes
+    the same numbers again."""
     SIZE: tl.constexpr = COUNTERS * DRAWS
     row = tl.program_id(0).to(tl.int64)
     codes += row * width
@@ -234,7 +251,10 @@ def _advance_rows_kernel(
                 units = tl.math.div_rn(magnitude, grid)
                 whole = tl.floor(units)
                 draws = _draws(
-                    (begin // DRAWS + tile * COUNTERS) * (DRAWS // 16), tl.load(at), tl.load(at + 1), SIZE // 16
+                    (begin // DRAWS + tile * COUNTERS) * (DRAWS // 16),
+                    tl.load(at),
+                    tl.load(at + 1),
+                    SIZE // 16,
                 )
                 up = _nearest((units - whole) * 65536.0).to(tl.int32) + draws.to(tl.int32) >= 65536
                 whole = (whole + up.to(tl.float32)) * grid
@@ -243,10 +263,11 @@ def _advance_rows_kernel(
             elif not FP8:
                 steps = _nearest(steps)
             steps = tl.minimum(tl.maximum(steps, -largest), largest)
-            if FP8:  # noqa: SIM108
-                code = _to_e4m3(steps).to(tl.uint8)
-            else:
-                code = steps.to(tl.int32).to(tl.int8).to(tl.uint8, bitcast=True)
+            code = (
+                _to_e4m3(steps).to(tl.uint8)
+                if FP8
+                else steps.to(tl.int32).to(tl.int8).to(tl.uint8, bitcast=True)
+            )
             tl.store(codes + position, code, mask=inside)
         tl.store(scales + row, new)
         tl.debug_barrier()  # the next entry's reads may be other threads'
@@ -289,7 +310,7 @@ def advance_rows(
         )
 
 
-# ---- AdamW -----------------------------------------------------------------------------------------------------------
+# ---- AdamW ---------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["r0", "r1"])
@@ -315,7 +336,12 @@ def _adamw_kernel(
 
 
 def adamw(
-    param: Tensor, grad: Tensor, first: Tensor, second: Tensor, numbers: Sequence[float], rounding: Sequence[int]
+    param: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    numbers: Sequence[float],
+    rounding: Sequence[int],
 ) -> None:
     """The operator ``adamw_``: ``numbers`` as the kernel takes them, from the decay to the rate."""
     size = 1024

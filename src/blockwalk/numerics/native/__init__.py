@@ -1,15 +1,17 @@
 """Small C kernels, compiled on this machine when they are first used.
 
-:func:`load` compiles ``<name>.c`` of this folder with the system's C compiler, for this processor, into a cache folder
-and opens it with ctypes. Where there is no compiler, a wheel for the platform has brought libraries for a few processors
-(:data:`LEVELS`); without these as well (or with ``BLOCKWALK_NATIVE=0``) :func:`load` answers None and the caller takes its
-torch or numpy path, which gives the same bits. Fused multiply-add is off (``-ffp-contract=off``): C rounds where torch does.
+:func:`load` compiles ``<name>.c`` of this folder with the system's C compiler, for this processor,
+into a cache folder and opens it with ctypes. Where there is no compiler, a wheel for the platform
+has brought libraries for a few processors (:data:`LEVELS`); without these as well (or with
+``BLOCKWALK_NATIVE=0``) :func:`load` answers None and the caller takes its torch or numpy path,
+which gives the same bits. Fused multiply-add is off (``-ffp-contract=off``): C rounds where torch
+does.
 
-The kernels start no threads: they share their work out over torch's own (:func:`team`). ctypes releases the interpreter's lock
-during a call.
+The kernels start no threads: they share their work out over torch's own (:func:`team`). ctypes
+releases the interpreter's lock during a call.
 
-A library runs as whoever opens it: one that another user could have put into the cache, or changed there, is not opened,
-and the kernel is compiled into a folder of this process alone.
+A library runs as whoever opens it: one that another user could have put into the cache, or changed
+there, is not opened, and the kernel is compiled into a folder of this process alone.
 
 Environment: ``BLOCKWALK_NATIVE=0`` never compiles or loads; ``CC`` names the compiler.
 """
@@ -41,12 +43,15 @@ LEVELS = {
     "x86-64-v3": "avx2 bmi1 bmi2 f16c fma movbe",
     "armv8-a": "asimd",
 }
-"""Processors, as ``-march`` names them, that wheels bring ``<name>-<level>.so`` for, and what the system says of one that is
-such or better; the best first."""
+"""Processors, as ``-march`` names them, that wheels bring ``<name>-<level>.so`` for, and what the
+system says of one that is such or better; the best first."""
 
 log = logging.getLogger(__name__)
 
-_POINTER, _INT, _LONG, _WORD = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
+_POINTER = ctypes.c_void_p
+_INT = ctypes.c_int
+_LONG = ctypes.c_int64
+_WORD = ctypes.c_uint64
 ARGUMENTS = {
     "blockwalk_decode": (
         *(_INT, _INT, _INT),  # codec, half a group, dtype
@@ -78,11 +83,11 @@ _loaded: dict[str, ctypes.CDLL | None] = {}
 
 
 def load(name: str) -> ctypes.CDLL | None:
-    """Return the compiled library of ``<name>.c``, or None where it cannot be had; the caller then takes its other path.
+    """Return the compiled library of ``<name>.c``, or None where it cannot be had; the caller then
+    takes its other path.
 
-    Compiles at most once per machine and source, and tries at most once per process. A compiler that fails is reported
-    once, as a ``RuntimeWarning``.
-    """
+    Compiles at most once per machine and source, and tries at most once per process. A compiler
+    that fails is reported once, as a ``RuntimeWarning``."""
     if os.environ.get("BLOCKWALK_NATIVE", "1") == "0":
         return None
     with _lock:
@@ -91,11 +96,13 @@ def load(name: str) -> ctypes.CDLL | None:
                 library = _loaded[name] = _build(name)
                 for function, types in ARGUMENTS.items():
                     if hasattr(library, function):
-                        getattr(library, function).argtypes, getattr(library, function).restype = types, None
+                        getattr(library, function).argtypes = types
+                        getattr(library, function).restype = None
             except (OSError, subprocess.SubprocessError) as error:
                 detail = getattr(error, "stderr", None) or str(error)
                 warnings.warn(
-                    f"the native kernel {name!r} could not be built, a slower path with the same results is used "
+                    f"the native kernel {name!r} could not be built, a slower path with the same"
+                    " results is used "
                     f"(BLOCKWALK_CACHE moves the cache folder, BLOCKWALK_NATIVE=0 silences this): "
                     f"{detail.strip()[:800]}",
                     RuntimeWarning,
@@ -107,11 +114,12 @@ def load(name: str) -> ctypes.CDLL | None:
 
 @functools.cache
 def team() -> int | None:
-    """GOMP_parallel of the OpenMP runtime that torch runs its own operators on, or None where it has another.
+    """GOMP_parallel of the OpenMP runtime that torch runs its own operators on, or None where it
+    has another.
 
-    A kernel works for tens or hundreds of microseconds between two of torch's. Threads of its own would take as long to wake,
-    and compete with torch's, which spin for a while after each operator: the same team does both.
-    """
+    A kernel works for tens or hundreds of microseconds between two of torch's. Threads of its own
+    would take as long to wake, and compete with torch's, which spin for a while after each
+    operator: the same team does both."""
     import torch
 
     try:
@@ -122,7 +130,8 @@ def team() -> int | None:
 
 
 def _build(name: str) -> ctypes.CDLL | None:
-    """Compile ``name`` unless the cache has it, and open it; without a compiler what a wheel brought, else None."""
+    """Compile ``name`` unless the cache has it, and open it; without a compiler what a wheel
+    brought, else None."""
     source = Path(__file__).with_name(f"{name}.c")
     compiler = _compiler()
     if compiler is None:
@@ -133,15 +142,24 @@ def _build(name: str) -> ctypes.CDLL | None:
             return ctypes.CDLL(str(found))
         _say_no_compiler()
         return None
-    parts = (source.read_bytes(), " ".join(FLAGS).encode(), _processor().encode(), _version(compiler).encode())
+    parts = (
+        source.read_bytes(),
+        " ".join(FLAGS).encode(),
+        _processor().encode(),
+        _version(compiler).encode(),
+    )
     digest = hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
     library = cache.folder() / "native" / f"{name}-{digest}.so"
     library.parent.parent.mkdir(parents=True, exist_ok=True)
     library.parent.mkdir(mode=0o755, exist_ok=True)
-    if exposed := [path for path in (library.parent, library) if path.exists() and not _is_safe(path)]:
+    if exposed := [
+        path for path in (library.parent, library) if path.exists() and not _is_safe(path)
+    ]:
         warnings.warn(
-            f"{exposed[0]} is another user's, or others may write to it: {name!r} is compiled for this process alone, which"
-            " takes seconds. Give it to you or root, writable by its owner alone; BLOCKWALK_CACHE moves the cache folder",
+            f"{exposed[0]} is another user's, or others may write to it: {name!r} is compiled for"
+            " this process alone, which"
+            " takes seconds. Give it to you or root, writable by its owner alone;"
+            " BLOCKWALK_CACHE moves the cache folder",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -154,19 +172,23 @@ def _build(name: str) -> ctypes.CDLL | None:
 def _say_no_compiler() -> None:
     """Say once in a process what the want of a compiler costs."""
     log.warning(
-        "no C compiler was found (cc, gcc, clang, or the one that CC names): noise and 4-bit decoding take torch's slower"
+        "no C compiler was found (cc, gcc, clang, or the one that CC names): noise and 4-bit"
+        " decoding take torch's slower"
         " paths, with the same results"
     )
 
 
 def _compile(compiler: tuple[str, ...], source: Path, library: Path) -> Path:
     """Compile ``source`` to ``library``, which whoever may enter its folder may read."""
-    # Written beside and renamed: two processes may build at once, and a killed one must leave no half library.
+    # Written beside and renamed: two processes may build at once, and a killed one must leave no
+    # half library.
     handle, scratch = tempfile.mkstemp(suffix=".tmp", dir=library.parent)
     os.close(handle)
     try:
         command = [*compiler, *FLAGS, str(source), "-o", scratch, "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS
+        )
         os.chmod(scratch, library.parent.stat().st_mode & 0o755)
         os.replace(scratch, library)
     finally:
@@ -177,11 +199,14 @@ def _compile(compiler: tuple[str, ...], source: Path, library: Path) -> Path:
 def _is_safe(path: Path) -> bool:
     """Whether only this user, or root, can have written a file or a folder's entries."""
     found = path.stat()
-    return (found.st_uid == 0 or found.st_uid == os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return (found.st_uid == 0 or found.st_uid == os.geteuid()) and not found.st_mode & (
+        stat.S_IWGRP | stat.S_IWOTH
+    )
 
 
 def _compiler() -> tuple[str, ...] | None:
-    """Return the compiler's command line: ``$CC`` (which may carry flags), else the first of cc, gcc and clang found."""
+    """Return the compiler's command line: ``$CC`` (which may carry flags), else the first of cc,
+    gcc and clang found."""
     candidates = [tuple(shlex.split(os.environ.get("CC", ""))), ("cc",), ("gcc",), ("clang",)]
     return next((c for c in candidates if c and shutil.which(c[0])), None)
 
@@ -189,14 +214,16 @@ def _compiler() -> tuple[str, ...] | None:
 @functools.cache
 def _version(compiler: tuple[str, ...]) -> str:
     """Return the compiler's own version line: a new compiler builds anew."""
-    answer = subprocess.run([*compiler, "--version"], check=True, capture_output=True, text=True, timeout=30)
+    answer = subprocess.run(
+        [*compiler, "--version"], check=True, capture_output=True, text=True, timeout=30
+    )
     return " ".join(compiler) + answer.stdout
 
 
 @functools.cache
 def _processor() -> str:
-    """Return the processor's facts that ``-march=native`` depends on: a cache folder may be shared by machines of different
-    processors."""
+    """Return the processor's facts that ``-march=native`` depends on: a cache folder may be shared
+    by machines of different processors."""
     text = f"{platform.system()} {platform.machine()}"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -20,23 +20,32 @@ _THREAD_ELEMENTS = 1 << 14
 
 def random_uint16(key: Key, start: int, out: Tensor) -> Tensor:
     """``noise.random_uint16``; its arguments are checked there."""
-    count, library = out.numel(), native_code.load("noise")
+    count = out.numel()
+    library = native_code.load("noise")
     if library is None:
         return out.copy_(torch.from_numpy(numpy_words.draws(key.philox_key(), start, count)))
     k0, k1 = key.philox_key()
     threads = _thread_count(count)
-    library.blockwalk_draws(out.data_ptr(), _DTYPES[out.dtype], count, start, k0, k1, native_code.team(), threads)
+    library.blockwalk_draws(
+        out.data_ptr(), _DTYPES[out.dtype], count, start, k0, k1, native_code.team(), threads
+    )
     return out
 
 
-def add_products(out_RD: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], scales: Sequence[float]) -> bool:
+def add_products(
+    out_RD: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], scales: Sequence[float]
+) -> bool:
     """Return ``noise.add_products_`` in one pass over ``out_RD``; False without a kernel."""
     library = native_code.load("noise")
     if library is None:
         return False
-    assert (out_RD.is_contiguous(), out_RD.dtype) == (True, torch.float32), (out_RD.stride(), out_RD.dtype)
+    assert (out_RD.is_contiguous(), out_RD.dtype) == (True, torch.float32), (
+        out_RD.stride(),
+        out_RD.dtype,
+    )
     scales_Q = torch.tensor(scales, dtype=torch.float32)
-    a_QRr, b_QrD = torch.stack(tuple(lefts)), torch.stack([b_Dr.t() for b_Dr in rights])
+    a_QRr = torch.stack(tuple(lefts))
+    b_QrD = torch.stack([b_Dr.t() for b_Dr in rights])
     factors = a_QRr.data_ptr(), b_QrD.data_ptr(), scales_Q.data_ptr()
     shape = *out_RD.shape, *a_QRr.shape[::2]
     library.blockwalk_add_products(
@@ -56,7 +65,9 @@ def write(w: Write) -> Tensor:
 
 
 def _write_native(library: ctypes.CDLL, w: Write) -> None:
-    source, out, place = w.source, w.out, w.place
+    source = w.source
+    out = w.out
+    place = w.place
     index = w.rows.contiguous() if w.rows is not None else None
     library.blockwalk_noise(
         source.data_ptr() if source is not None else None,
@@ -84,7 +95,8 @@ def _write_native(library: ctypes.CDLL, w: Write) -> None:
 
 def _write_numpy(w: Write) -> None:
     """The words row by row through numpy's Philox: bit for bit those of the kernels."""
-    source, place = w.source, w.place
+    source = w.source
+    place = w.place
     for r in range(place.rows):
         first = w.start + (int(w.rows[r]) if w.rows is not None else r) * place.pitch
         into = w.out[r] if place.pitch else w.out.view(-1)
@@ -97,8 +109,14 @@ def _write_numpy(w: Write) -> None:
         if w.rounding is None or into.dtype == torch.float32:
             into.copy_(x)
         else:
-            rounded = numpy_words.round_bfloat16 if into.dtype == torch.bfloat16 else numpy_words.round_float16
-            half = rounded(x.numpy(), numpy_words.draws(w.rounding.philox_key(), first, place.width))
+            rounded = (
+                numpy_words.round_bfloat16
+                if into.dtype == torch.bfloat16
+                else numpy_words.round_float16
+            )
+            half = rounded(
+                x.numpy(), numpy_words.draws(w.rounding.philox_key(), first, place.width)
+            )
             into.view(torch.int16).copy_(torch.from_numpy(half.view("int16")))
 
 

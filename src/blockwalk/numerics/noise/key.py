@@ -1,4 +1,5 @@
-"""The key of one parameter's noise, and the part of a parameter that a range of its elements stands for."""
+"""The key of one parameter's noise, and the part of a parameter that a range of its elements stands
+for."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 GENERATOR_VERSION = 1
-"""The version of the words, the table and the key's derivation together; it stands in every ledger, and in every key."""
+"""The version of the words, the table and the key's derivation together; it stands in every ledger,
+and in every key."""
 
 NoiseKind = Literal["gaussian", "rademacher"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,9 +30,9 @@ class Key(Protocol):
 class NoiseKey:
     """The values that one parameter's noise depends on.
 
-    ``name`` is the canonical parameter name. ``domain`` keeps uses apart that share the rest: ``"noise"`` for
-    perturbations, ``"rounding"`` for stochastic rounding. ``seed`` is any integer from 0 to 2^64 − 1; 0 is a seed.
-    """
+    ``name`` is the canonical parameter name. ``domain`` keeps uses apart that share the rest:
+    ``"noise"`` for perturbations, ``"rounding"`` for stochastic rounding. ``seed`` is any integer
+    from 0 to 2^64 − 1; 0 is a seed."""
 
     seed: int
     step: int
@@ -45,17 +47,18 @@ class NoiseKey:
                 raise ValueError(f"{field} is {value}; choose a {field} from 0 to 2^64 − 1")
 
     def philox_key(self) -> tuple[int, int]:
-        """Return the two 64-bit words of the key: BLAKE2b of 128 bits, personalised by "blockwalk-noise" and the version, of
-        seed, step and query (64-bit little-endian each), domain, a zero byte and name (UTF-8), read little-endian.
-        """
+        """Return the two 64-bit words of the key: BLAKE2b of 128 bits, personalised by
+        "blockwalk-noise" and the version, of seed, step and query (64-bit little-endian each),
+        domain, a zero byte and name (UTF-8), read little-endian."""
         return _philox_key(self.seed, self.step, self.query, self.domain, self.name)
 
 
 def derive_seed(*parts: int | str | bytes) -> int:
-    """Return a seed from 0 to 2^63 − 1 out of any values, for generators that are not ours (a unit's dropout, a data order).
+    """Return a seed from 0 to 2^63 − 1 out of any values, for generators that are not ours (a
+    unit's dropout, a data order).
 
-    The BLAKE2b hash of the parts, each with its type and length, so that ("ab", "c") and ("a", "bc") differ.
-    """
+    The BLAKE2b hash of the parts, each with its type and length, so that ("ab", "c") and ("a",
+    "bc") differ."""
     digest = hashlib.blake2b(digest_size=8, person=b"blockwalk-seed")
     for part in parts:
         tag = b"i" if isinstance(part, int) else b"s" if isinstance(part, str) else b"b"
@@ -65,7 +68,8 @@ def derive_seed(*parts: int | str | bytes) -> int:
 
 
 class Window(NamedTuple):
-    """The place of a tensor's memory in its parameter: ``rows`` × ``width`` elements, in elements throughout."""
+    """The place of a tensor's memory in its parameter: ``rows`` × ``width`` elements, in elements
+    throughout."""
 
     rows: int
     width: int
@@ -96,17 +100,24 @@ def window(tensor: Tensor, other: Tensor, pitch: int | None, rows: Tensor | None
     assert (tensor.shape, tensor.device) == (other.shape, other.device), "source and out must agree"
     if not {tensor.dtype, other.dtype} <= {*FLOATS}:
         raise ValueError(
-            f"noise is added to float32, bfloat16 and float16 tensors, not {tensor.dtype} and {other.dtype}"
+            f"noise is added to float32, bfloat16 and float16 tensors, not {tensor.dtype} and"
+            f" {other.dtype}"
         )
     contiguous = tensor.is_contiguous() and other.is_contiguous()
     if pitch is None:
         assert rows is None, "rows needs pitch: the length of the parameter's rows"
-        assert contiguous, "without pitch the tensor must be contiguous: pass the length of the parameter's rows"
+        assert contiguous, (
+            "without pitch the tensor must be contiguous: pass the length of the parameter's rows"
+        )
         return Window(1, tensor.numel(), 0)
     height, width = tensor.shape
-    assert width <= 1 or tensor.stride(1) == other.stride(1) == 1, "pitch needs a 2-D tensor with contiguous rows"
+    assert width <= 1 or tensor.stride(1) == other.stride(1) == 1, (
+        "pitch needs a 2-D tensor with contiguous rows"
+    )
     if rows is not None:
-        assert (rows.shape, rows.dtype, rows.device) == ((height,), torch.int64, tensor.device), "not int64 indices"
+        assert (rows.shape, rows.dtype, rows.device) == ((height,), torch.int64, tensor.device), (
+            "not int64 indices"
+        )
     elif pitch == width and contiguous:
         return Window(1, height * width, 0)
     return Window(height, width, pitch)

@@ -1,19 +1,21 @@
-"""Counter-based perturbations: z as a function of (seed, step, query, parameter name, element), the same bits anywhere.
+"""Counter-based perturbations: z as a function of (seed, step, query, parameter name, element), the
+same bits anywhere.
 
-A :class:`NoiseKey` is hashed to the key of a Philox 4x64-10 generator, whose counter is the index of the element in its
-parameter's flattened order over the draws that one counter gives. So any slice of any parameter can be had alone, on any
-tier, device, slice or thread. Values are Gaussian (16 bits a draw through an inverse-CDF table with variance 1, no tail
-beyond 4.325) or Rademacher (one bit a sign): ``noise_numpy.py`` defines the words, the table and the rounding, and says
-what the table does to the tails.
+A :class:`NoiseKey` is hashed to the key of a Philox 4x64-10 generator, whose counter is the index
+of the element in its parameter's flattened order over the draws that one counter gives. So any
+slice of any parameter can be had alone, on any tier, device, slice or thread. Values are Gaussian
+(16 bits a draw through an inverse-CDF table with variance 1, no tail beyond 4.325) or Rademacher
+(one bit a sign): ``noise_numpy.py`` defines the words, the table and the rounding, and says what
+the table does to the tails.
 
-Everywhere ``start`` is the index of the tensor's first element in the flattened parameter. With ``pitch`` (the length of
-the parameter's rows) a 2-D tensor [R, W] is a window: row r begins at ``start + r·pitch``, or at ``start +
-rows[r]·pitch`` where ``rows`` (int64 [R], same device) names rows. In a parameter [N, D], columns a:b are ``start=a,
-pitch=D``, rows a:b are ``start=a·D``, and the rows of an embedding's tokens are ``start=0, pitch=D, rows=tokens``.
+Everywhere ``start`` is the index of the tensor's first element in the flattened parameter. With
+``pitch`` (the length of the parameter's rows) a 2-D tensor [R, W] is a window: row r begins at
+``start + r·pitch``, or at ``start + rows[r]·pitch`` where ``rows`` (int64 [R], same device) names
+rows. In a parameter [N, D], columns a:b are ``start=a, pitch=D``, rows a:b are ``start=a·D``, and
+the rows of an embedding's tokens are ``start=0, pitch=D, rows=tokens``.
 
-On a CPU a C kernel does the work, or numpy where there is no compiler; elsewhere an operator of torch
-(:mod:`blockwalk.numerics.operators`), on CUDA Triton's.
-"""
+On a CPU a C kernel does the work, or numpy where there is no compiler; elsewhere an operator of
+torch (:mod:`blockwalk.numerics.operators`), on CUDA Triton's."""
 
 from __future__ import annotations
 
@@ -37,14 +39,19 @@ class Where(TypedDict, total=False):
     rows: Tensor | None
 
 
-def fill_(out: Tensor, key: NoiseKey, start: int = 0, kind: NoiseKind = "gaussian", **where: Unpack[Where]) -> Tensor:
-    """Return ``out`` = z, for ``out`` in float32 (or rounded to nearest even in bfloat16 or float16). Returns ``out``."""
+def fill_(
+    out: Tensor, key: NoiseKey, start: int = 0, kind: NoiseKind = "gaussian", **where: Unpack[Where]
+) -> Tensor:
+    """Return ``out`` = z, for ``out`` in float32 (or rounded to nearest even in bfloat16 or
+    float16). Returns ``out``."""
     return perturbed(None, out, key, start, 1.0, kind, **where)
 
 
-def stochastic_round(source: Tensor, out: Tensor, rounding: Key, start: int = 0, **where: Unpack[Where]) -> Tensor:
-    """Return ``out`` (bfloat16 or float16) = ``source`` rounded stochastically, as :func:`perturbed` rounds; returns
-    ``out``."""
+def stochastic_round(
+    source: Tensor, out: Tensor, rounding: Key, start: int = 0, **where: Unpack[Where]
+) -> Tensor:
+    """Return ``out`` (bfloat16 or float16) = ``source`` rounded stochastically, as
+    :func:`perturbed` rounds; returns ``out``."""
     return perturbed(source, out, None, start, 0.0, None, rounding=rounding, **where)
 
 
@@ -60,15 +67,17 @@ def perturbed(
     pitch: int | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Return ``out`` = cast(float32(source) + scale·z): the one operation that the others name. Returns ``out``.
+    """Return ``out`` = cast(float32(source) + scale·z): the one operation that the others name.
+    Returns ``out``.
 
-    ``scale`` is rounded to float32, then the product, then the sum. An ``out`` in bfloat16 or float16 is then rounded to
-    nearest even or, with a ``rounding`` key, stochastically: the magnitude rounds up where its remainder, in 2^-16 of the
-    last place and truncated to that, plus the element's 16-bit draw reaches 2^16.
+    ``scale`` is rounded to float32, then the product, then the sum. An ``out`` in bfloat16 or
+    float16 is then rounded to nearest even or, with a ``rounding`` key, stochastically: the
+    magnitude rounds up where its remainder, in 2^-16 of the last place and truncated to that, plus
+    the element's 16-bit draw reaches 2^16.
 
-    ``source`` (None: zeros) and ``out`` are float32, bfloat16 or float16, of one shape, and may be one tensor; ``rows`` names
-    the noise's rows, the source has them gathered. Without a key, and with kind None, it only rounds.
-    """
+    ``source`` (None: zeros) and ``out`` are float32, bfloat16 or float16, of one shape, and may be
+    one tensor; ``rows`` names the noise's rows, the source has them gathered. Without a key, and
+    with kind None, it only rounds."""
     assert kind in KINDS, f"noise {kind!r} is not counter-based; choose gaussian or rademacher"
     assert start >= 0, f"start is {start}; elements are counted from 0"
     place = window(out if source is None else source, out, pitch, rows)
@@ -76,13 +85,18 @@ def perturbed(
         return out
     if is_cpu(out.device):
         return cpu.write(Write(source, out, key, start, scale, kind, rounding, place, rows))
-    torch.ops.blockwalk.noise_(out, source, rows, sent(key), sent(rounding), start, pitch, scale, kind)
+    torch.ops.blockwalk.noise_(
+        out, source, rows, sent(key), sent(rounding), start, pitch, scale, kind
+    )
     return out
 
 
-def add_products_(out_RD: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], scales: Sequence[float]) -> None:
-    """``out_RD`` (float32, contiguous) += scale·a·bᵀ for each a [R, r], b [D, r] and scale in turn: the scale after the sum
-    over r, made term by term, each product and sum rounded by itself: a product of matrices would round by the shape."""
+def add_products_(
+    out_RD: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], scales: Sequence[float]
+) -> None:
+    """``out_RD`` (float32, contiguous) += scale·a·bᵀ for each a [R, r], b [D, r] and scale in turn:
+    the scale after the sum over r, made term by term, each product and sum rounded by itself: a
+    product of matrices would round by the shape."""
     if is_cpu(out_RD.device) and cpu.add_products(out_RD, lefts, rights, scales):
         return
     for a_Rr, b_Dr, scale in zip(lefts, rights, scales, strict=True):
@@ -93,7 +107,8 @@ def add_products_(out_RD: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tens
 
 
 def random_uint16(key: Key, start: int, out: Tensor) -> Tensor:
-    """Draws start … of ``key``, uniform in 0 … 65535, into ``out`` (uint16 or int32, 1-D); returns it."""
+    """Draws start … of ``key``, uniform in 0 … 65535, into ``out`` (uint16 or int32, 1-D); returns
+    it."""
     assert out.dtype in (torch.uint16, torch.int32), out.dtype
     assert out.stride() == (1,), "draws are a contiguous vector, uint16 or int32"
     assert start >= 0, start

@@ -1,15 +1,17 @@
-"""The words, the values and the rounding of ``noise.py`` in numpy: their definition, and what a CPU without a compiler runs.
+"""The words, the values and the rounding of ``noise.py`` in numpy: their definition, and what a CPU
+without a compiler runs.
 
-**Words.** Philox 4x64-10 (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*, SC'11) turns a 128-bit key and a
-counter (c, 0, 0, 0) into four 64-bit words.
+**Words.** Philox 4x64-10 (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*, SC'11)
+turns a 128-bit key and a counter (c, 0, 0, 0) into four 64-bit words.
 
-**Gaussian.** A draw is 16 bits, lowest bits of the first word first: 16 draws a counter. Bit 15 is the sign; the others,
-m, stand for the quantile p = (2m + 1) / 2^17 < 1/2, and z = ±Φ⁻¹(p) out of a table of 2^16 values. The table is not made
-by a library's logarithm (these differ between builds) but by 32 cubics, two for each power of two of 2m + 1, in float32
-with every product and sum rounded by itself, so that a processor may as well evaluate them in registers, where the table
-would miss the cache, and get the same bits. Each cubic goes through −Φ⁻¹ at the two borders and the two inner Chebyshev
-extrema of its segment; all are scaled by 1.0000128587 so that the variance is 1. The distribution
-beside a normal one, by exact summation over the table:
+**Gaussian.** A draw is 16 bits, lowest bits of the first word first: 16 draws a counter. Bit 15 is
+the sign; the others, m, stand for the quantile p = (2m + 1) / 2^17 < 1/2, and z = ±Φ⁻¹(p) out of a
+table of 2^16 values. The table is not made by a library's logarithm (these differ between builds)
+but by 32 cubics, two for each power of two of 2m + 1, in float32 with every product and sum rounded
+by itself, so that a processor may as well evaluate them in registers, where the table would miss
+the cache, and get the same bits. Each cubic goes through −Φ⁻¹ at the two borders and the two inner
+Chebyshev extrema of its segment; all are scaled by 1.0000128587 so that the variance is 1. The
+distribution beside a normal one, by exact summation over the table:
 
     mean 0, variance 1 + 1.0e-9, kurtosis 2.99926 (3 for a normal), E z^6 14.973 (15)
     65,536 distinct values, |z| from 1.9e-5 to 4.32497, each within 6.3e-5 of the quantile
@@ -17,11 +19,11 @@ beside a normal one, by exact summation over the table:
 
 **Rademacher.** One bit a sign, 256 signs a counter: bit 0 is +1, bit 1 is −1.
 
-**Stochastic rounding** to 16 bits rounds the magnitude up where its remainder, in units of 2^-16 of the last place kept
-(truncated), plus the element's 16-bit draw reaches 2^16.
+**Stochastic rounding** to 16 bits rounds the magnitude up where its remainder, in units of 2^-16 of
+the last place kept (truncated), plus the element's 16-bit draw reaches 2^16.
 
-The functions take a key as its two words, ranges in elements of the flattened parameter, and answer fresh arrays.
-"""
+The functions take a key as its two words, ranges in elements of the flattened parameter, and answer
+fresh arrays."""
 
 from __future__ import annotations
 
@@ -60,8 +62,8 @@ _CUBICS = (
     (1.15036416, -0.606060445, 0.196314156, -0.0740361437), (0.887157977, -0.464118868, 0.0917612389, -0.0283233244),
     (0.674498439, -0.785487294, 0.192060754, -0.0890120193), (0.318643451, -0.659072876, 0.0661848933, -0.0452260002),
 )  # fmt: skip
-"""−Φ⁻¹ on [2^e (1 + b/2), 2^e (3 + b)/2) / 2^17, row 2e + b: c0 + c1·t + c2·t² + c3·t³, t = the position over 2^e. A line is
-an octave."""
+"""−Φ⁻¹ on [2^e (1 + b/2), 2^e (3 + b)/2) / 2^17, row 2e + b: c0 + c1·t + c2·t² + c3·t³, t = the
+position over 2^e. A line is an octave."""
 
 
 PhiloxKey = tuple[int, int]
@@ -79,7 +81,9 @@ def draws(key: PhiloxKey, start: int, count: int) -> Draws:
     """Return the 16-bit draws start … start + count − 1."""
     assert sys.byteorder == "little", "draws are read from words in memory order"
     counter = start // 16
-    return words(key, counter, -(-(start + count) // 16) - counter).view(np.uint16)[start - 16 * counter :][:count]
+    return words(key, counter, -(-(start + count) // 16) - counter).view(np.uint16)[
+        start - 16 * counter :
+    ][:count]
 
 
 def gaussian(key: PhiloxKey, start: int, count: int) -> Floats:
@@ -103,10 +107,12 @@ def round_bfloat16(x: Floats, draw: Draws) -> Any:
 
 
 def round_float16(x: Floats, draw: Draws) -> Any:
-    """Return patterns (uint16) of ``x`` rounded stochastically to float16, subnormal results included."""
+    """Return patterns (uint16) of ``x`` rounded stochastically to float16, subnormal results
+    included."""
     bits = x.view(np.uint32)
     magnitude = (bits & 0x7FFFFFFF).astype(np.int64)
-    # A normal result drops 13 bits of the whole pattern, a subnormal one `shift` bits of the significand.
+    # A normal result drops 13 bits of the whole pattern, a subnormal one `shift` bits of the
+    # significand.
     normal = magnitude >= 0x38800000
     shift = np.where(normal, 13, np.minimum(126 - (magnitude >> 23), 40))
     significand = np.where(normal, magnitude - 0x38000000, magnitude & 0x7FFFFF | 0x800000)
@@ -119,8 +125,8 @@ def round_float16(x: Floats, draw: Draws) -> Any:
 
 @functools.cache
 def cubic_coefficients() -> Floats:
-    """Return the cubics as kernels read them, float32 [4, 32]: coefficient; low five bits of (float pattern of 2m + 1) >>
-    22."""
+    """Return the cubics as kernels read them, float32 [4, 32]: coefficient; low five bits of (float
+    pattern of 2m + 1) >> 22."""
     return np.ascontiguousarray(np.roll(np.array(_CUBICS, dtype=np.float32), -2, axis=0).T)
 
 

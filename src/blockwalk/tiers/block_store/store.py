@@ -1,12 +1,14 @@
-"""The block store: a model folder whose weights lie unit by unit, encoded, checksummed (docs/block-store.md).
+"""The block store: a model folder whose weights lie unit by unit, encoded, checksummed
+(docs/block-store.md).
 
     config.json, tokenizer files      copied from the checkpoint folder
     store.json                        format, version, codec, and where each parameter lies
     unit-00000.bin ...                one file a unit: two header pages, then one or two data areas
 
-A store of one generation is written once and read through maps (:class:`BlockStore`). In a store of two generations
-(:class:`blockwalk.tiers.block_store.writable.WritableStore`) each unit has two areas: the next contents go into the idle
-one, and its header page, with a checksum of its own, then says that this area is the newer."""
+A store of one generation is written once and read through maps (:class:`BlockStore`). In a store of
+two generations (:class:`blockwalk.tiers.block_store.writable.WritableStore`) each unit has two
+areas: the next contents go into the idle one, and its header page, with a checksum of its own, then
+says that this area is the newer."""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from blockwalk.system.atomic_files import Damaged
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.disk import MappedFile
 
-FORMAT, VERSION = "blockwalk-store", 2
+FORMAT = "blockwalk-store"
+VERSION = 2
 INDEX = STORE_INDEX
 MAGIC = b"BLKWUNIT"
 ALIGN = 64
@@ -53,7 +56,8 @@ class StoredParam:
     codec: Codec
     shape: tuple[int, ...]
     dtype: str
-    """Torch's name of the dtype before encoding: raw bytes are in it, and int8, int4 and fp8 decode to it."""
+    """Torch's name of the dtype before encoding: raw bytes are in it, and int8, int4 and fp8 decode
+    to it."""
     offset: int
     nbytes: int
     crc32: int
@@ -72,7 +76,8 @@ class StoredParam:
         return dtype_of(self.codec.dtype_of(self.dtype))
 
     def open(self, bytes_P: Tensor, group_size: int) -> Value:
-        """Return the parameter over its bytes (uint8 [nbytes]), see :func:`~blockwalk.numerics.codecs.weights.opened`."""
+        """Return the parameter over its bytes (uint8 [nbytes]), see
+        :func:`~blockwalk.numerics.codecs.weights.opened`."""
         return opened(self.layout(group_size), bytes_P)
 
 
@@ -97,8 +102,9 @@ class StoredUnit:
 
 @dataclass(frozen=True, slots=True)
 class UnitHeader:
-    """A unit file's header: the area that holds its contents, and the step after which they were written. ``crc32`` is that of
-    the bytes that training wrote; as packed (sequence 1) it is 0, and the index has one of each parameter."""
+    """A unit file's header: the area that holds its contents, and the step after which they were
+    written. ``crc32`` is that of the bytes that training wrote; as packed (sequence 1) it is 0, and
+    the index has one of each parameter."""
 
     unit: int
     generations: int
@@ -115,7 +121,8 @@ class UnitHeader:
 
 
 def unpack_header(data: bytes) -> UnitHeader | None:
-    """Return the header in a page, or None where the page holds none that is whole (never written, or torn)."""
+    """Return the header in a page, or None where the page holds none that is whole (never written,
+    or torn)."""
     if len(data) < _HEADER.size + 4 or data[: len(MAGIC)] != MAGIC:
         return None
     head = data[: _HEADER.size]
@@ -123,29 +130,40 @@ def unpack_header(data: bytes) -> UnitHeader | None:
         return None
     _, version, *fields = _HEADER.unpack(head)
     if version != VERSION:
-        raise ValueError(f"a unit file has format version {version}; this version of blockwalk reads {VERSION}")
+        raise ValueError(
+            f"a unit file has format version {version}; this version of blockwalk reads {VERSION}"
+        )
     return UnitHeader(*fields)
 
 
-def read_unit_headers(file: MappedFile, index: int, unit: StoredUnit, generations: int) -> list[UnitHeader]:
+def read_unit_headers(
+    file: MappedFile, index: int, unit: StoredUnit, generations: int
+) -> list[UnitHeader]:
     """Return the whole headers of a unit file, the newest first.
 
     Raises:
         ValueError: the file is truncated, is no unit file, or is another unit's.
     """
-    path, wanted = file.path, unit.area_offset(generations)
+    path = file.path
+    wanted = unit.area_offset(generations)
     if file.nbytes < wanted:
-        raise ValueError(f"{path} is truncated: {file.nbytes} bytes of {wanted}; pack or copy the store again")
+        raise ValueError(
+            f"{path} is truncated: {file.nbytes} bytes of {wanted}; pack or copy the store again"
+        )
     pages = [bytes(page_P.numpy()) for page_P in file.bytes_P[:DATA_START].chunk(2)]
     if not any(page.startswith(MAGIC) for page in pages):
-        raise ValueError(f"{path} is no unit file of a block store: it does not start with {MAGIC.decode()}")
+        raise ValueError(
+            f"{path} is no unit file of a block store: it does not start with {MAGIC.decode()}"
+        )
     headers = [header for header in map(unpack_header, pages) if header is not None]
     if not headers:
         raise ValueError(f"{path} is damaged: neither of its headers is whole")
     headers.sort(key=lambda header: header.sequence, reverse=True)
     newest = headers[0]
     if (newest.unit, newest.nbytes, newest.generations) != (index, unit.nbytes, generations):
-        raise ValueError(f"{path} is not unit {index} of this store ({unit.nbytes} bytes): {newest}")
+        raise ValueError(
+            f"{path} is not unit {index} of this store ({unit.nbytes} bytes): {newest}"
+        )
     return headers
 
 
@@ -153,11 +171,14 @@ def side_by_side(params: Iterable[StoredParam]) -> tuple[tuple[StoredParam, ...]
     """Return the parameters of a unit, one after the other; and the bytes of all."""
     params = tuple(params)
     starts, end = sizes.side_by_side((param.nbytes for param in params), ALIGN)
-    return tuple(replace(param, offset=start) for param, start in zip(params, starts, strict=True)), end
+    return tuple(
+        replace(param, offset=start) for param, start in zip(params, starts, strict=True)
+    ), end
 
 
 class CheckedPart(NamedTuple):
-    """A part of a unit file that has one checksum: a parameter as it was packed, or all that training wrote of a unit."""
+    """A part of a unit file that has one checksum: a parameter as it was packed, or all that
+    training wrote of a unit."""
 
     name: str
     offset: int
@@ -201,18 +222,22 @@ def read_index(path: StrPath) -> StoreIndex:
     """Read ``store.json``.
 
     Raises:
-        ValueError: the folder is no block store, or one of another version, or its index is damaged.
+        ValueError: the folder is no block store, or one of another version, or its index is
+            damaged.
     """
     file = Path(path) / INDEX
     if not file.is_file():
-        raise ValueError(f"{path} is no block store: it has no {INDEX}; make one with `blockwalk pack`")
+        raise ValueError(
+            f"{path} is no block store: it has no {INDEX}; make one with `blockwalk pack`"
+        )
     value = atomic_files.read_sealed(file)
     if value.pop("format", None) != FORMAT:
         raise ValueError(f"{file} is no block store's: its format is not {FORMAT!r}")
     versions = (value.pop("version", None), value.get("codec_version"))
     if versions != (VERSION, FORMAT_VERSION):
         raise ValueError(
-            f"{path} has block store version {versions[0]} and codec version {versions[1]}; this version of blockwalk "
+            f"{path} has block store version {versions[0]} and codec version {versions[1]}; this"
+            " version of blockwalk "
             f"reads {VERSION} and {FORMAT_VERSION}: pack the model again"
         )
     try:
@@ -227,25 +252,34 @@ def read_index(path: StrPath) -> StoreIndex:
 
 
 def _require_inside(unit: StoredUnit, group_size: int) -> None:
-    """Raise ValueError where an index, which may be anybody's, leads out of its folder or out of a unit's bytes: the kernels
-    that decode look at no bounds."""
+    """Raise ValueError where an index, which may be anybody's, leads out of its folder or out of a
+    unit's bytes: the kernels that decode look at no bounds."""
     if Path(unit.file).name != unit.file:
-        raise ValueError(f"the file of {unit.name}, {unit.file!r}, is no name of a file beside the index")
+        raise ValueError(
+            f"the file of {unit.name}, {unit.file!r}, is no name of a file beside the index"
+        )
     for param in unit.params:
         nbytes = param.layout(group_size).nbytes
-        if min((param.offset, *param.shape)) < 0 or nbytes != param.nbytes or param.offset + nbytes > unit.nbytes:
+        if (
+            min((param.offset, *param.shape)) < 0
+            or nbytes != param.nbytes
+            or param.offset + nbytes > unit.nbytes
+        ):
             raise ValueError(
-                f"{param.name} has {param.nbytes} bytes at {param.offset}, {nbytes} by its shape {param.shape}"
+                f"{param.name} has {param.nbytes} bytes at {param.offset}, {nbytes} by its shape"
+                f" {param.shape}"
             )
 
 
 class BlockStore:
-    """A block store, read-only: a WeightSource. Dense codecs are views of the map, the others Weights over it.
+    """A block store, read-only: a WeightSource. Dense codecs are views of the map, the others
+    Weights over it.
 
     A store of two generations is read as it stands when it is opened; do not write to it meanwhile.
 
     Raises:
-        ValueError: no store, another version, or a unit file that is missing, truncated or not the one it should be.
+        ValueError: no store, another version, or a unit file that is missing, truncated or not the
+            one it should be.
     """
 
     def __init__(self, path: StrPath) -> None:
@@ -290,7 +324,10 @@ class BlockStore:
     def weights(self, names: Iterable[str]) -> dict[str, Value]:
         names = list(names)
         self.verify(names)
-        return {name: self._where[name][2].open(self._bytes(name), self.index.group_size) for name in names}
+        return {
+            name: self._where[name][2].open(self._bytes(name), self.index.group_size)
+            for name in names
+        }
 
     def _bytes(self, name: str) -> Tensor:
         number, offset, param = self._where[name]
@@ -302,10 +339,14 @@ class BlockStore:
     def read_into(self, name: str, out: Tensor) -> None:
         param = self._where[name][2]
         if tuple(out.shape) != param.shape:
-            raise ValueError(f"{name} has shape {param.shape}, the buffer given has {tuple(out.shape)}")
+            raise ValueError(
+                f"{name} has shape {param.shape}, the buffer given has {tuple(out.shape)}"
+            )
         self.verify([name])
         layout = param.layout(self.index.group_size)
-        codecs.decode_rows(self._bytes(name), layout, 0, layout.rows, out.view(layout.rows, layout.columns))
+        codecs.decode_rows(
+            self._bytes(name), layout, 0, layout.rows, out.view(layout.rows, layout.columns)
+        )
 
     def _ranges(self, names: Iterable[str]) -> dict[int, list[tuple[int, int]]]:
         ranges: dict[int, list[tuple[int, int]]] = {}
@@ -314,17 +355,21 @@ class BlockStore:
         return ranges
 
     def prefetch(self, names: Iterable[str]) -> int:
-        return sum(self._files[number].will_need(ranges) for number, ranges in self._ranges(names).items())
+        return sum(
+            self._files[number].will_need(ranges) for number, ranges in self._ranges(names).items()
+        )
 
     def release(self, names: Iterable[str]) -> None:
         for number, ranges in self._ranges(names).items():
             self._files[number].dont_need(ranges)
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Compare the checksums of parameters, all unless given, once each; of a unit that training wrote, the unit's.
+        """Compare the checksums of parameters, all unless given, once each; of a unit that training
+        wrote, the unit's.
 
         Raises:
-            Damaged: bytes are not those that were written; the message names the parameters or the unit.
+            Damaged: bytes are not those that were written; the message names the parameters or the
+                unit.
         """
         damaged = []
         for name in self._where if names is None else names:
@@ -332,13 +377,17 @@ class BlockStore:
             unit = self.index.units[number]
             part = part_of(unit, self._headers[number], param)
             if part.name not in self._verified:
-                if crc32(self._files[number].bytes_P[part.offset : part.offset + part.nbytes]) != part.crc32:
+                if (
+                    crc32(self._files[number].bytes_P[part.offset : part.offset + part.nbytes])
+                    != part.crc32
+                ):
                     damaged.append(f"{part.name} in {unit.file}")
                 self._files[number].dont_need([(part.offset, part.nbytes)])
                 self._verified.add(part.name)
         if damaged:
             raise Damaged(
-                f"{self.path} is damaged: checksums differ for {', '.join(damaged)}; pack or copy the model again"
+                f"{self.path} is damaged: checksums differ for {', '.join(damaged)}; pack or copy"
+                " the model again"
             )
 
     def close(self) -> None:
@@ -347,6 +396,7 @@ class BlockStore:
 
 
 def crc32(bytes_P: Tensor, before: int = 0) -> int:
-    """CRC-32 of a uint8 tensor, or of it after bytes whose own is ``before``: zlib's value at ten times its speed, since a lane
-    that writes blocks back must leave the cores to those that compute."""
+    """CRC-32 of a uint8 tensor, or of it after bytes whose own is ``before``: zlib's value at ten
+    times its speed, since a lane that writes blocks back must leave the cores to those that
+    compute."""
     return isal_zlib.crc32(bytes_P.numpy().data, before)

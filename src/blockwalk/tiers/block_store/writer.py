@@ -1,4 +1,5 @@
-"""Writing a block store: streaming, atomic, a few rows of one parameter at a time (format: docs/block-store.md)."""
+"""Writing a block store: streaming, atomic, a few rows of one parameter at a time (format:
+docs/block-store.md)."""
 
 from __future__ import annotations
 
@@ -43,13 +44,15 @@ CHUNK_ELEMENTS = 1 << 20
 TEMPLATES = "additional_chat_templates"
 """The folder in which transformers saves chat templates beside the first."""
 COPIED = (".json", ".jinja", ".model", ".tiktoken", ".txt")
-"""Endings of files that are copied beside the weights: configuration, chat template, vocabulary. Never weights, nor their
-index."""
+"""Endings of files that are copied beside the weights: configuration, chat template, vocabulary.
+Never weights, nor their index."""
 
 
-def plan_units(source: TensorSource, spec: ModelSpec, codec: Codec, group_size: int) -> tuple[StoredUnit, ...]:
-    """Return the units of a store, with the place of every parameter: those of ``spec`` in order, then one of the other
-    tensors that ``source`` has, the persistent buffers.
+def plan_units(
+    source: TensorSource, spec: ModelSpec, codec: Codec, group_size: int
+) -> tuple[StoredUnit, ...]:
+    """Return the units of a store, with the place of every parameter: those of ``spec`` in order,
+    then one of the other tensors that ``source`` has, the persistent buffers.
 
     Raises:
         ValueError: the source lacks a parameter of the model, by name.
@@ -58,10 +61,14 @@ def plan_units(source: TensorSource, spec: ModelSpec, codec: Codec, group_size: 
     missing = [param.name for param in spec.params() if param.name not in available]
     if missing:
         raise ValueError(
-            f"the source of {spec.name} lacks {counted(len(missing), 'parameter')}: {', '.join(missing[:8])}"
+            f"the source of {spec.name} lacks {counted(len(missing), 'parameter')}:"
+            f" {', '.join(missing[:8])}"
         )
     plain = Codec.RAW if codec.encoded else codec  # codes are for the quantizable
-    units = [(u.name, u.kind, [(p.name, codec if p.quantizable else plain) for p in u.params]) for u in spec.units]
+    units = [
+        (u.name, u.kind, [(p.name, codec if p.quantizable else plain) for p in u.params])
+        for u in spec.units
+    ]
     for param in spec.params():
         del available[param.name]
     if available:
@@ -70,7 +77,8 @@ def plan_units(source: TensorSource, spec: ModelSpec, codec: Codec, group_size: 
     for number, (name, kind, members) in enumerate(units):
         params = []
         for member, written_as in members:
-            shape, dtype = source.shape(member), name_of(source.dtype(member))
+            shape = source.shape(member)
+            dtype = name_of(source.dtype(member))
             nbytes = encoded_nbytes(shape, dtype, written_as, group_size)
             params.append(StoredParam(member, written_as, shape, dtype, 0, nbytes, 0))
         placed, end = side_by_side(params)
@@ -91,8 +99,8 @@ def write_store(
     copy_from: StrPath | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write a block store, streaming: the store's own pages and a few rows are all that is held, unless a parameter has to
-    be fused from several tensors, which takes that parameter's size once.
+    """Write a block store, streaming: the store's own pages and a few rows are all that is held,
+    unless a parameter has to be fused from several tensors, which takes that parameter's size once.
 
     Args:
         path: the folder to make. It appears, synced, when everything is in it.
@@ -102,12 +110,14 @@ def write_store(
         group_size: 32 or 64 elements to a scale, for int4.
         generations: 1 to be read, 2 to be written in training.
         runs: the one parameter, of bytes, that stands for a unit's own, by the unit's number.
-        made: functions that make parameters which are not read from ``source`` as they are, by name.
+        made: functions that make parameters which are not read from ``source`` as they are, by
+            name.
         copy_from: a model folder whose configuration and tokenizer files are copied.
         progress: called with (bytes written, bytes in all) now and then.
 
     Raises:
-        ValueError: ``path`` exists, the disk is too full, the source lacks a parameter, or a value does not fit the codec.
+        ValueError: ``path`` exists, the disk is too full, the source lacks a parameter, or a value
+            does not fit the codec.
     """
     atomic_files.refuse_existing(path)
     units = tuple(
@@ -116,7 +126,8 @@ def write_store(
     )
     index = StoreIndex(spec.name, codec, FORMAT_VERSION, group_size, generations, spec.tied, units)
     atomic_files.require_space(path, index.nbytes, f"the block store of {spec.name} in {codec}")
-    done, total = 0, sum(unit.nbytes for unit in units)
+    done = 0
+    total = sum(unit.nbytes for unit in units)
 
     def value(name: str) -> Value:
         return made[name]() if name in made else source.weights([name])[name]
@@ -128,7 +139,9 @@ def write_store(
         for number, unit in enumerate(units):
             with MappedFile(folder / unit.file, length=unit.area_offset(generations)) as file:
                 header = UnitHeader(number, generations, 0, 1, 0, unit.nbytes).pack()
-                file.bytes_P[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+                file.bytes_P[: len(header)].copy_(
+                    torch.frombuffer(bytearray(header), dtype=torch.uint8)
+                )
                 params = []
                 for param in unit.params:
                     area = (unit.area_offset(0) + param.offset, param.nbytes)
@@ -137,25 +150,32 @@ def write_store(
                         file.dont_need([area])
                         source.release([param.name])
                         if progress is not None:
-                            progress(done + param.nbytes * rows // max(1, param.layout(group_size).rows), total)
+                            progress(
+                                done + param.nbytes * rows // max(1, param.layout(group_size).rows),
+                                total,
+                            )
                     done += param.nbytes
                     params.append(replace(param, crc32=crc32(area_P)))
                     file.dont_need([area])
                     source.release([param.name])
             written.append(replace(unit, params=tuple(params)))
         head = {"format": FORMAT, "version": VERSION}
-        atomic_files.write_sealed(folder / INDEX, {**head, **asdict(replace(index, units=tuple(written)))})
+        atomic_files.write_sealed(
+            folder / INDEX, {**head, **asdict(replace(index, units=tuple(written)))}
+        )
 
 
 def encode(weight: Value, param: StoredParam, group_size: int, bytes_P: Tensor) -> Iterator[int]:
-    """One parameter encoded into its bytes (CPU uint8), a few rows at a time; yields the number of rows done."""
+    """One parameter encoded into its bytes (CPU uint8), a few rows at a time; yields the number of
+    rows done."""
     layout = param.layout(group_size)
     if isinstance(weight, EncodedWeight) and weight.layout == layout:
         weight.together(bytes_P)
         yield layout.rows
         return
     if isinstance(weight, EncodedWeight) and len(weight.shape) > 2:
-        experts, weight = weight, torch.empty(weight.shape, dtype=weight.dtype)
+        experts = weight
+        weight = torch.empty(weight.shape, dtype=weight.dtype)
         experts.read_into(weight)
     some = max(1, CHUNK_ELEMENTS // max(1, layout.columns))
     rows_RD = weight.reshape(layout.rows, layout.columns) if isinstance(weight, Tensor) else weight
@@ -169,7 +189,12 @@ def copy_model_files(source: StrPath, target: StrPath) -> None:
     """Copy a model folder's configuration and tokenizer files, and its licence."""
     for file in sorted(model_folder(source, weights=False).iterdir()):
         wanted = file.name.endswith(COPIED) or file.name.upper().startswith(("LICENSE", "NOTICE"))
-        if file.is_file() and wanted and file.name not in (INDEX, MADE) and not file.name.endswith(".index.json"):
+        if (
+            file.is_file()
+            and wanted
+            and file.name not in (INDEX, MADE)
+            and not file.name.endswith(".index.json")
+        ):
             shutil.copyfile(file, Path(target) / file.name)
     templates = sorted((model_folder(source, weights=False) / TEMPLATES).glob("*.jinja"))
     for file in templates:
@@ -178,4 +203,6 @@ def copy_model_files(source: StrPath, target: StrPath) -> None:
     config = Path(target) / "config.json"  # what is written beside it is not quantised any more
     if quantisation(Path(target)) is not None:
         values = atomic_files.read_json(config)
-        atomic_files.write_json(config, {key: value for key, value in values.items() if key not in KEYS})
+        atomic_files.write_json(
+            config, {key: value for key, value in values.items() if key not in KEYS}
+        )

@@ -1,9 +1,10 @@
-"""The conversion of a checkpoint's tensors to a model's parameters: transformers' own mapping, as values.
+"""The conversion of a checkpoint's tensors to a model's parameters: transformers' own mapping, as
+values.
 
-transformers 5 loads a checkpoint through renamings and converters (fused experts, split or permuted projections,
-prefixes). :func:`resolve` runs those rules over names and meta tensors alone, once, and answers one :class:`Recipe` per
-parameter, so that a parameter can be read alone, at any time, without the rest of the model.
-"""
+transformers 5 loads a checkpoint through renamings and converters (fused experts, split or permuted
+projections, prefixes). :func:`resolve` runs those rules over names and meta tensors alone, once,
+and answers one :class:`Recipe` per parameter, so that a parameter can be read alone, at any time,
+without the rest of the model."""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ View = Callable[["StoredTensor"], Tensor]
 class Conversion:
     """One of transformers' converters at work on the stored tensors of one place in the model.
 
-    ``patterns`` says for each source which of the converter's patterns it answers to; ``target`` is the name of the
-    first parameter that comes out, by which a converter names its results. ``model`` has what a converter may ask of a
-    model: its parameters' shapes, as meta tensors, and its configuration.
-    """
+    ``patterns`` says for each source which of the converter's patterns it answers to; ``target`` is
+    the name of the first parameter that comes out, by which a converter names its results.
+    ``model`` has what a converter may ask of a model: its parameters' shapes, as meta tensors, and
+    its configuration."""
 
     converter: Any
     target: str
@@ -41,9 +42,15 @@ class Conversion:
 
     @property
     def stacks(self) -> bool:
-        """Whether experts are stacked along dim 0 (several matrices of one expert above one another along dim 1)."""
-        operations = [(type(op).__name__, getattr(op, "dim", None)) for op in self.converter.operations]
-        return operations in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+        """Whether experts are stacked along dim 0 (several matrices of one expert above one another
+        along dim 1)."""
+        operations = [
+            (type(op).__name__, getattr(op, "dim", None)) for op in self.converter.operations
+        ]
+        return operations in (
+            [("MergeModulelist", 0)],
+            [("MergeModulelist", 0), ("Concatenate", 1)],
+        )
 
     def run(self, sources: Sequence[StoredTensor], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return every result by parameter name; meta tensors answer meta tensors."""
@@ -51,23 +58,31 @@ class Conversion:
         for stored, pattern, tensor in zip(sources, self.patterns, tensors, strict=True):
             converter.add_tensor(self.target, stored.key, pattern, tensor)
         results = converter.convert(self.target, model=self.model, config=self.model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in results.items()
+        }
 
     def shapes(self, sources: Sequence[StoredTensor]) -> dict[str, tuple[int, ...]] | str:
-        """Return the results' shapes by parameter name, or why these sources cannot be converted."""
+        """Return the results' shapes by parameter name, or why these sources cannot be
+        converted."""
         try:
-            results = self.run(sources, [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources])
-        except Exception as error:  # whatever transformers' operations raise over shapes that do not fit
+            results = self.run(
+                sources, [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources]
+            )
+        except (
+            Exception
+        ) as error:  # whatever transformers' operations raise over shapes that do not fit
             return f"made of {_some([s.key for s in sources], 3)}: {type(error).__name__}: {error}"
         return {name: tuple(tensor.shape) for name, tensor in results.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The sources of one parameter: one stored tensor as it is, or several that a conversion joins. Its dtype is theirs.
+    """The sources of one parameter: one stored tensor as it is, or several that a conversion joins.
+    Its dtype is theirs.
 
-    ``name`` is the parameter's name in the model, which for a tied weight need not be the canonical one.
-    """
+    ``name`` is the parameter's name in the model, which for a tied weight need not be the canonical
+    one."""
 
     name: str
     shape: tuple[int, ...]
@@ -80,16 +95,23 @@ class Recipe:
         if self.conversion is not None:
             shapes = self.conversion.shapes(self.sources)
             found = shapes if isinstance(shapes, str) else shapes.get(self.name)
-        return "" if found == self.shape else f"{self.name} (model {self.shape}, checkpoint {found})"
+        return (
+            "" if found == self.shape else f"{self.name} (model {self.shape}, checkpoint {found})"
+        )
 
     def read_into(self, out: Tensor, view: View) -> None:
-        """Write the parameter into ``out`` (of its shape, any floating dtype). Stacking experts takes no memory."""
+        """Write the parameter into ``out`` (of its shape, any floating dtype). Stacking experts
+        takes no memory."""
         if self.conversion is None:
             out.copy_(view(self.sources[0]))
         elif self.conversion.stacks:
             first_row = 0
             for pattern in self.conversion.converter.source_patterns:
-                experts = [s for s, p in zip(self.sources, self.conversion.patterns, strict=True) if p == pattern]
+                experts = [
+                    s
+                    for s, p in zip(self.sources, self.conversion.patterns, strict=True)
+                    if p == pattern
+                ]
                 rows = experts[0].shape[0]
                 for expert, stored in enumerate(experts):
                     out[expert].narrow(0, first_row, rows).copy_(view(stored))
@@ -99,20 +121,26 @@ class Recipe:
 
 
 def resolve(
-    model: nn.Module, stored: Mapping[str, StoredTensor], view: View, where: str, *, all_used: bool = False
+    model: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    view: View,
+    where: str,
+    *,
+    all_used: bool = False,
 ) -> dict[str, Recipe]:
     """Return recipes for every parameter and persistent buffer of ``model``, by canonical name.
 
     Args:
         model: a plain transformers model on any device; only names and shapes are read.
         stored: the checkpoint's tensors, by their names in it.
-        view: reads a stored tensor; used only where a checkpoint holds two tensors that the model ties, to compare.
+        view: reads a stored tensor; used only where a checkpoint holds two tensors that the model
+            ties, to compare.
         where: the checkpoint's name in messages.
         all_used: whether a tensor that the model does not use is an error, and not a warning.
 
     Raises:
-        ValueError: missing or misshaped tensors, all of them, by name; tied weights that differ; numbers that are codes; with
-            ``all_used`` tensors that the model does not use.
+        ValueError: missing or misshaped tensors, all of them, by name; tied weights that differ;
+            numbers that are codes; with ``all_used`` tensors that the model does not use.
     """
     wanted: dict[str, Tensor] = model.state_dict(keep_vars=True)
     recipes, extra = _match(model, wanted, stored)
@@ -122,15 +150,22 @@ def resolve(
 
     missing = _without(missing, _patterns(model, "_keys_to_ignore_on_load_missing"))
     extra = _without(extra, _patterns(model, "_keys_to_ignore_on_load_unexpected"))
-    extra = _without(extra, (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"))  # buffers that older versions saved
+    extra = _without(
+        extra, (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+    )  # buffers that older versions saved
     if missing or misshaped:
         kinds = (("missing", missing), ("misshaped", misshaped), ("unknown to the model", extra))
         parts = [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds if names]
         raise ValueError(f"{where} does not fit {type(model).__name__}: {'; '.join(parts)}")
     if extra:
-        text = f"{where} has {counted(len(extra), 'tensor')} that {type(model).__name__} does not use: {_some(extra)}"
+        text = (
+            f"{where} has {counted(len(extra), 'tensor')} that {type(model).__name__} does not"
+            f" use: {_some(extra)}"
+        )
         if all_used:
-            raise ValueError(f"{text}. A model without them is another one than the file's, and is not trained")
+            raise ValueError(
+                f"{text}. A model without them is another one than the file's, and is not trained"
+            )
         warnings.warn(text, stacklevel=3)
     return recipes
 
@@ -141,15 +176,24 @@ _SCALE = re.compile(r"(.*_)?(scales?|zeros?|zero_points?|absmax)(_inv|_\d)?")
 
 
 def _refuse_codes(
-    wanted: Mapping[str, Tensor], recipes: Mapping[str, Recipe], extra: Sequence[StoredTensor], where: str
+    wanted: Mapping[str, Tensor],
+    recipes: Mapping[str, Recipe],
+    extra: Sequence[StoredTensor],
+    where: str,
 ) -> None:
-    """Raise ValueError where a floating parameter is stored in a dtype of codes, or beside a scale that nothing reads. A
-    buffer is converted instead, as transformers does it."""
-    sources = {source.key: (name, source) for name, recipe in recipes.items() for source in recipe.sources}
+    """Raise ValueError where a floating parameter is stored in a dtype of codes, or beside a scale
+    that nothing reads. A buffer is converted instead, as transformers does it."""
+    sources = {
+        source.key: (name, source) for name, recipe in recipes.items() for source in recipe.sources
+    }
     advice = "give the model in bfloat16, float16 or float32, not a quantised one"
     for name, source in sources.values():
         param = wanted[name]
-        if isinstance(param, torch.nn.Parameter) and param.is_floating_point() and source.dtype not in _PLAIN:
+        if (
+            isinstance(param, torch.nn.Parameter)
+            and param.is_floating_point()
+            and source.dtype not in _PLAIN
+        ):
             raise ValueError(
                 f"{where}/{source.file}: {source.key} is stored in {name_of(source.dtype)}, and"
                 f" {name} would read its codes as if they were the weights; {advice}"
@@ -159,13 +203,16 @@ def _refuse_codes(
         owner, _, leaf = scale.key.rpartition(".")
         if _SCALE.fullmatch(leaf) and owner in owners:
             raise ValueError(
-                f"{where}/{scale.file}: {scale.key} ({name_of(scale.dtype)}) scales {owners[owner]}, which"
+                f"{where}/{scale.file}: {scale.key} ({name_of(scale.dtype)}) scales"
+                f" {owners[owner]}, which"
                 f" would be read without it; {advice}"
             )
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(names[:most]) + (
+        f", and {len(names) - most} more" if len(names) > most else ""
+    )
 
 
 def _patterns(model: nn.Module, attribute: str) -> tuple[str, ...]:
@@ -174,7 +221,8 @@ def _patterns(model: nn.Module, attribute: str) -> tuple[str, ...]:
 
 
 def optional(model: nn.Module, name: str) -> bool:
-    """Return whether transformers lets a checkpoint of ``model`` leave a tensor out without a word."""
+    """Return whether transformers lets a checkpoint of ``model`` leave a tensor out without a
+    word."""
     return not _without([name], _patterns(model, "_keys_to_ignore_on_load_missing"))
 
 
@@ -186,18 +234,27 @@ def _without(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
 def _match(
     model: nn.Module, wanted: dict[str, Tensor], stored: Mapping[str, StoredTensor]
 ) -> tuple[dict[str, Recipe], list[str]]:
-    """Give each stored tensor to the parameter that it makes, by transformers' rules and in transformers' order
-    (``convert_and_load_state_dict_in_model``); the second answer names those that make none."""
+    """Give each stored tensor to the parameter that it makes, by transformers' rules and in
+    transformers' order (``convert_and_load_state_dict_in_model``); the second answer names those
+    that make none."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     plain: Any = model
     mapping = get_model_conversion_mapping(plain)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    by_pattern = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     meta = {name: tensor.detach().to("meta") for name, tensor in wanted.items()}
-    prefix, shapes = plain.base_model_prefix, SimpleNamespace(config=plain.config, get_parameter=meta.__getitem__)
+    prefix = plain.base_model_prefix
+    shapes = SimpleNamespace(config=plain.config, get_parameter=meta.__getitem__)
 
     recipes: dict[str, Recipe] = {}
     groups: dict[str, list[tuple[str, StoredTensor]]] = {}
@@ -214,7 +271,8 @@ def _match(
             groups.setdefault(name, []).append((pattern, stored[key]))
 
     for target, members in groups.items():
-        patterns, sources = tuple(p for p, _ in members), tuple(s for _, s in members)
+        patterns = tuple(p for p, _ in members)
+        sources = tuple(s for _, s in members)
         conversion = Conversion(by_pattern[patterns[0]], target, patterns, shapes)
         results = conversion.shapes(sources)
         for name in (target,) if isinstance(results, str) else results:
@@ -226,10 +284,11 @@ def _match(
 def _untie(
     model: nn.Module, wanted: Mapping[str, Tensor], recipes: Mapping[str, Recipe], view: View | None
 ) -> tuple[dict[str, Recipe], list[str]]:
-    """Return one recipe a tensor, under its canonical name and in the model's order; the second answer names the missing.
+    """Return one recipe a tensor, under its canonical name and in the model's order; the second
+    answer names the missing.
 
-    A checkpoint may hold a tied weight under any of its names. Where it holds several they must be equal.
-    """
+    A checkpoint may hold a tied weight under any of its names. Where it holds several they must be
+    equal."""
     aliases: dict[int, list[str]] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *wanted.items()]:
         names = aliases.setdefault(id(tensor), [])
@@ -240,10 +299,12 @@ def _untie(
     for names in aliases.values():
         found = [recipes[name] for name in names if name in recipes]
         for other in found[1:]:
-            one, two = found[0].sources[0], other.sources[0]
+            one = found[0].sources[0]
+            two = other.sources[0]
             if view and not (one.dtype == two.dtype and torch.equal(view(one), view(two))):
                 raise ValueError(
-                    f"the configuration ties {found[0].name} to {other.name}, but the checkpoint holds different "
+                    f"the configuration ties {found[0].name} to {other.name}, but the checkpoint"
+                    " holds different "
                     f"values for them: set tie_word_embeddings to false in its config.json"
                 )
         if found:

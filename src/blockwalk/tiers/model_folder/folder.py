@@ -26,21 +26,22 @@ _READERS: dict[str, Callable[[Path, nn.Module], dict[str, StoredTensor]]] = {
 
 
 class CheckpointFolder:
-    """An unmodified model folder as a read-only tier (WeightSource): zero copy, matrices in the codec that the files have.
+    """An unmodified model folder as a read-only tier (WeightSource): zero copy, matrices in the
+    codec that the files have.
 
-    Where the stored names or shapes are not the model's, transformers' own conversion mapping says how one becomes the
-    other; such a parameter has several sources and is fused when it is fetched
+    Where the stored names or shapes are not the model's, transformers' own conversion mapping says
+    how one becomes the other; such a parameter has several sources and is fused when it is fetched
     (:mod:`blockwalk.tiers.model_folder.conversion`).
 
     Args:
         path: the folder, or another name of a model (:func:`blockwalk.models.folder.model_folder`).
-        model: the same transformers model on the meta device; its ``state_dict()`` says which names and shapes are
-            wanted. The dtype is the one stored.
+        model: the same transformers model on the meta device; its ``state_dict()`` says which names
+            and shapes are wanted. The dtype is the one stored.
 
     Raises:
-        ValueError: tensors are missing or of the wrong shape, with their names; codes that are not read; no weights;
-            or tied weights that differ in the checkpoint. Tensors that the model does not know are a warning, and of a GGUF
-            file an error.
+        ValueError: tensors are missing or of the wrong shape, with their names; codes that are not
+            read; no weights; or tied weights that differ in the checkpoint. Tensors that the model
+            does not know are a warning, and of a GGUF file an error.
     """
 
     def __init__(self, path: StrPath, model: nn.Module) -> None:
@@ -51,7 +52,8 @@ class CheckpointFolder:
             stored |= _READERS[Path(name).suffix](self.path / name, model)
             self._files[name] = MappedFile(self.path / name)
         stored = quantised.joined(self.path, stored)
-        # A GGUF's configuration was made of its tensors' names: one that is left over is a part of another model.
+        # A GGUF's configuration was made of its tensors' names: one that is left over is a part of
+        # another model.
         from_gguf = any(name.endswith(".gguf") for name in self._files)
         self._recipes: Mapping[str, conversion.Recipe] = conversion.resolve(
             model, stored, self._view, str(path), all_used=from_gguf
@@ -59,8 +61,12 @@ class CheckpointFolder:
 
     def _bytes(self, stored: StoredTensor) -> Bytes:
         if stored.parts:
-            return tuple(self._files[p.file].view(p.offset, p.nbytes, p.dtype, p.shape) for p in stored.parts)
-        bytes_P = self._files[stored.file].view(stored.offset, stored.nbytes, torch.uint8, (stored.nbytes,))
+            return tuple(
+                self._files[p.file].view(p.offset, p.nbytes, p.dtype, p.shape) for p in stored.parts
+            )
+        bytes_P = self._files[stored.file].view(
+            stored.offset, stored.nbytes, torch.uint8, (stored.nbytes,)
+        )
         # a header of any length is allowed
         return bytes_P.clone() if stored.offset % stored.dtype.itemsize else bytes_P
 
@@ -76,7 +82,8 @@ class CheckpointFolder:
         return tuple(self._recipes)
 
     def original_key(self, name: str) -> str | None:
-        """Return the name that ``name`` has in the files, or None where it is fused from, or cut out of, other tensors."""
+        """Return the name that ``name`` has in the files, or None where it is fused from, or cut
+        out of, other tensors."""
         recipe = self._recipes[name]
         return recipe.sources[0].key if recipe.conversion is None else None
 
@@ -108,7 +115,9 @@ class CheckpointFolder:
     def read_into(self, name: str, out: Tensor) -> None:
         recipe = self._recipes[name]
         if tuple(out.shape) != recipe.shape:
-            raise ValueError(f"{name} has shape {recipe.shape}, the buffer given has {tuple(out.shape)}")
+            raise ValueError(
+                f"{name} has shape {recipe.shape}, the buffer given has {tuple(out.shape)}"
+            )
         stored = recipe.sources[0]
         if stored.codec.encoded and recipe.conversion is None and out.is_contiguous():
             decode_whole(self._bytes(stored), stored.layout, out)
@@ -124,7 +133,9 @@ class CheckpointFolder:
         return ranges
 
     def prefetch(self, names: Iterable[str]) -> int:
-        return sum(self._files[file].will_need(ranges) for file, ranges in self._ranges(names).items())
+        return sum(
+            self._files[file].will_need(ranges) for file, ranges in self._ranges(names).items()
+        )
 
     def release(self, names: Iterable[str]) -> None:
         for file, ranges in self._ranges(names).items():

@@ -1,13 +1,15 @@
-"""The identity of a folder's weights: a digest of its content, remembered for as long as no file of it changes.
+"""The identity of a folder's weights: a digest of its content, remembered for as long as no file of
+it changes.
 
-A digest costs one read of the weights, on several threads, and is kept in the cache folder beside what the
-kernel says of the files: device, inode, size, and the times of the last write and of the last change of the inode. One thing
-is trusted: that no file gets other bytes while all of these stay equal. The kernel moves the last one at every call of
-``write``, and no program can set it back; but its clock ticks in milliseconds, so that files which were changed within the
-last seconds are not remembered, and are read again next time. A store through a shared map moves it only where the page was
-clean: files are synced before they are read, which makes their pages clean, and what lies in memory alone (tmpfs, whose
-pages are never clean) is not remembered. A change by another machine, on a disk that several share, is as that disk tells.
-"""
+A digest costs one read of the weights, on several threads, and is kept in the cache folder beside
+what the kernel says of the files: device, inode, size, and the times of the last write and of the
+last change of the inode. One thing is trusted: that no file gets other bytes while all of these
+stay equal. The kernel moves the last one at every call of ``write``, and no program can set it
+back; but its clock ticks in milliseconds, so that files which were changed within the last seconds
+are not remembered, and are read again next time. A store through a shared map moves it only where
+the page was clean: files are synced before they are read, which makes their pages clean, and what
+lies in memory alone (tmpfs, whose pages are never clean) is not remembered. A change by another
+machine, on a disk that several share, is as that disk tells."""
 
 from __future__ import annotations
 
@@ -25,21 +27,23 @@ from blockwalk.system import cache
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import is_store
 
-_SPAN, _CHUNK = 64 << 20, 1 << 20
+_SPAN = 64 << 20
+_CHUNK = 1 << 20
 """Bytes that one thread digests, and bytes of them that it holds at a time."""
 _SETTLED = 3.0
 """Seconds without a change after which a file's times tell every later change."""
 
 
 def same_weights(folder: StrPath, digest: str) -> bool:
-    """Return whether a digest is that of a model folder, by content; or, of a GGUF file, by content and name, as earlier
-    versions made it."""
+    """Return whether a digest is that of a model folder, by content; or, of a GGUF file, by content
+    and name, as earlier versions made it."""
     return digest in (weights_digest(folder), weights_digest(folder, by_name=True))
 
 
 def weights_digest(folder: StrPath, *, by_name: bool = False) -> str:
-    """Return the content of a model folder (configuration and weights) as 32 hexadecimal digits; of a block store its index,
-    which has the checksums of all that was packed. The names that people give GGUF files are no part of it, unless ``by_name``.
+    """Return the content of a model folder (configuration and weights) as 32 hexadecimal digits; of
+    a block store its index, which has the checksums of all that was packed. The names that people
+    give GGUF files are no part of it, unless ``by_name``.
 
     Raises:
         ValueError: the folder holds no model, or one that is being written.
@@ -61,9 +65,15 @@ def weights_digest(folder: StrPath, *, by_name: bool = False) -> str:
         for number, path in enumerate(paths):
             starts = range(0, path.stat().st_size, _SPAN)
             name = f"part {number}" if free_names and path.suffix == ".gguf" else path.name
-            digest.update(json.dumps([name, *threads.map(_digest_span, [path] * len(starts), starts)]).encode())
+            digest.update(
+                json.dumps(
+                    [name, *threads.map(_digest_span, [path] * len(starts), starts)]
+                ).encode()
+            )
     if _seen(paths) != seen:
-        raise ValueError(f"{folder} changed while it was read: wait until it is written, and start again")
+        raise ValueError(
+            f"{folder} changed while it was read: wait until it is written, and start again"
+        )
     settled = began - max(max(written, changed) for *_, written, changed in seen) / 1e9 > _SETTLED
     if settled and not _in_memory({device for device, *_ in seen}):
         cache.write_json(entry, {"seen": seen, "digest": digest.hexdigest()})
@@ -71,20 +81,26 @@ def weights_digest(folder: StrPath, *, by_name: bool = False) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Have the pages of a file written that were changed through a map, so that the kernel hears of the next change."""
+    """Have the pages of a file written that were changed through a map, so that the kernel hears of
+    the next change."""
     with suppress(OSError), open(path, "rb") as file:  # a disk that cannot sync is read-only
         os.fsync(file)
 
 
 def _in_memory(devices: set[int]) -> bool:
-    """Whether one of some devices is a file system that lies in memory, whose pages are written nowhere; true where the kernel
-    does not say."""
+    """Whether one of some devices is a file system that lies in memory, whose pages are written
+    nowhere; true where the kernel does not say."""
     try:
-        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()]
+        mounts = [
+            line.split()
+            for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+        ]
     except (OSError, UnicodeError):
         return True
     kinds = {mount[2]: mount[mount.index("-") + 1] for mount in mounts}
-    return any(kinds.get(f"{os.major(each)}:{os.minor(each)}") in ("tmpfs", "ramfs") for each in devices)
+    return any(
+        kinds.get(f"{os.major(each)}:{os.minor(each)}") in ("tmpfs", "ramfs") for each in devices
+    )
 
 
 def _seen(paths: list[Path]) -> list[list[int]]:

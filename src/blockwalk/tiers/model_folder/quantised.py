@@ -1,11 +1,12 @@
-"""The tensors of a quantised checkpoint put together: codes, scales and zero points become one stored tensor, read as they lie.
+"""The tensors of a quantised checkpoint put together: codes, scales and zero points become one
+stored tensor, read as they lie.
 
-Each tool's format is a function that takes the tensors of one matrix by their names, checks what they are, and says how they
-are read (:mod:`blockwalk.numerics.codecs.readers`). The formats are facts of their tools: DeepSeek-V3's
-``inference/kernel.py``, bitsandbytes' ``functional.py``, AutoGPTQ's and AutoAWQ's linear layers, compressed-tensors'
-``compressors``, and OCP's "Microscaling Formats" (2023) in gpt-oss's arrangement. Activations, which some of them quantise
-too, are left as they are.
-"""
+Each tool's format is a function that takes the tensors of one matrix by their names, checks what
+they are, and says how they are read (:mod:`blockwalk.numerics.codecs.readers`). The formats are
+facts of their tools: DeepSeek-V3's ``inference/kernel.py``, bitsandbytes' ``functional.py``,
+AutoGPTQ's and AutoAWQ's linear layers, compressed-tensors' ``compressors``, and OCP's "Microscaling
+Formats" (2023) in gpt-oss's arrangement. Activations, which some of them quantise too, are left as
+they are."""
 
 from __future__ import annotations
 
@@ -22,16 +23,29 @@ import torch
 
 from blockwalk.models.quantised import quantisation
 from blockwalk.numerics.codecs.layout import name_of
-from blockwalk.numerics.codecs.readers import Order, Reader, in_rows_of, looked_up, numbers, packed, scaled, turned
+from blockwalk.numerics.codecs.readers import (
+    Order,
+    Reader,
+    in_rows_of,
+    looked_up,
+    numbers,
+    packed,
+    scaled,
+    turned,
+)
 from blockwalk.plan.placement import Codec
 from blockwalk.system.atomic_files import reading
 from blockwalk.tiers.model_folder.stored import StoredTensor
 
-_INT, _BYTE, _WIDE = (torch.int32,), (torch.uint8,), (torch.float32,)
+_INT = (torch.int32,)
+_BYTE = (torch.uint8,)
+_WIDE = (torch.float32,)
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_OF_ACTIVATIONS = re.compile(r".*\.(input|output|activation|k|v|q)_(scale|zero_point|global_scale|scale_ub)")
+_OF_ACTIVATIONS = re.compile(
+    r".*\.(input|output|activation|k|v|q)_(scale|zero_point|global_scale|scale_ub)"
+)
 
 Parts = Sequence[torch.Tensor]
 Dtypes = Sequence[torch.dtype]
@@ -41,8 +55,8 @@ def joined(folder: Path, stored: dict[str, StoredTensor]) -> dict[str, StoredTen
     """Return the tensors of a checkpoint, by name, where those that make one matrix are one.
 
     Raises:
-        ValueError: a tensor of a matrix is missing, or of another dtype or shape than its tool gives it; a form of it that is
-            not read; or a tool.
+        ValueError: a tensor of a matrix is missing, or of another dtype or shape than its tool
+            gives it; a form of it that is not read; or a tool.
     """
     if (found := quantisation(folder)) is None:
         return stored
@@ -74,12 +88,16 @@ class _Matrix:
     taken: list[str] = field(default_factory=list)
 
     def dtype(self, leaf: str) -> torch.dtype | None:
-        """Return the dtype of one of its tensors, by the end of its name; None where there is none."""
+        """Return the dtype of one of its tensors, by the end of its name; None where there is
+        none."""
         found = self.left.get(self.stem + leaf)
         return None if found is None else found.dtype
 
-    def take(self, leaf: str, dtypes: Dtypes, shape: tuple[int | None, ...] = (None, None)) -> StoredTensor:
-        """Return one of its tensors, which is of one of these dtypes and of a shape (None: any size)."""
+    def take(
+        self, leaf: str, dtypes: Dtypes, shape: tuple[int | None, ...] = (None, None)
+    ) -> StoredTensor:
+        """Return one of its tensors, which is of one of these dtypes and of a shape (None: any
+        size)."""
         self.taken.append(self.stem + leaf)
         found = self.left.get(self.stem + leaf)
         if found is None:
@@ -87,11 +105,15 @@ class _Matrix:
             raise self.wrong(beside, leaf, "is missing, and codes cannot be read without it")
         if prod(found.shape) == 1 and all(size == 1 for size in shape):
             found = replace(found, shape=(1,) * len(shape))
-        fits = len(found.shape) == len(shape) and all(w in (None, n) for w, n in zip(shape, found.shape, strict=True))
+        fits = len(found.shape) == len(shape) and all(
+            w in (None, n) for w, n in zip(shape, found.shape, strict=True)
+        )
         if found.dtype not in dtypes or not fits:
             words = " or ".join(name_of(dtype) for dtype in dtypes)
             given = f"{name_of(found.dtype)} {found.shape}"
-            raise self.wrong(found, leaf, f"is {given}; read is {words} {str(shape).replace('None', 'any')}")
+            raise self.wrong(
+                found, leaf, f"is {given}; read is {words} {str(shape).replace('None', 'any')}"
+            )
         return found
 
     def bytes_of(self, tensor: StoredTensor) -> bytearray:
@@ -106,7 +128,8 @@ class _Matrix:
         if value not in known:
             words = ", ".join(map(str, known))
             raise ValueError(
-                f"{self.folder}/config.json: the weights are quantised with {name} {value}; read is {words}"
+                f"{self.folder}/config.json: the weights are quantised with {name} {value}; read"
+                f" is {words}"
             )
         return value
 
@@ -114,21 +137,30 @@ class _Matrix:
         return ValueError(f"{self.folder}/{tensor.file}: {self.stem}{leaf} {found}")
 
     def groups(self, leaf: str, groups: int, size: int, columns: int) -> list[StoredTensor]:
-        """Return the group of each column, where the file names it and neighbours do not make the groups; else nothing."""
+        """Return the group of each column, where the file names it and neighbours do not make the
+        groups; else nothing."""
         if self.dtype(leaf) is None:
             return []
         found = self.take(leaf, _INT, (columns,))
         named = torch.frombuffer(self.bytes_of(found), dtype=torch.int32)
-        if bool((named == -1).all()) or torch.equal(named, torch.arange(columns, dtype=torch.int32) // size):
+        if bool((named == -1).all()) or torch.equal(
+            named, torch.arange(columns, dtype=torch.int32) // size
+        ):
             return []
         if int(named.min()) < 0 or int(named.max()) >= groups:
-            raise self.wrong(found, leaf, f"names groups {int(named.min())} to {int(named.max())} of {groups}")
+            raise self.wrong(
+                found, leaf, f"names groups {int(named.min())} to {int(named.max())} of {groups}"
+            )
         return [found]
 
 
-def _made(key: str, shape: tuple[int, ...], read: Callable[[Parts], Reader], *parts: StoredTensor) -> StoredTensor:
+def _made(
+    key: str, shape: tuple[int, ...], read: Callable[[Parts], Reader], *parts: StoredTensor
+) -> StoredTensor:
     nbytes = sum(part.nbytes for part in parts)
-    return StoredTensor(key, parts[0].file, parts[0].offset, nbytes, torch.float32, shape, parts=parts, reader=read)
+    return StoredTensor(
+        key, parts[0].file, parts[0].offset, nbytes, torch.float32, shape, parts=parts, reader=read
+    )
 
 
 def _fp8(take: _Matrix) -> StoredTensor | None:
@@ -140,36 +172,52 @@ _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 
 
 def _bitsandbytes(take: _Matrix) -> StoredTensor:
-    """Return nibbles, the earlier one high, that sixteen levels are looked up by; scales of blocks of a row, in float32 or
-    in codes of eight bits themselves, whose blocks run on over the rows."""
+    """Return nibbles, the earlier one high, that sixteen levels are looked up by; scales of blocks
+    of a row, in float32 or in codes of eight bits themselves, whose blocks run on over the rows."""
     mark = next(mark for mark in _STATES if take.dtype(mark) is not None)
     state = take.take(mark, _BYTE, (None,))
     with reading(take.folder / state.file):
         said = json.loads(take.bytes_of(state).decode())
-        block, (rows, columns) = operator.index(said["blocksize"]), map(operator.index, said["shape"])
-        inner, plus = operator.index(said.get("nested_blocksize", 0)), said.get("nested_offset", 0) + 0.0
+        block, (rows, columns) = (
+            operator.index(said["blocksize"]),
+            map(operator.index, said["shape"]),
+        )
+        inner = operator.index(said.get("nested_blocksize", 0))
+        plus = said.get("nested_offset", 0) + 0.0
     codes = take.take("", [dtype] if (dtype := take.dtype("")) else _BYTE)
     if codes.nbytes * 2 != rows * columns or block < 2 or block % 2 or columns % block or inner < 0:
         raise take.wrong(
-            codes, "", f"is {codes.nbytes} bytes, and {rows} × {columns} in blocks of {block} is not read so"
+            codes,
+            "",
+            f"is {codes.nbytes} bytes, and {rows} × {columns} in blocks of {block} is not read so",
         )
     codes = replace(codes, dtype=torch.uint8, shape=(rows, columns // 2))
-    across, count = columns // block, rows * columns // block
+    across = columns // block
+    count = rows * columns // block
     levels = take.take(".quant_map", _WIDE, (16,))
     nested: list[StoredTensor] = []
     scales = take.take(".absmax", _BYTE if inner else _WIDE, (count,))
     if inner:
         outer = take.take(".nested_absmax", _WIDE, (-(-count // inner),))
-        nested = [take.take(".nested_quant_map", _WIDE, (256,)), replace(outer, shape=(1, *outer.shape))]
+        nested = [
+            take.take(".nested_quant_map", _WIDE, (256,)),
+            replace(outer, shape=(1, *outer.shape)),
+        ]
     scales = replace(scales, shape=(1, count) if inner else (rows, across))
 
     def read(parts: Parts) -> Reader:
         codes, levels, scales, *nested = parts
         scale = numbers(scales)
         if nested:
-            flat = scaled(looked_up(scale, nested[0]), numbers(nested[1]), block=(1, inner), plus=plus)
+            flat = scaled(
+                looked_up(scale, nested[0]), numbers(nested[1]), block=(1, inner), plus=plus
+            )
             scale = in_rows_of(across, flat)
-        return scaled(looked_up(packed(codes, 4, order=lambda place: 1 - place), levels), scale, block=(1, block))
+        return scaled(
+            looked_up(packed(codes, 4, order=lambda place: 1 - place), levels),
+            scale,
+            block=(1, block),
+        )
 
     return _made(take.stem, (rows, columns), read, codes, levels, scales, *nested)
 
@@ -188,10 +236,15 @@ def _awq(take: _Matrix) -> StoredTensor:
     return _in_groups(take, bits, 1, lambda place: place // 2 + place % 2 * 4)
 
 
-def _in_groups(take: _Matrix, bits: int, dim: int, order: Order | None = None, less: float = 0.0) -> StoredTensor:
-    """Return a matrix that lies turned, [inputs, outputs], with scales and packed zero points of groups of inputs."""
-    codes, each = take.take(".qweight", _INT), 32 // bits
-    columns, rows = codes.shape[0] * (each, 1)[dim], codes.shape[1] * (1, each)[dim]
+def _in_groups(
+    take: _Matrix, bits: int, dim: int, order: Order | None = None, less: float = 0.0
+) -> StoredTensor:
+    """Return a matrix that lies turned, [inputs, outputs], with scales and packed zero points of
+    groups of inputs."""
+    codes = take.take(".qweight", _INT)
+    each = 32 // bits
+    columns = codes.shape[0] * (each, 1)[dim]
+    rows = codes.shape[1] * (1, each)[dim]
     size = take.settings.get("group_size", 128)
     size = size if size > 0 else columns
     count = -(-columns // size)
@@ -200,9 +253,18 @@ def _in_groups(take: _Matrix, bits: int, dim: int, order: Order | None = None, l
 
     def read(parts: Parts) -> Reader:
         codes, zeros, scales, *named = parts
-        group_of, zero = named[0].long() if named else None, packed(zeros, bits, 1, order)
+        group_of = named[0].long() if named else None
+        zero = packed(zeros, bits, 1, order)
         whole = packed(codes, bits, dim, order)
-        own = scaled(whole, numbers(scales), zero, less=less, block=(size, 1), group_of=group_of, groups=count)
+        own = scaled(
+            whole,
+            numbers(scales),
+            zero,
+            less=less,
+            block=(size, 1),
+            group_of=group_of,
+            groups=count,
+        )
         return turned(own)
 
     named = take.groups(".g_idx", count, size, columns)
@@ -210,23 +272,42 @@ def _in_groups(take: _Matrix, bits: int, dim: int, order: Order | None = None, l
 
 
 def _compressed(take: _Matrix) -> StoredTensor | None:
-    """Integers or FP8 numbers in a tensor of their own, or packed; the scales' shape says what shares one, but for blocks."""
-    forms = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"
+    """Integers or FP8 numbers in a tensor of their own, or packed; the scales' shape says what
+    shares one, but for blocks."""
+    forms = (
+        "pack-quantized",
+        "int-quantized",
+        "float-quantized",
+        "naive-quantized",
+        "mixed-precision",
+    )
     take.setting("format", forms[0], *forms)
-    named = [(g.get("weights") or {}).get("block_structure") for g in take.settings.get("config_groups", {}).values()]
+    named = [
+        (g.get("weights") or {}).get("block_structure")
+        for g in take.settings.get("config_groups", {}).values()
+    ]
     return _as_they_are(take, ".weight_scale", named[0] if named and all(named) else None)
 
 
-def _as_they_are(take: _Matrix, scale_leaf: str, block: Sequence[int] | None) -> StoredTensor | None:
-    """Return a matrix that does not lie turned. Packed codes, and zero points packed with them, have half of their range
-    added."""
+def _as_they_are(
+    take: _Matrix, scale_leaf: str, block: Sequence[int] | None
+) -> StoredTensor | None:
+    """Return a matrix that does not lie turned. Packed codes, and zero points packed with them,
+    have half of their range added."""
     bits = 0
     if take.dtype(".weight_packed") is not None:
-        codes, told = take.take(".weight_packed", _INT), take.take(".weight_shape", (torch.int64,), (2,))
+        codes = take.take(".weight_packed", _INT)
+        told = take.take(".weight_shape", (torch.int64,), (2,))
         rows, columns = torch.frombuffer(take.bytes_of(told), dtype=torch.int64).tolist()
-        bits = next((bits for bits in (2, 4, 8) if codes.shape == (rows, -(-columns * bits // 32))), 0)
+        bits = next(
+            (bits for bits in (2, 4, 8) if codes.shape == (rows, -(-columns * bits // 32))), 0
+        )
         if not bits:
-            raise take.wrong(codes, ".weight_packed", f"is {codes.shape}; read is {(rows, columns)} in 2, 4 or 8 bits")
+            raise take.wrong(
+                codes,
+                ".weight_packed",
+                f"is {codes.shape}; read is {(rows, columns)} in 2, 4 or 8 bits",
+            )
     elif take.dtype(".weight") in (torch.int8, *_FP8):
         codes = take.take(".weight", (torch.int8, *_FP8))
         rows, columns = codes.shape
@@ -237,36 +318,54 @@ def _as_they_are(take: _Matrix, scale_leaf: str, block: Sequence[int] | None) ->
     zero: list[StoredTensor] = []
     scale = take.take(scale_leaf, _PLAIN, count)
     if take.dtype(".weight_zero_point") is not None:
-        form = (_INT, (-(-count[0] * bits // 32), count[1])) if bits else ((torch.int8, *_FP8, *_PLAIN), count)
+        form = (
+            (_INT, (-(-count[0] * bits // 32), count[1]))
+            if bits
+            else ((torch.int8, *_FP8, *_PLAIN), count)
+        )
         zero = [take.take(".weight_zero_point", *form)]
     named = take.groups(".weight_g_idx", count[1], across, columns)
     less = 0.0 if zero or not bits else float(1 << bits - 1)
 
     def read(parts: Parts) -> Reader:
-        whole, zeros = numbers(parts[0]), numbers(parts[2]) if zero else None
+        whole = numbers(parts[0])
+        zeros = numbers(parts[2]) if zero else None
         if bits:
-            whole, zeros = packed(parts[0], bits), packed(parts[2], bits, 0) if zero else None
+            whole = packed(parts[0], bits)
+            zeros = packed(parts[2], bits, 0) if zero else None
         if not named:
             return scaled(whole, numbers(parts[1]), zeros, less=less, block=(above, across))
-        whole, scales, zeros = turned(whole), turned(numbers(parts[1])), zeros and turned(zeros)
-        group_of, block = parts[-1].long(), (1, above)
-        return turned(scaled(whole, scales, zeros, less=less, block=block, group_of=group_of, groups=count[1]))
+        whole = turned(whole)
+        scales = turned(numbers(parts[1]))
+        zeros = zeros and turned(zeros)
+        group_of = parts[-1].long()
+        block = (1, above)
+        return turned(
+            scaled(whole, scales, zeros, less=less, block=block, group_of=group_of, groups=count[1])
+        )
 
     return _made(f"{take.stem}.weight", (rows, columns), read, codes, scale, *zero, *named)
 
 
-def _sharing(take: _Matrix, shape: tuple[int, int], leaf: str, block: Sequence[int] | None) -> tuple[int, int]:
-    """Return the rows and columns that share a scale: those that are named, or as many as there are scales."""
+def _sharing(
+    take: _Matrix, shape: tuple[int, int], leaf: str, block: Sequence[int] | None
+) -> tuple[int, int]:
+    """Return the rows and columns that share a scale: those that are named, or as many as there are
+    scales."""
     if block is not None:
         return operator.index(block[0]), operator.index(block[1])
     found = take.left.get(take.stem + leaf)
     counts = found.shape if found is not None and len(found.shape) == 2 else (1, 1)
-    above, across = (size // count if size % count == 0 else size for size, count in zip(shape, counts, strict=True))
+    above, across = (
+        size // count if size % count == 0 else size
+        for size, count in zip(shape, counts, strict=True)
+    )
     return above, across
 
 
 def _mxfp4(take: _Matrix) -> StoredTensor:
-    """Return experts that lie turned: blocks of 32 numbers of four bits, and the exponent of each block's scale."""
+    """Return experts that lie turned: blocks of 32 numbers of four bits, and the exponent of each
+    block's scale."""
     codes = take.take("_blocks", _BYTE, (None, None, None, 16))
     experts, outputs, count, _ = codes.shape
     scales = take.take("_scales", _BYTE, (experts, outputs, count))
@@ -289,4 +388,5 @@ _FORMATS: dict[Codec, tuple[tuple[str, ...], Callable[[_Matrix], StoredTensor | 
     Codec.COMPRESSED: ((".weight_packed", ".weight"), _compressed),
     Codec.MXFP4: (("_blocks",), _mxfp4),
 }
-"""The formats: the ends of names that tell a quantised matrix, and the function that puts it together."""
+"""The formats: the ends of names that tell a quantised matrix, and the function that puts it
+together."""

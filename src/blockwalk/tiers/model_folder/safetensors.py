@@ -1,7 +1,8 @@
-"""The safetensors format (github.com/huggingface/safetensors): 8 bytes little-endian length, a JSON header, the bytes.
+"""The safetensors format (github.com/huggingface/safetensors): 8 bytes little-endian length, a JSON
+header, the bytes.
 
-Reading gives places in a file, never tensors, so that a map can serve them; writing takes tensors a piece at a time.
-"""
+Reading gives places in a file, never tensors, so that a map can serve them; writing takes tensors a
+piece at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def read_header(path: StrPath) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file, by name, without reading them.
 
     Raises:
-        ValueError: another format, a git-lfs pointer, a truncated file, or a dtype that we do not know.
+        ValueError: another format, a git-lfs pointer, a truncated file, or a dtype that we do not
+            know.
     """
     path = Path(path)
     size = path.stat().st_size
@@ -42,11 +44,15 @@ def read_header(path: StrPath) -> dict[str, StoredTensor]:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= size - 8:
             refuse_pointer(path)
-            raise ValueError(f"{path} is no safetensors file, or truncated: {size} bytes, header of {length}")
+            raise ValueError(
+                f"{path} is no safetensors file, or truncated: {size} bytes, header of {length}"
+            )
         try:
             header = json.loads(file.read(length))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is no safetensors file: its header is not JSON ({error})") from None
+            raise ValueError(
+                f"{path} is no safetensors file: its header is not JSON ({error})"
+            ) from None
     tensors: dict[str, StoredTensor] = {}
     with reading(path):
         header.pop("__metadata__", None)
@@ -54,20 +60,29 @@ def read_header(path: StrPath) -> dict[str, StoredTensor]:
             start, stop = map(operator.index, entry["data_offsets"])
             if entry["dtype"] not in DTYPE:
                 raise ValueError(f"{path}: {key} has dtype {entry['dtype']}, which we cannot read")
-            dtype, shape = DTYPE[entry["dtype"]], tuple(map(operator.index, entry["shape"]))
+            dtype = DTYPE[entry["dtype"]]
+            shape = tuple(map(operator.index, entry["shape"]))
             if min((start, *shape)) < 0 or stop - start != prod(shape) * dtype.itemsize:
                 raise ValueError(
-                    f"{path}: {key} has {stop - start} bytes from {start} on, but its shape {shape} in {dtype} says otherwise"
+                    f"{path}: {key} has {stop - start} bytes from {start} on, but its shape"
+                    f" {shape} in {dtype} says otherwise"
                 )
             if 8 + length + stop > size:
-                raise ValueError(f"{path} is truncated: {key} ends at byte {8 + length + stop}, the file has {size}")
-            tensors[key] = StoredTensor(key, path.name, 8 + length + start, stop - start, dtype, shape)
+                raise ValueError(
+                    f"{path} is truncated: {key} ends at byte {8 + length + stop}, the file has"
+                    f" {size}"
+                )
+            tensors[key] = StoredTensor(
+                key, path.name, 8 + length + start, stop - start, dtype, shape
+            )
     return tensors
 
 
-def write_shards(folder: Path, entries: Mapping[str, Entry], values: Callable[[str], Iterable[Tensor]]) -> None:
-    """Write a model's tensors, in order, under the names that Hugging Face gives the files; one that is larger than
-    :data:`SHARD_BYTES` stands alone.
+def write_shards(
+    folder: Path, entries: Mapping[str, Entry], values: Callable[[str], Iterable[Tensor]]
+) -> None:
+    """Write a model's tensors, in order, under the names that Hugging Face gives the files; one
+    that is larger than :data:`SHARD_BYTES` stands alone.
 
     Args:
         folder: where they go, with their index where they are several; tensors are not synced.
@@ -84,7 +99,11 @@ def write_shards(folder: Path, entries: Mapping[str, Entry], values: Callable[[s
         room -= entry.nbytes
     files: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
-        file = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        file = (
+            "model.safetensors"
+            if len(parts) == 1
+            else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        )
         write(folder / file, part, chain.from_iterable(map(values, part)))
         files |= dict.fromkeys(part, file)
     if len(parts) > 1:
@@ -93,9 +112,13 @@ def write_shards(folder: Path, entries: Mapping[str, Entry], values: Callable[[s
 
 
 def save_model(
-    folder: StrPath, model: nn.Module, weights: Mapping[str, Value], begin: Callable[[str], object] = lambda _: None
+    folder: StrPath,
+    model: nn.Module,
+    weights: Mapping[str, Value],
+    begin: Callable[[str], object] = lambda _: None,
 ) -> None:
-    """Write a model folder: its configuration, and ``weights`` by canonical name, a few rows of each at a time.
+    """Write a model folder: its configuration, and ``weights`` by canonical name, a few rows of
+    each at a time.
 
     Args:
         folder: made where it is not there; nothing in it is synced.
@@ -119,12 +142,13 @@ def save_model(
 
 
 def pieces(weight: Value, elements: int = 1 << 22) -> Iterator[Tensor]:
-    """Yield a parameter's values, at most ``elements`` at a time, as whole rows; a tensor is one piece, since writing it
-    takes no copy."""
+    """Yield a parameter's values, at most ``elements`` at a time, as whole rows; a tensor is one
+    piece, since writing it takes no copy."""
     if isinstance(weight, Tensor):
         yield weight
         return
-    rows, columns = weight.shape[0], prod(weight.shape[1:])
+    rows = weight.shape[0]
+    columns = prod(weight.shape[1:])
     some = max(1, elements // columns)
     for start, stop in spans(0, rows, some):
         yield weight.rows(start, stop)

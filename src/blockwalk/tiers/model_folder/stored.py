@@ -1,4 +1,5 @@
-"""One tensor of a checkpoint's file: what a format's reader answers for each, so that a map can serve it."""
+"""One tensor of a checkpoint's file: what a format's reader answers for each, so that a map can
+serve it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from blockwalk.plan.placement import Codec
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The name of a tensor in its file, the place of its bytes there (offset from the start of the file), and their form."""
+    """The name of a tensor in its file, the place of its bytes there (offset from the start of the
+    file), and their form."""
 
     key: str
     file: str
@@ -27,11 +29,13 @@ class StoredTensor:
     shape: tuple[int, ...]
     codec: Codec = Codec.RAW
     order: Tensor | None = field(default=None, compare=False)
-    """The place in the file of each of its rows, see :class:`~blockwalk.numerics.codecs.layout.Layout`."""
+    """The place in the file of each of its rows, see
+    :class:`~blockwalk.numerics.codecs.layout.Layout`."""
     plus: float = 0.0
     """A number that the file's values lack."""
     parts: tuple[StoredTensor, ...] = ()
-    """The tensors of the files that it consists of, where it is more than one; its own place is the first one's."""
+    """The tensors of the files that it consists of, where it is more than one; its own place is the
+    first one's."""
     reader: Callable[[Sequence[Tensor]], Reader] | None = field(default=None, compare=False)
     """The reader that is made of those."""
 
@@ -41,7 +45,14 @@ class StoredTensor:
         parts = None
         if self.reader is not None:
             parts = Parts(tuple((part.dtype, part.shape) for part in self.parts), self.reader)
-        return Layout(self.shape, self.codec, name_of(self.dtype), sizes[0] if sizes else 32, self.order, parts)
+        return Layout(
+            self.shape,
+            self.codec,
+            name_of(self.dtype),
+            sizes[0] if sizes else 32,
+            self.order,
+            parts,
+        )
 
     @property
     def in_place(self) -> bool:
@@ -49,8 +60,9 @@ class StoredTensor:
         return not self.codec.encoded or len(self.shape) > 1
 
     def open(self, bytes_P: Bytes) -> Tensor | Weight:
-        """Return the tensor over its bytes (uint8 [nbytes], or its parts): a view of them, a Weight where rows are decoded
-        or put in order when they are read, and a fresh tensor where it is small and another number is added."""
+        """Return the tensor over its bytes (uint8 [nbytes], or its parts): a view of them, a Weight
+        where rows are decoded or put in order when they are read, and a fresh tensor where it is
+        small and another number is added."""
         if self.order is not None and len(self.shape) == 2:
             return EncodedWeight(bytes_P, self.layout, self.dtype)
         found = opened(self.layout, bytes_P)
