@@ -1,21 +1,19 @@
-"""Oracle: the layers and the budget of ``dev/house.toml``, read off the imports of every file."""
+"""Oracle: the layers and bounds of ``dev/house.toml``, read off every file of src; and small files
+written here, of which each figure is known."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
-from dev import tests_map
-from dev.house import House, measure, open_house
+from dev import legibility, sites, tests_map
+from dev.house import House, figures, measure, open_house
 
 
 def test_imports_go_down() -> None:
     assert [str(arrow) for arrow in open_house()[0].up()] == []
-
-
-def test_no_module_imports_itself_through_others() -> None:
-    assert open_house()[0].circles() == []
 
 
 def test_every_folder_stands_in_the_table_of_layers() -> None:
@@ -51,6 +49,59 @@ def test_an_arrow_up_and_a_circle_are_found(tmp_path: Path) -> None:
     house = House(root, {"upper": ("lower",)})
     assert [str(arrow) for arrow in house.up()] == ["lower.room:2 → upper.room"]
     assert house.circles() == [["lower.room", "upper.room"]]
+
+
+def test_every_figure_is_within_its_bound() -> None:
+    house, bounds = open_house()
+    over = {name: value for name, value in figures(house).items() if value > bounds.figures[name]}
+    assert over == {}
+
+
+def test_no_folder_outgrows_what_is_noted_of_it() -> None:
+    house, bounds = open_house()
+    sizes = {name: tokens for name, (_, tokens) in house.size().items()}
+    assert sizes.keys() == bounds.tokens.keys()
+    assert {n for n, tokens in sizes.items() if tokens > 1.05 * bounds.tokens[n]} == set()
+
+
+def test_an_import_by_a_word_is_an_arrow(tmp_path: Path) -> None:
+    root = tmp_path / "blockwalk"
+    for room in ("upper", "lower"):
+        (root / room).mkdir(parents=True)
+    (root / "upper" / "room.py").write_text("")
+    text = 'from importlib import import_module\nimport_module("blockwalk.upper.room:f")\n'
+    (root / "lower" / "room.py").write_text(text)
+    arrows = House(root, {}).arrows
+    assert [str(arrow) for arrow in arrows] == ["lower.room:2 → upper.room"]
+
+
+def test_fillers_packed_assignments_and_wide_lines_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "room.py"
+    path.write_text(f"found = 1\nname, size = 2, 3\nfirst, rest = name\n# {'x' * 99}\n")
+    text = legibility.read(path, {"found", "rest"})
+    assert [line.partition(": ")[2] for line in text.fillers] == ["found", "rest"]
+    assert [line.partition(": ")[2] for line in text.packed] == ["name, size = 2, 3"]
+    assert text.wide == (f"{path}:4",)
+    assert text.names == 5
+    assert text.assignments == 3
+
+
+def test_branches_are_counted() -> None:
+    function = ast.parse("def f(a, b):\n    if a and b or a:\n        return [x for x in a]\n")
+    assert legibility.complexity(function) == 5
+
+
+def test_a_site_is_a_question_which_row_a_plan_has(tmp_path: Path) -> None:
+    (tmp_path / "room.py").write_text(
+        "a = plan.zeroth_order\n"
+        "b = tier is Tier.DISK\n"
+        "c = codec == Codec.RAW\n"
+        "d = plan.zo.noise == 'mezo'\n"
+        "e = NOISES[name]\n"
+        "f = facts.durable, plan.loss, name == 'disk', other.kind == 'x'\n"
+    )
+    lines = [line.split(":")[1] for line in sites.sites(tmp_path)]
+    assert lines == ["1", "2", "3", "4", "5"]
 
 
 def test_docstrings_comments_and_blank_lines_are_no_code() -> None:

@@ -288,13 +288,16 @@ def look_at(task: Task, label: str, plan: Plan) -> Candidate:
     return Candidate(plan, label, held, simulate(programs, plan, task.model, task.hardware, costs))
 
 
+def _seconds_a_token(candidate: Candidate) -> float:
+    assert candidate.simulation is not None
+    return candidate.simulation.seconds / candidate.simulation.tokens
+
+
 def rank(task: Task) -> Ranking:
     """Look at every candidate and rank them by tokens a second, exact gradients and zeroth order
     apart."""
     found = [look_at(task, label, plan) for label, plan in candidates(task)]
-    fits = sorted(
-        (c for c in found if c.simulation), key=lambda c: c.simulation.seconds / c.simulation.tokens
-    )  # type: ignore[union-attr]
+    fits = sorted((c for c in found if c.simulation), key=_seconds_a_token)
     zeroth_order = tuple(c for c in fits if c.plan.zeroth_order)
     streamed = next((c for c in zeroth_order if c.simulation and c.simulation.program.slots), None)
     return Ranking(

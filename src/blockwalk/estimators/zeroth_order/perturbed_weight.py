@@ -146,16 +146,18 @@ class PerturbedWeight:
             and not self.rounding
             and codecs.has_kernel(self.master.layout, self.master.bytes_P)
         ):
-            place = {"rows": rows, "first_row": first_row, "first_column": first_column}
-            drawn = {
-                "key": by_element.key,
-                "scale": scale,
-                "kind": by_element.kind,
-                "origin": self.master.origin,
-            }
             return codecs.decode_on_device(
-                self.master.bytes_P, self.master.layout, out, **place, **drawn
-            )  # type: ignore[arg-type]
+                self.master.bytes_P,
+                self.master.layout,
+                out,
+                rows=rows,
+                first_row=first_row,
+                first_column=first_column,
+                key=by_element.key,
+                scale=scale,
+                kind=by_element.kind,
+                origin=self.master.origin,
+            )
         source = read(self.master, "value")
         start = first_row * self.shape[1] + first_column
         pitch = self.shape[1]
