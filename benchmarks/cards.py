@@ -2,7 +2,7 @@
 Nothing here was measured.
 
 A run settles its tiers, its budget and the blocks that stay as on a machine whose card and host
-memory are free; the step is simulated on the card's description (``simulate/hardware``).
+memory are free; the step is simulated on the card's description (``simulate/machines``).
 ``--write`` puts the table into the page."""
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from blockwalk.plan.placement import DTYPE_BYTES
 from blockwalk.plan.plan import Plan
 from blockwalk.program.costs import Costs, UnitCost, Work
 from blockwalk.program.program import Shape
-from blockwalk.program.residency import compute_dtype
+from blockwalk.program.state_sizes import compute_dtype
 
 
 def decoder(

@@ -14,7 +14,7 @@ from blockwalk.engine.bucket_tensors import STATE, Initial, fill, tensors_in, tr
 from blockwalk.engine.slices import BucketSlices
 from blockwalk.plan.model_spec import ParamSpec, UnitSpec
 from blockwalk.plan.placement import Codec
-from blockwalk.program.residency import slice_bytes
+from blockwalk.program.state_sizes import slice_bytes
 from blockwalk.tiers.block_store.store import StoredUnit
 from blockwalk.tiers.block_store.writer import plan_units
 from tests.closed_form.test_program import toy

@@ -25,7 +25,7 @@ from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec, StateKind
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind
-from blockwalk.program.residency import cut_bytes
+from blockwalk.program.state_sizes import cut_bytes
 from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.tiers.host import HostTier, Staged
 from blockwalk.tiers.protocols import UnitTier

@@ -19,7 +19,7 @@ from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.placement import StateKind, Tier
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind, Pool
-from blockwalk.program.residency import gradient_pool
+from blockwalk.program.state_sizes import gradient_pool
 from blockwalk.tiers.scratch_maps import ScratchMaps
 
 

@@ -35,7 +35,7 @@ from blockwalk.plan.methods import METHODS
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
-from blockwalk.program.residency import computes_in
+from blockwalk.program.state_sizes import computes_in
 from blockwalk.system import links
 from blockwalk.system.atomic_files import discard
 from blockwalk.system.locks import lock

@@ -21,7 +21,7 @@ from blockwalk.numerics.codecs.weights import EncodedWeight, Value
 from blockwalk.plan.choices import Adapters
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec
 from blockwalk.plan.plan import Plan
-from blockwalk.program.residency import epilogue_reads
+from blockwalk.program.state_sizes import epilogue_reads
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.protocols import WeightSource, as_stored
 

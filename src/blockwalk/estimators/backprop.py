@@ -36,7 +36,7 @@ from blockwalk.numerics.loss import chunked_cross_entropy
 from blockwalk.numerics.noise.key import derive_seed
 from blockwalk.numerics.updates import clip_coefficient
 from blockwalk.program.program import Op, OpKind, Shape
-from blockwalk.program.residency import maps_graphs
+from blockwalk.program.state_sizes import maps_graphs
 from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.tiers.scratch_maps import Activations, SavedTensors
 

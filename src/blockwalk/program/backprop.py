@@ -12,7 +12,12 @@ from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.program.lower import Builder, Turn
 from blockwalk.program.program import Bytes, Lane, OpKind, Pool
 from blockwalk.program.reductions import Reductions
-from blockwalk.program.residency import activation_pool, compute_dtype, gradient_pool, stages_inputs
+from blockwalk.program.state_sizes import (
+    activation_pool,
+    compute_dtype,
+    gradient_pool,
+    stages_inputs,
+)
 
 
 def backprop(b: Builder, *, update: bool, graphs: int) -> None:

@@ -14,7 +14,7 @@ from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec, encoded_nb
 from blockwalk.plan.placement import DTYPE_BYTES, Codec, StateKind
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import POOLS, Pool
-from blockwalk.program.residency import compute_dtype
+from blockwalk.program.state_sizes import compute_dtype
 
 ALIGN = 16
 """Elements that every parameter's place, and every rank's slice, is a multiple of: 64 bytes of

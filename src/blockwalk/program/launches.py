@@ -16,7 +16,7 @@ from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import DECODE_BYTES, UPDATE_ELEMENTS
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind, Program
-from blockwalk.program.residency import compute_dtype
+from blockwalk.program.state_sizes import compute_dtype
 
 COUNTED = (OpKind.FORWARD, OpKind.UPDATE)
 """The kinds of op whose launches are counted: a block's."""

@@ -13,7 +13,7 @@ from blockwalk.program.costs import Costs, UnitCost
 from blockwalk.program.flat_layout import has_node_slice
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import COMPUTES, Draft, Lane, OpKind, Pool, Program, Shape, StepKind
-from blockwalk.program.residency import activation_pool, compute_dtype, stages_inputs
+from blockwalk.program.state_sizes import activation_pool, compute_dtype, stages_inputs
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from blockwalk.program.flat_layout import (
     sharded_resident,
 )
 from blockwalk.program.program import POOLS, Bytes, Lane, Pool
-from blockwalk.program.residency import (
+from blockwalk.program.state_sizes import (
     bucket_bytes,
     compute_dtype,
     cut_bytes,

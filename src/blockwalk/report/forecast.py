@@ -22,8 +22,8 @@ from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.costs import Costs
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import OpKind, Pool, Program, Shape, StepKind, human_bytes
-from blockwalk.program.residency import compute_dtype, gradient_pool
 from blockwalk.program.settling import BUDGET, settle
+from blockwalk.program.state_sizes import compute_dtype, gradient_pool
 from blockwalk.report import machine
 from blockwalk.simulate import hardware, process_memory
 from blockwalk.simulate.seconds import NO_COSTS

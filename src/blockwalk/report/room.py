@@ -16,7 +16,7 @@ from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.words import counted
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import OpKind, Pool, human_bytes
-from blockwalk.program.residency import maps_graphs
+from blockwalk.program.state_sizes import maps_graphs
 from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import DoesNotFit, Forecast
 from blockwalk.system.atomic_files import nearest

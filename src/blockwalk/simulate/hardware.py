@@ -1,7 +1,7 @@
 """The capabilities of a machine, or of a cluster of them: a value, read from YAML and written to
 it. Bytes, seconds, FLOP/s.
 
-``blockwalk doctor`` measures one; descriptions of known machines ship beside this file. Nothing
+``blockwalk doctor`` measures one; descriptions of known ones ship in `machines`. Nothing
 here imports torch."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from blockwalk.system import card as cards
 from blockwalk.system.atomic_files import read_yaml, reading
 from blockwalk.system.card import Card, Facts, is_called
 
-SHIPPED = Path(__file__).with_name("hardware")
+SHIPPED = Path(__file__).with_name("machines")
 
 HERE = Path("hardware.yaml")
 """The file that ``blockwalk doctor`` writes unless it is told otherwise, and ``method: auto`` and

@@ -15,7 +15,7 @@ from blockwalk.plan.mesh import ranks_over
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import OpKind, Pool, Program
-from blockwalk.program.residency import compute_dtype
+from blockwalk.program.state_sizes import compute_dtype
 from blockwalk.simulate.hardware import Hardware
 
 KINDS = ("graphs", "adapters", "recompute", "streamed", "streamed, 16 bits", "forwards")

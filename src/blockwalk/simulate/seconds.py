@@ -18,7 +18,7 @@ from blockwalk.plan.sizes import LOSS_BUDGET, chunk_sizes
 from blockwalk.program.costs import NOTHING, Costs, Work
 from blockwalk.program.launches import finds_copy
 from blockwalk.program.program import COMPUTES, Lane, Op, OpKind, Pool, Program
-from blockwalk.program.residency import compute_dtype, epilogue_reads, updates_on_host
+from blockwalk.program.state_sizes import compute_dtype, epilogue_reads, updates_on_host
 from blockwalk.simulate.hardware import Hardware, Link
 from blockwalk.simulate.process_memory import found_for, walk_kind
 

@@ -50,7 +50,7 @@ from blockwalk.program import loss_costs
 from blockwalk.program.costs import Costs, UnitCost, Work, elementwise, sizes
 from blockwalk.program.loss_costs import ChunkedLoss, own_loss_work
 from blockwalk.program.program import Shape
-from blockwalk.program.residency import computes_in, epilogue_reads
+from blockwalk.program.state_sizes import computes_in, epilogue_reads
 from blockwalk.system import cache
 from blockwalk.system.paths import StrPath
 from blockwalk.walk import meter as metering

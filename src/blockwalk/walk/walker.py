@@ -44,7 +44,7 @@ from blockwalk.plan.words import counted
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import Lane, Op, Program, Shape, StepKind
-from blockwalk.program.residency import maps_graphs
+from blockwalk.program.state_sizes import maps_graphs
 from blockwalk.ranks.agreement import (
     facts_of,
     gather_json,
