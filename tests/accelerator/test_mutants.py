@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from blockwalk.engine import spread
-from blockwalk.engine.spread import SpreadPart
+from blockwalk.engine.sharded_part import ShardedPart
 from blockwalk.numerics import loss
 from blockwalk.numerics.device import recorded
 from blockwalk.plan.methods import method
@@ -151,7 +151,7 @@ def test_a_slice_that_stays_is_not_written_while_its_memory_is_read(
 ) -> None:
     """Its memory is what the compute lane let go of when it had issued its last read."""
     device = torch.device("sim", 0)
-    part = SpreadPart.__new__(SpreadPart)
+    part = ShardedPart.__new__(ShardedPart)
     part._model = SimpleNamespace(device=device)  # type: ignore[assignment]
 
     def doubled() -> list[float]:

@@ -25,7 +25,7 @@ from blockwalk.engine.bucket_tensors import (
     tensors_in,
     trainable_spec,
 )
-from blockwalk.engine.home import Work
+from blockwalk.engine.home import Job
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slices import BucketSlices
 from blockwalk.engine.slots import Slots
@@ -71,7 +71,10 @@ class Buckets:
         codecs = {name: codec for name, (codec, _) in states.items()}
         spec, written_as = trainable_spec(model.spec, plan.trainable.codec, codecs)
         source = Initial(
-            spec, model.source, model.held, {name: begin for name, (_, begin) in states.items()}
+            spec,
+            model.source,
+            model.in_memory,
+            {name: begin for name, (_, begin) in states.items()},
         )
         places = Placements(plan, model.spec, self.device.type)
         units = range(len(model.spec.units))
@@ -168,7 +171,7 @@ class Buckets:
 
     # ---- residency -------------------------------------------------------------------------------
 
-    def prepare(self, op: Op) -> Work:
+    def prepare(self, op: Op) -> Job:
         """FETCH, GATHER, STORE: a unit, or this process's slice of it. EVICT: its slot is free."""
         match op.kind:
             case OpKind.FETCH:

@@ -21,12 +21,12 @@ from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.cutting.adapters import save_adapter, unfuse
 from blockwalk.engine.buckets import Buckets
 from blockwalk.engine.frozen import Frozen
-from blockwalk.engine.home import Differentiated, Gradients, Home, Trained, Work
+from blockwalk.engine.home import Differentiated, Gradients, Home, Job, Trained
 from blockwalk.engine.masters import Masters
 from blockwalk.engine.opened_model import OpenedModel
+from blockwalk.engine.sharded_masters import ShardedMasters
+from blockwalk.engine.sharded_part import ShardedPart, sharded_frozen
 from blockwalk.engine.slots import saved_by_place
-from blockwalk.engine.spread import SpreadPart, spread_frozen
-from blockwalk.engine.spread_masters import SpreadMasters
 from blockwalk.engine.undo import Undo
 from blockwalk.numerics.codecs.weights import DenseWeight, Value, Weight
 from blockwalk.numerics.device import host_buffers, is_cpu, recorded
@@ -99,16 +99,16 @@ class Engine:
         self._bound: Mapping[str, Value] = {}
         """Frozen parameters that stay bound from turn to turn, or are bound when they are
         fetched."""
-        self._spread: tuple[SpreadPart | SpreadMasters, ...] = ()
+        self._sharded_homes: tuple[ShardedPart | ShardedMasters, ...] = ()
         """The homes of state that ranks hold in slices."""
         trainable: Home
         if self._groups is not None:
-            frozen: Home = (part := spread_frozen(opened, self._groups))
-            self.trained = self.first_order = spread = SpreadMasters(
+            frozen: Home = (part := sharded_frozen(opened, self._groups))
+            self.trained = self.first_order = sharded = ShardedMasters(
                 opened, self._groups, self.scratch
             )
-            trainable = spread.part
-            self._spread = (part, spread)
+            trainable = sharded.part
+            self._sharded_homes = (part, sharded)
         else:
             frozen = whole = Frozen(opened, slices)
             self._bound = whole.bound
@@ -122,7 +122,7 @@ class Engine:
         if self._differentiates:
             self.gradients = self.first_order.gradients
         self.homes = {StateKind.FROZEN: frozen, StateKind.TRAINABLE: trainable}
-        opened.held.clear()
+        opened.in_memory.clear()
         self._trains = frozenset(p.name for p in self.spec.params(trainable=True))
         if plan.compile:
             self._compile()
@@ -148,7 +148,7 @@ class Engine:
 
     # ---- residency -------------------------------------------------------------------------------
 
-    def prepare(self, op: Op) -> Work:
+    def prepare(self, op: Op) -> Job:
         """Return the work of an op that moves state. An EVICT is of both parts; with it, between
         two blocks, goes the heap's slack. Ranks keep theirs: all would wait for the one that faults
         its pages in again."""
@@ -357,7 +357,7 @@ class Engine:
         """Return checksums of the state that several ranks hold copies of, as
         :meth:`blockwalk.ranks.shared_forwards.SharedForwards.compare_copies` takes them; the same
         names on every rank."""
-        return [each for home in self._spread for each in home.sums()]
+        return [each for home in self._sharded_homes for each in home.sums()]
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the adapter in PEFT's format, or every parameter as safetensors beside the

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.engine.bucket_tensors import BucketLayout
-from blockwalk.engine.home import Work
+from blockwalk.engine.home import Job
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import Layout, name_of
@@ -46,7 +46,7 @@ class Frozen:
         self._places = places = Placements(plan, model.spec, model.device.type)
         self._reads = model.reads[False]
         self._stored = [
-            [p.name for p in params if p.name not in model.held] for params in self._reads
+            [p.name for p in params if p.name not in model.in_memory] for params in self._reads
         ]
         """The names of each unit's parameters that the source has; a frozen adapter's it has
         not."""
@@ -88,7 +88,7 @@ class Frozen:
             return ()
         mapped = self._on_disk and self._model.device.type == "cpu"
         return tuple(
-            p for p in params if p.name not in self._model.held and (p.assembled or not mapped)
+            p for p in params if p.name not in self._model.in_memory and (p.assembled or not mapped)
         )
 
     def _travelling(self, param: ParamSpec) -> Layout:
@@ -108,7 +108,7 @@ class Frozen:
         range at a time where it is a matrix, or with ``whole`` converted on an accelerator too."""
         model = self._model
         dtype = self._model.used_as(param.name)
-        weight = model.taken(param.name)
+        weight = model.pop(param.name)
         if isinstance(weight, EncodedWeight):
             if weight.device != model.device:
                 bytes_P = torch.empty(weight.layout.nbytes, dtype=torch.uint8, device=model.device)
@@ -167,7 +167,7 @@ class Frozen:
         self._model.cut.bind(unit, arriving)
         return bytes_P
 
-    def prepare(self, op: Op) -> Work:
+    def prepare(self, op: Op) -> Job:
         """FETCH: make the pages of a unit resident, and copy what visits, or this process's slice
         of it, to its slot, which GATHER completes. EVICT: give the pages back."""
         source = self._model.source

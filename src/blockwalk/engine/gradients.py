@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.engine.opened_model import OpenedModel
-from blockwalk.engine.spread import SpreadPart
+from blockwalk.engine.sharded_part import ShardedPart
 from blockwalk.numerics.device import host_buffers, is_cpu, recorded, sent
 from blockwalk.numerics.updates import norm_of_sums, square_sums, sum_of_squares
 from blockwalk.plan.mesh import reach
@@ -223,7 +223,7 @@ class FlatGradients:
     REDUCE turns into this rank's slice of the sum over all ranks."""
 
     def __init__(
-        self, model: OpenedModel, part: SpreadPart, units: Mapping[int, MasterSlices]
+        self, model: OpenedModel, part: ShardedPart, units: Mapping[int, MasterSlices]
     ) -> None:
         self._part = part
         self._units = units

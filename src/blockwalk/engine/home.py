@@ -4,11 +4,16 @@ A model's state has two parts, its frozen and its trainable parameters (with wha
 these), and each part one home, which :class:`~blockwalk.engine.engine.Engine` chooses by the plan's
 facts:
 
-    frozen      :class:`~blockwalk.engine.frozen.Frozen`         mapped, resident, or visiting slots
-                :class:`~blockwalk.engine.spread.SpreadPart`     a slice on each rank, gathered into slots
-    trainable   :class:`~blockwalk.engine.masters.Masters`       masters and optimizer states, whole
-                :class:`~blockwalk.engine.spread_masters.SpreadMasters`    slices of them
-                :class:`~blockwalk.engine.buckets.Buckets`       zeroth order: encoded, with the states beside them
+    frozen     :class:`~blockwalk.engine.frozen.Frozen`
+                   mapped, resident, or visiting slots
+               :class:`~blockwalk.engine.sharded_part.ShardedPart`
+                   a slice on each rank, gathered into slots
+    trainable  :class:`~blockwalk.engine.masters.Masters`
+                   masters and optimizer states, whole
+               :class:`~blockwalk.engine.sharded_masters.ShardedMasters`
+                   slices of them
+               :class:`~blockwalk.engine.buckets.Buckets`
+                   zeroth order: encoded, with the states beside them
 
 Each has three concerns. *Layout*: where a tensor lies in its unit's bucket, and how that is cut
 into slices (:mod:`~blockwalk.engine.bucket_tensors`, :mod:`~blockwalk.engine.slices`,
@@ -30,7 +35,7 @@ from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.program.program import Op
 
-Work = Callable[[], None]
+Job = Callable[[], None]
 
 
 class Home(Protocol):
@@ -40,7 +45,7 @@ class Home(Protocol):
     def slots(self) -> Slots | None:
         """The device buffers that its units visit; None where nothing visits."""
 
-    def prepare(self, op: Op) -> Work:
+    def prepare(self, op: Op) -> Job:
         """Return the work of an op that moves this part (FETCH, GATHER, CACHE, STORE, EVICT); where
         it moves to is settled now."""
 
@@ -84,10 +89,10 @@ class Gradients(Protocol):
     def add(self, names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
         """Add to the accumulators; None is a parameter that the loss does not depend on."""
 
-    def reduce(self, op: Op) -> Work:
+    def reduce(self, op: Op) -> Job:
         """REDUCE: sum a unit's gradients over a group of ranks."""
 
-    def gather(self, op: Op) -> Work:
+    def gather(self, op: Op) -> Job:
         """GATHER: complete a unit's sum from slices of it that ranks of a node hold."""
 
     def norm(self) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.engine.bucket_tensors import BucketLayout
-from blockwalk.engine.home import Work
+from blockwalk.engine.home import Job
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import Layout
@@ -77,7 +77,7 @@ class MasterCopies:
         parts = self._buckets[unit].parts(bytes_P)
         return {name: layout.codes(part_P).view(layout.shape) for name, layout, part_P in parts}
 
-    def fetch(self, unit: int, slot: int) -> Work:
+    def fetch(self, unit: int, slot: int) -> Job:
         """FETCH: copy a unit's masters to its slot, or to where its copy stays."""
         if unit in self._resident:
             return partial(self._refresh, unit)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.engine.gradients import GradientMaps, NamedGradients
-from blockwalk.engine.home import Change, Work
+from blockwalk.engine.home import Change, Job
 from blockwalk.engine.master_copies import MasterCopies
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.numerics.codecs.layout import dtype_of
@@ -55,7 +55,7 @@ class Masters:
             )
             for p in params:
                 model.read_into(p.name, self.masters[p.name])
-                model.held.pop(p.name, None)
+                model.in_memory.pop(p.name, None)
             states = {
                 f"{p.name}\0{s}": (p.shape, torch.float32)
                 for p in params
@@ -97,7 +97,7 @@ class Masters:
 
     # ---- residency -------------------------------------------------------------------------------
 
-    def prepare(self, op: Op) -> Work:
+    def prepare(self, op: Op) -> Job:
         """FETCH: make the pages of a unit's masters, optimizer states or gradients resident. STORE:
         hand them, written in place, to the kernel. Behind an accelerator FETCH copies masters to
         the device, and STORE gradients from there."""

@@ -85,7 +85,7 @@ class OpenedModel:
         self.cut = certified(module).to(device)
         if training and plan.neftune_noise_alpha:
             self.cut.add_noise(plan.neftune_noise_alpha)
-        self.held = self.cut.take_parameters()
+        self.in_memory = self.cut.take_parameters()
         """Parameters by canonical name that came in the modules' own memory, as long as no home has
         taken them."""
         self.spec: ModelSpec = self.cut.spec().as_stored(self._as_stored)
@@ -127,7 +127,7 @@ class OpenedModel:
         return adapted
 
     def _as_stored(self, param: ParamSpec) -> ParamSpec:
-        if param.name in self.held or self.source is None:
+        if param.name in self.in_memory or self.source is None:
             return replace(param, assembled=False)
         return as_stored(param, self.source)
 
@@ -141,18 +141,18 @@ class OpenedModel:
 
     def stored(self, name: str) -> Value | None:
         """Return a parameter as it came, where it is there in one piece."""
-        if name in self.held:
-            return self.held[name]
+        if name in self.in_memory:
+            return self.in_memory[name]
         return self._source_value(name) if self._source_of(name).in_place(name) else None
 
-    def taken(self, name: str) -> Value:
+    def pop(self, name: str) -> Value:
         """Return a parameter as it came; where the modules held it, it is now its home's alone."""
-        return self.held.pop(name) if name in self.held else self._source_value(name)
+        return self.in_memory.pop(name) if name in self.in_memory else self._source_value(name)
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Copy a whole parameter into ``out``: a CPU tensor of its shape and any floating dtype."""
-        if name in self.held:
-            out.copy_(self.held[name])
+        if name in self.in_memory:
+            out.copy_(self.in_memory[name])
         else:
             self._source_of(name).read_into(name, out)
 

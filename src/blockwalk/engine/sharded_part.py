@@ -21,7 +21,7 @@ from torch import Tensor
 
 from blockwalk.engine.assembled import Assembled, Assembler
 from blockwalk.engine.buckets import word_sum
-from blockwalk.engine.home import Work
+from blockwalk.engine.home import Job
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import Layout, dtype_of, name_of
@@ -99,7 +99,7 @@ class UnitSlices:
         return found
 
 
-class SpreadPart:
+class ShardedPart:
     """One part of every unit (a :class:`~blockwalk.engine.home.Home`). Node slices are filled here;
     what gathers begin with where there are none, by the caller."""
 
@@ -136,7 +136,7 @@ class SpreadPart:
 
     # ---- residency -------------------------------------------------------------------------------
 
-    def prepare(self, op: Op) -> Work:
+    def prepare(self, op: Op) -> Job:
         match op.kind:
             case OpKind.GATHER:
                 return self._gather(op)
@@ -154,7 +154,7 @@ class SpreadPart:
                 self._kept.pop(op.unit, None)
         return lambda: None
 
-    def _cache(self, node: Tensor, own: Tensor) -> Work:
+    def _cache(self, node: Tensor, own: Tensor) -> Job:
         begin = None if is_cpu(self._model.device) else recorded(self._model.device)
 
         def work() -> None:
@@ -166,7 +166,7 @@ class SpreadPart:
 
         return work
 
-    def _gather(self, op: Op) -> Work:
+    def _gather(self, op: Op) -> Job:
         """Complete a slice over a group of ranks, in a slot or, to refresh a node slice on the
         device, there."""
         slices = self.units[op.unit]
@@ -367,10 +367,10 @@ class SpreadPart:
         return found, self.plan.parameter_ranks
 
 
-def spread_frozen(model: OpenedModel, groups: Groups) -> SpreadPart:
+def sharded_frozen(model: OpenedModel, groups: Groups) -> ShardedPart:
     """Return the home of frozen parameters over ranks; gathers begin with node slices, or with the
     only ones there are."""
-    part = SpreadPart(model, groups, StateKind.FROZEN)
+    part = ShardedPart(model, groups, StateKind.FROZEN)
     for slices in part.units:
         if slices.numel and slices.node is None:
             slices.source = part.read(slices, model.plan.parameter_ranks, Tier.DEVICE)

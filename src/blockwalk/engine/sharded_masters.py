@@ -12,20 +12,20 @@ from blockwalk.engine.buckets import word_sum
 from blockwalk.engine.gradients import FlatGradients, MasterSlices
 from blockwalk.engine.home import Change
 from blockwalk.engine.opened_model import OpenedModel
-from blockwalk.engine.spread import SpreadPart
+from blockwalk.engine.sharded_part import ShardedPart
 from blockwalk.plan.placement import StateKind, Tier
 from blockwalk.program.flat_layout import accumulates, has_node_slice, hosts_node_slice
 from blockwalk.ranks.groups import Groups
 from blockwalk.tiers.scratch_maps import ScratchMaps
 
 
-class SpreadMasters:
+class ShardedMasters:
     """The masters of a first-order run over ranks (a
     :class:`~blockwalk.engine.home.Differentiated`); ``part`` is their home as far as parameters
     come and go."""
 
     def __init__(self, model: OpenedModel, groups: Groups, scratch: ScratchMaps) -> None:
-        self.part = SpreadPart(model, groups, StateKind.TRAINABLE)
+        self.part = ShardedPart(model, groups, StateKind.TRAINABLE)
         self._model = model
         self._groups = groups
         self._scratch = scratch
