@@ -21,7 +21,7 @@ import blockwalk
 from blockwalk.cli import main
 from blockwalk.simulate import hardware
 from blockwalk.system.atomic_files import whole_lines
-from blockwalk.train import config, outlook
+from blockwalk.train import config, preflight
 from blockwalk.train.callbacks import tracker_names, trackers
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
@@ -240,7 +240,7 @@ def test_defaults_that_differ_from_other_tools_are_said_unless_set(
     settings: dict[str, Any], line: str | None
 ) -> None:
     """Oracle: the settings, by hand; zeroth order has the defaults of its original."""
-    lines = list(outlook.usual_elsewhere(config.from_mapping(settings)))
+    lines = list(preflight.usual_elsewhere(config.from_mapping(settings)))
     assert len(lines) == (line is not None)
     assert line is None or lines[0].startswith(line)
 
@@ -265,7 +265,7 @@ def test_sequences_beyond_the_models_positions_are_noted(
 def test_what_is_never_evaluated_is_noted(given: dict[str, str], tiny_run: TinyRun) -> None:
     """Oracle: the settings: a task brings held-out records of its own."""
     run = config.from_mapping({"model": str(tiny_run.model), "eval_every": 5, **given})
-    assert any("nothing is evaluated" in note for note in outlook.notes(run, 8)) == (not given)
+    assert any("nothing is evaluated" in note for note in preflight.notes(run, 8)) == (not given)
 
 
 @pytest.mark.parametrize("steps", [1, 2])

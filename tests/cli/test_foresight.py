@@ -23,7 +23,7 @@ from blockwalk.report.forecast import Forecast
 from blockwalk.report.step_forecast import StepForecast
 from blockwalk.simulate import hardware
 from blockwalk.system.process_memory import process_bytes
-from blockwalk.train import config, ready
+from blockwalk.train import config, prepared_run
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import tiny_model
@@ -51,7 +51,7 @@ def test_the_tokenizer_has_gone_before_the_models_own_code_comes(
         read.append(weakref.ref(tokenizer))
         return tokenizer
 
-    monkeypatch.setattr(ready, "tokenizer_of", load)
+    monkeypatch.setattr(prepared_run, "tokenizer_of", load)
     require = open_model.build_skeleton
     monkeypatch.setattr(
         open_model,
@@ -185,7 +185,7 @@ def test_where_padding_is_walked_it_is_foreseen(
         "batch_size": 4,
         "output_dir": "run",
     }
-    found = ready.prepare(
+    found = prepared_run.prepare(
         config.from_mapping({**run, "method": "mebp", "lora.rank": 4, "max_steps": 8, **settings})
     )
     assert found.foreseen.program.shape == Shape(4, tokens)
@@ -218,7 +218,7 @@ def test_an_evaluation_is_foreseen_as_it_visits_blocks(
         "method": "mebp",
         "lora.rank": 4,
     }
-    found = ready.prepare(config.from_mapping({**run, "max_steps": 8})).foreseen
+    found = prepared_run.prepare(config.from_mapping({**run, "max_steps": 8})).foreseen
     assert found.visit is not None
     assert (found.visit.shape, found.visit.step_kind) == (Shape(2, 408), StepKind.EVALUATE)
     assert sum(op.kind is OpKind.LOSS for op in found.visit.ops) == micro_batches
@@ -244,8 +244,8 @@ def test_blocks_that_do_not_stay_do_not_stay_in_a_usual_step(
         "lora": False,
     }
     settings = {**run, "method": "zo2", "frozen": "disk", "trainable": "disk", "max_steps": 8}
-    most = ready.prepare(config.from_mapping(settings)).foreseen.program.peaks()[Pool.DEVICE]
-    found = ready.prepare(config.from_mapping({**settings, "budget": most}))
+    most = prepared_run.prepare(config.from_mapping(settings)).foreseen.program.peaks()[Pool.DEVICE]
+    found = prepared_run.prepare(config.from_mapping({**settings, "budget": most}))
     assert found.usual is not None
     fetches = [
         sum(op.kind is OpKind.FETCH for op in each.ops)

@@ -42,7 +42,7 @@ from blockwalk.data.sources import read_records
 from blockwalk.estimators.zeroth_order.objectives import ranked
 from blockwalk.train import config
 from blockwalk.train.evaluation import HeldOut
-from blockwalk.train.ready import read_training_rows
+from blockwalk.train.prepared_run import read_training_rows
 from tests.support.messages import refused
 
 SPECIAL = ["<pad>", "<s>", "</s>"]

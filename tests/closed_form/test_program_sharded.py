@@ -23,7 +23,7 @@ from blockwalk.program.flat_layout import PARTS, part_layout
 from blockwalk.program.invariants import INVARIANTS, happens_before, shared_buffers, used_unfetched
 from blockwalk.program.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind
 from blockwalk.report.forecast import DoesNotFit, Forecast
-from blockwalk.train import outlook
+from blockwalk.train import preflight
 from tests.closed_form.test_program import toy
 from tests.support.messages import refused
 
@@ -518,7 +518,7 @@ def test_a_cache_that_would_keep_nothing_is_refused(
 def test_a_cache_on_one_node_is_allowed_and_said_to_be_none(
     nodes: int, noted: bool, tmp_path: Path
 ) -> None:
-    """Closed form: the program has an op of a cache, or the outlook says that it has none."""
+    """Closed form: the program has an op of a cache, or the notes before a run say that it has none."""
     model = toy(4, lora=False, tied=False)
     for name in ("fcdp", "zeropp"):
         plan = on_mesh(name, nodes, 2)
@@ -526,7 +526,7 @@ def test_a_cache_on_one_node_is_allowed_and_said_to_be_none(
         (tmp_path / "config.json").write_text("{}")
         lines = [
             line
-            for line in outlook.notes(run, 8)
+            for line in preflight.notes(run, 8)
             if "nothing is cached, parameters are gathered as under zero3" in line
         ]
         assert bool(lines) == noted
@@ -538,5 +538,5 @@ def test_a_cache_on_one_node_is_allowed_and_said_to_be_none(
         assert bool(keeps) != noted
     assert not any(
         "cached" in line
-        for line in outlook.notes(dataclasses.replace(run, plan=on_mesh("zero3", 1, 2)), 8)
+        for line in preflight.notes(dataclasses.replace(run, plan=on_mesh("zero3", 1, 2)), 8)
     )

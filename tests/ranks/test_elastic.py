@@ -20,7 +20,7 @@ from blockwalk.ranks.elastic import Elastic, Lent, elastic
 from blockwalk.ranks.place import LOST
 from blockwalk.train import config
 from blockwalk.train.elastic import facts, follow
-from blockwalk.train.ready import prepare
+from blockwalk.train.prepared_run import prepare
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model

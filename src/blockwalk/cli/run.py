@@ -21,20 +21,20 @@ from blockwalk.program.placements import Placements
 from blockwalk.program.program import Shape
 from blockwalk.ranks import launch, place
 from blockwalk.report import advice, card, html
+from blockwalk.report.capacity import check_budget
 from blockwalk.report.disk_wear import wear
 from blockwalk.report.forecast import DoesNotFit, foresee, zeroth_order_advice
-from blockwalk.report.room import check_budget
 from blockwalk.simulate import hardware, planner, timeline
 from blockwalk.system import own_text
 from blockwalk.system.terminal import say
-from blockwalk.train import config, outlook
+from blockwalk.train import config, preflight
 
 
 def train(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Train, and print the results. Answers 0, or 128 + the number of the signal that ended the run
     early."""
     from blockwalk.train import loop as training
-    from blockwalk.train.ready import dry_run
+    from blockwalk.train.prepared_run import dry_run
     from blockwalk.train.stop_signals import Stopped
 
     here = place.place()
@@ -80,14 +80,14 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
 
     run, lines = settled(run)
     forecast = foresee(run, Shape(run.micro_batch_rows, run.data.max_length), of_run(run))
-    steps = outlook.steps_of(run)
+    steps = preflight.steps_of(run)
     for line in (
         *forecast.overview(steps),
         *wear(run, forecast, steps),
         *lines,
         *forecast.lines(),
         *zeroth_order_advice(run.plan, run.adapters),
-        *outlook.notes(run, run.data.max_length),
+        *preflight.notes(run, run.data.max_length),
     ):
         say(line)
     if arguments.program:

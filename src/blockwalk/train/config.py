@@ -98,7 +98,7 @@ def _with_room_to_warm_up(run: RunConfig, named: set[str], path: str | Path) -> 
     """Cut the warm-up of a run whose steps the command line made fewer than it: the learning rate
     climbs through all of them, as a line on standard error says. Where one place says both, the run
     is refused later on."""
-    from blockwalk.train.outlook import steps_of
+    from blockwalk.train.preflight import steps_of
 
     rate = run.plan.optimizer
     warms = {"optimizer", "optimizer.warmup_steps", "optimizer.total_steps"} & named

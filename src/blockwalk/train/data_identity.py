@@ -15,24 +15,24 @@ from blockwalk.checkpoints.run_checkpoint import ONLY_EVALUATION
 from blockwalk.models.saved_template import FILE as TEMPLATE
 from blockwalk.plan.data_source import names_of
 from blockwalk.plan.run_config import RunConfig
-from blockwalk.train.ready import Ready
+from blockwalk.train.prepared_run import PreparedRun
 
 _CHUNK = 1 << 20
 """Bytes of a file that are digested at a time."""
 
 
-def identity(run: RunConfig, ready: Ready) -> dict[str, Any]:
+def identity(run: RunConfig, prepared: PreparedRun) -> dict[str, Any]:
     """Return the parts that the examples are made of, as JSON values: digests of the text, the
     tokenizer's files and the chat template, and counts of records and tokens. A text that is no
     file here (a hub data set) has no digest."""
-    files = {str(path): _digest(data) for path, data in ready.tokenizer_files.items()}
+    files = {str(path): _digest(data) for path, data in prepared.tokenizer_files.items()}
     template = files.pop(TEMPLATE, "")
     texts = names_of(run.data.train)
     return {
         "text": [_file_digest(Path(os.path.expanduser(source))) for source in texts],
-        "records": ready.rows.report.records,
-        "sequences": len(ready.rows),
-        "tokens": len(ready.rows.token_ids),
+        "records": prepared.rows.report.records,
+        "sequences": len(prepared.rows),
+        "tokens": len(prepared.rows.token_ids),
         "template": template,
         "tokenizer": dict(sorted(files.items())),
     }

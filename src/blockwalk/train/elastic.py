@@ -24,10 +24,10 @@ from blockwalk.plan.run_config import RunConfig
 from blockwalk.ranks.agreement import facts_of, versions
 from blockwalk.ranks.elastic import Elastic, Lent, elastic
 from blockwalk.ranks.place import LostRank
-from blockwalk.report.room import check_budget, check_memory
+from blockwalk.report.capacity import check_budget, check_memory
 from blockwalk.system import atomic_files
 from blockwalk.tiers.model_folder.identity import weights_digest
-from blockwalk.train.ready import Ready, prepare
+from blockwalk.train.prepared_run import PreparedRun, prepare
 from blockwalk.walk.walker import Walker
 
 ALIKE = (
@@ -43,11 +43,11 @@ ALIKE = (
 """Settings that the bits of a loss depend on; where a rank keeps its weights is its own choice."""
 
 
-def facts(run: RunConfig, ready: Ready) -> dict[str, str]:
+def facts(run: RunConfig, prepared: PreparedRun) -> dict[str, str]:
     """Return facts that must be equal on all ranks of an elastic run, beside those in the header of
     its ledger."""
     settings = run.to_mapping()
-    plan = ready.plan
+    plan = prepared.plan
     device = chosen()
     name = torch.backends.cpu.get_cpu_capability()
     if not is_cpu(device):
@@ -55,7 +55,7 @@ def facts(run: RunConfig, ready: Ready) -> dict[str, str]:
     return {
         **facts_of({name: settings[name] for name in ALIKE}),
         "the codecs": f"{plan.frozen.codec}, {plan.trainable.codec}",
-        "data.train": ready.rows.fingerprint(),
+        "data.train": prepared.rows.fingerprint(),
         "the model's weights": weights_digest(run.model),
         "the processor": f"{device.type} {name} × {torch.get_num_threads()} threads",
         **versions(),
@@ -84,28 +84,32 @@ def lend(run: RunConfig) -> int:
             "elastic is missing; it takes the address of the run to join, such as 127.0.0.1:29600"
         )
     refuse_rounded(run.model, run.plan, run.adapters)
-    ready = prepare(run)
-    check_budget(run, ready.foreseen)
-    check_memory(run, ready.foreseen, ready.held_bytes)
+    prepared = prepare(run)
+    check_budget(run, prepared.foreseen)
+    check_memory(run, prepared.foreseen, prepared.held_bytes)
     ranks = elastic(run.plan.mesh, run.elastic, run.start_timeout, joins=True)
     scratch = Path(run.output_dir) / SCRATCH
     atomic_files.make_folder(scratch)
     try:
         there = ranks.header()
-        _require(there["facts"], facts(run, ready))
+        _require(there["facts"], facts(run, prepared))
         with tempfile.TemporaryDirectory(prefix=JOINED, dir=scratch) as folder:
             marks.write(
                 Path(folder), "joined"
             )  # by which a later run knows what a killed rank left
-            ready = ready.put_away(Path(folder))
+            prepared = prepared.put_away(Path(folder))
             with already_said():
                 walker = Walker(
-                    run.model, ready.plan, lora=run.adapters_at_start, workdir=folder, ranks=ranks
+                    run.model,
+                    prepared.plan,
+                    lora=run.adapters_at_start,
+                    workdir=folder,
+                    ranks=ranks,
                 )
             with walker:
                 _require(there["ledger"], header(walker.engine, run.adapters_at_start, ""))
                 return follow(
-                    walker, ranks, lambda at: ready.batch_at(at[0], at[1], run.data.label_scores)
+                    walker, ranks, lambda at: prepared.batch_at(at[0], at[1], run.data.label_scores)
                 )
     except DistError:
         raise LostRank(

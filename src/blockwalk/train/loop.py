@@ -45,9 +45,9 @@ from blockwalk.ranks.agreement import facts_of, require_agreement
 from blockwalk.ranks.elastic import Elastic, elastic
 from blockwalk.ranks.shared_forwards import first
 from blockwalk.report.advice import next_plan
+from blockwalk.report.capacity import check_budget, check_disks, check_memory, close_memory
 from blockwalk.report.forecast import zeroth_order_advice
 from blockwalk.report.html import loss_ends
-from blockwalk.report.room import check_budget, check_disks, check_memory, close_memory
 from blockwalk.report.step_forecast import StepForecast
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import whole_lines
@@ -56,7 +56,7 @@ from blockwalk.system.out_of_memory import OutOfMemory, is_out_of_memory
 from blockwalk.system.process_memory import PeakMemory, peak_resident_bytes, process_bytes
 from blockwalk.system.terminal import steady
 from blockwalk.tiers.model_folder.identity import same_weights, weights_digest
-from blockwalk.train import config, outlook
+from blockwalk.train import config, preflight
 from blockwalk.train.best import Best
 from blockwalk.train.callbacks import Callback, Event, pushes, trackers
 from blockwalk.train.data_identity import differences, identity
@@ -66,8 +66,8 @@ from blockwalk.train.evaluation import Evaluation
 from blockwalk.train.frozen_codec import settled
 from blockwalk.train.metrics_log import MetricsLog
 from blockwalk.train.outcome import Outcome
+from blockwalk.train.prepared_run import PreparedRun, prepare, taken_up
 from blockwalk.train.progress import Progress
-from blockwalk.train.ready import Ready, prepare, taken_up
 from blockwalk.train.stop_signals import Stop, stop_signals
 from blockwalk.walk.walker import StepResult, Walker
 
@@ -127,11 +127,11 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
             {} if start.checkpoint is None else first(lambda: _decided(Path(str(start.checkpoint))))
         )
         run = taken_up(run, decided)
-        ready = prepare(run)
-        plan = ready.plan
-        held_out = ready.held_out
-        foreseen = ready.foreseen
-        facts = {**facts_of(run.shared()), "data.train": ready.rows.fingerprint()}
+        prepared = prepare(run)
+        plan = prepared.plan
+        held_out = prepared.held_out
+        foreseen = prepared.foreseen
+        facts = {**facts_of(run.shared()), "data.train": prepared.rows.fingerprint()}
         require_agreement(
             facts if held_out is None else {**facts, "data.eval": held_out.encoded.fingerprint()}
         )
@@ -139,18 +139,18 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
         weights = first(lambda: weights_digest(run.model))
         choices = foreseen.choices()
         run = dataclasses.replace(run, plan=override(run.plan, choices))
-        loop = _Loop(run, ready, memory, stop, weights, start, callbacks)
+        loop = _Loop(run, prepared, memory, stop, weights, start, callbacks)
         loop.elastic = shared
         loop.decided = {**decided, **choices}
         if start.checkpoint is not None:
             loop.read(_saved(Path(start.checkpoint)))
-        first(lambda: check_memory(run, foreseen, ready.held_bytes))
-        steps_left = ready.total - (loop.saved.step if loop.saved else 0)
-        first(lambda: check_disks(run, foreseen, steps_left, ready.map_bytes))
+        first(lambda: check_memory(run, foreseen, prepared.held_bytes))
+        steps_left = prepared.total - (loop.saved.step if loop.saved else 0)
+        first(lambda: check_disks(run, foreseen, steps_left, prepared.map_bytes))
         ledger = start.ledger if plan.zeroth_order else None
         scratch = output_dir / run_checkpoint.SCRATCH
         atomic_files.make_folder(scratch)
-        loop.ready = ready = ready.put_away(scratch)
+        loop.prepared = prepared = prepared.put_away(scratch)
         give_back()
         opened_at = process_bytes()
         with already_said():
@@ -164,26 +164,26 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
             )
         with walker:
             walker.reserve(foreseen.program.shape)
-            step_forecast = StepForecast.of(foreseen, ready.usual, before=opened_at)
+            step_forecast = StepForecast.of(foreseen, prepared.usual, before=opened_at)
             stop.noted = True
             loop.begin(walker, step_forecast)
             if walker.ranks.rank == 0:
                 atomic_files.write_bytes(output_dir / "config.yaml", config.dump(run).encode())
                 step_forecast.write(output_dir, trace)
             if shared is not None and walker.ledger is not None:
-                told = {"facts": facts_to_join(run, ready), "ledger": walker.ledger.header}
+                told = {"facts": facts_to_join(run, prepared), "ledger": walker.ledger.header}
                 shared.open(told, walker.ledger.entries)
             known = {"done": walker.steps_done, "foreseen": step_forecast.process_bytes}
-            with Progress(ready.total, log_every=run.log_every, **known) as progress:
+            with Progress(prepared.total, log_every=run.log_every, **known) as progress:
                 if shared is not None:
                     shared.say = progress.say
                 for line in (
-                    *_opening(run, ready, step_forecast, opened_at, start.damaged),
+                    *_opening(run, prepared, step_forecast, opened_at, start.damaged),
                     *codec_lines,
                 ):
                     progress.say(line)
                 if run.data.show_first and loop.saved is None:
-                    progress.show_learnt("first record", ready.shown)
+                    progress.show_learnt("first record", prepared.shown)
                 try:
                     return loop.run(progress)
                 except OSError as error:
@@ -247,25 +247,34 @@ def _refuse_places(run: RunConfig, start: run_checkpoint.Start, trace: str | Pat
 
 
 def _opening(
-    run: RunConfig, ready: Ready, foreseen: StepForecast, opened_at: int, damaged: Sequence[str]
+    run: RunConfig,
+    prepared: PreparedRun,
+    foreseen: StepForecast,
+    opened_at: int,
+    damaged: Sequence[str],
 ) -> Iterator[str]:
     """Yield the lines that a run begins with: what is foreseen of it, and what its user should know
     of."""
     yield f"device: {described(chosen())}"
     yield from foreseen.lines()
     yield from foreseen.forecast.lines()
-    yield from zeroth_order_advice(ready.plan, run.adapters)
+    yield from zeroth_order_advice(prepared.plan, run.adapters)
     yield from close_memory(run, foreseen.forecast, opened_at, foreseen.process_bytes)
-    held_out_notes = [] if ready.held_out is None else ready.held_out.notes()
+    held_out_notes = [] if prepared.held_out is None else prepared.held_out.notes()
     yield from (
         f"note: {warning}"
-        for warning in (*ready.notes, *ready.rows.report.warnings(), *held_out_notes, *damaged)
+        for warning in (
+            *prepared.notes,
+            *prepared.rows.report.warnings(),
+            *held_out_notes,
+            *damaged,
+        )
     )
-    yield from outlook.notes(run, ready.longest)
-    yield from outlook.usual_elsewhere(run)
-    if ready.held_out is not None and 0 < run.data.eval_limit < ready.held_out.records:
+    yield from preflight.notes(run, prepared.longest)
+    yield from preflight.usual_elsewhere(run)
+    if prepared.held_out is not None and 0 < run.data.eval_limit < prepared.held_out.records:
         yield (
-            f"evaluates {run.data.eval_limit} of {ready.held_out.records} records (data.eval_limit)"
+            f"evaluates {run.data.eval_limit} of {prepared.held_out.records} records (data.eval_limit)"
         )
 
 
@@ -318,7 +327,7 @@ class _Loop:
     def __init__(
         self,
         run: RunConfig,
-        ready: Ready,
+        prepared: PreparedRun,
         memory: PeakMemory,
         stop: Stop,
         weights: str,
@@ -326,16 +335,16 @@ class _Loop:
         callbacks: Sequence[Callback],
     ) -> None:
         self.config = run
-        self.ready = ready
+        self.prepared = prepared
         self.memory = memory
         self.stop = stop
         self.callbacks = callbacks
         self.weights = weights
         """The digest of the weights that the run begins from: see
         :func:`blockwalk.tiers.model_folder.identity.weights_digest`."""
-        self.identity = identity(run, ready)
+        self.identity = identity(run, prepared)
         """The parts that the examples are made of: see :mod:`blockwalk.train.data_identity`."""
-        self.total = ready.total
+        self.total = prepared.total
         self.output_dir = Path(run.output_dir)
         self.start = start
         self.saved: run_checkpoint.Checkpoint | None = None
@@ -344,7 +353,7 @@ class _Loop:
         new``."""
         self.notes: list[str] = []
         """Sentences about what differs from the run that is gone on with."""
-        self.held_out = "" if ready.held_out is None else ready.held_out.fingerprint()
+        self.held_out = "" if prepared.held_out is None else prepared.held_out.fingerprint()
         """The digest of the held-out records; empty where there are none."""
         self.evaluated = -1
         """The step of the last evaluation, on every rank as in rank 0's log."""
@@ -369,7 +378,7 @@ class _Loop:
                 f" {began}, now {self.weights}): put those back, or begin a new run in another"
                 " output_dir"
             )
-        if not self.ready.batches.continues(saved.data["batches"]):
+        if not self.prepared.batches.continues(saved.data["batches"]):
             changed = differences(
                 saved.data.get("identity", {}),
                 self.identity,
@@ -389,7 +398,7 @@ class _Loop:
             same_data=True,
         )
         self.notes = [f"changed since the checkpoint: {change}" for change in self.changes]
-        if saved.data["batches"]["data"] != self.ready.rows.fingerprint():
+        if saved.data["batches"]["data"] != self.prepared.rows.fingerprint():
             self.notes.append(
                 "the chat template writes the date of the day: the same records have other tokens"
                 " than up to step"
@@ -408,7 +417,7 @@ class _Loop:
                 f" {before}, now {self.held_out}): losses on them are not compared with those"
                 " before"
             )
-        self.ready.batches.load_state_dict(saved.data["batches"])
+        self.prepared.batches.load_state_dict(saved.data["batches"])
         self.saved = saved
 
     def begin(self, walker: Walker, step_forecast: StepForecast) -> None:
@@ -450,8 +459,8 @@ class _Loop:
             # their lines.
             for entry in walker.ledger.entries[self.saved.step :]:
                 for _ in range(self.skips.count(entry.step)):
-                    self.ready.next_batch(self.config.data.label_scores)
-                _, tokens = self.ready.next_batch(self.config.data.label_scores)
+                    self.prepared.next_batch(self.config.data.label_scores)
+                _, tokens = self.prepared.next_batch(self.config.data.label_scores)
                 if entry.step > self.metrics.last_step:
                     self.metrics.write(_line(entry, tokens))
         self.notes += self._lost_lines()
@@ -610,8 +619,8 @@ class _Loop:
     def _step(self) -> bool:
         """Return whether the next batch made a step; it was left out where it did not."""
         if self.elastic is not None:
-            self.elastic.position = (self.ready.batches.epoch, self.ready.batches.position)
-        batch, tokens = self.ready.next_batch(self.config.data.label_scores)
+            self.elastic.position = (self.prepared.batches.epoch, self.prepared.batches.position)
+        batch, tokens = self.prepared.next_batch(self.config.data.label_scores)
         self.step_forecast.before_step(self.walker, self.walker.steps_done + 1, self.total)
         try:
             result = self.walker.step(batch)
@@ -658,7 +667,7 @@ class _Loop:
             if step
             else self.config.eval_first
         )
-        if self.ready.held_out is None or not due or self.evaluated == step:
+        if self.prepared.held_out is None or not due or self.evaluated == step:
             return
 
         def watch(done: int) -> None:
@@ -668,8 +677,8 @@ class _Loop:
 
         began = time.perf_counter()
         try:
-            with self.progress.evaluating(len(self.ready.held_out.rows)) as show:
-                found = self.ready.held_out.evaluate(self.walker, watch)
+            with self.progress.evaluating(len(self.prepared.held_out.rows)) as show:
+                found = self.prepared.held_out.evaluate(self.walker, watch)
         except _Interrupted:
             return
         seconds = time.perf_counter() - began
@@ -717,12 +726,12 @@ class _Loop:
         on_disk = self.walker.ledger is not None and self.walker.plan.trainable.on_disk
         self.metrics.sync()
         data = {
-            "batches": self.ready.batches.state_dict(),
+            "batches": self.prepared.batches.state_dict(),
             "weights": self.weights,
             "identity": self.identity,
             "run": self.start.run,
             "held_out": self.held_out,
-            "stops": list(self.ready.rows.report.stops),
+            "stops": list(self.prepared.rows.report.stops),
             "evaluated": self.evaluated,
             **({"decided": dict(self.decided)} if self.decided else {}),
         }
@@ -775,7 +784,7 @@ class _Loop:
             and self.walker.ledger is None
         ):
             weights = f" --adapter {shlex.quote(os.fspath(self.output_dir / self._kept))}"
-        if self.ready.rows.report.turn_ends:
+        if self.prepared.rows.report.turn_ends:
             return f"blockwalk chat {folder}{weights}"
         prompt = prompt_layout.example(self.config.data, "Hello")
         return (
@@ -800,7 +809,7 @@ class _Loop:
                     marks.write(folder, self.start.run)
                 self.walker.save_pretrained(folder)
                 if first_rank:
-                    for name, file in self.ready.tokenizer_files.items():
+                    for name, file in self.prepared.tokenizer_files.items():
                         (folder / name).parent.mkdir(exist_ok=True)
                         (folder / name).write_bytes(file.data)
         losses = [line["loss"] for line in whole_lines(self.metrics.path)]

@@ -1,5 +1,5 @@
-"""The outlook of a run before its first step: how many steps it has, and settings and defaults that
-do not do as one might think."""
+"""The notes on a run before its first step: how many steps it has, and settings and defaults that
+do not do what one might expect."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.compile import compile
 from blockwalk.program.program import Shape, StepKind
-from blockwalk.report import room
+from blockwalk.report import capacity
 from blockwalk.report.forecast import Forecast
 from blockwalk.system import atomic_files
 from blockwalk.system.process_memory import Limit, memory_limits
-from blockwalk.train import ready as training
+from blockwalk.train import prepared_run
 from blockwalk.walk.unit_costs import UnitCosts
 from tests.conftest import TinyRun
 from tests.support.messages import says
@@ -103,7 +103,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_figures(
     """16 bytes a parameter (weight, gradient, two moments) do not fit beside the process into 1 MB
     and the swap."""
     held = 16 * PARAMETERS
-    monkeypatch.setattr(training, "process_bytes", lambda: 100 * MB)
+    monkeypatch.setattr(prepared_run, "process_bytes", lambda: 100 * MB)
 
     def limits(spare: int) -> Callable[[], list[Limit]]:
         return lambda: [
@@ -111,13 +111,13 @@ def test_a_run_that_cannot_fit_is_refused_with_the_figures(
             Limit(100 * MB + spare - swap, "the group", swap, of_process),
         ]
 
-    monkeypatch.setattr(room, "memory_limits", limits(held))
+    monkeypatch.setattr(capacity, "memory_limits", limits(held))
     assert train(tiny_run, tmp_path / "run") == 3, "activations come on top"
     error = capsys.readouterr().err
     says(error, "100.0 MB")
     says(error, f"{(100 * MB + held - swap) / MB:.1f} MB")
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr(room, "memory_limits", limits(2 * held))
+    monkeypatch.setattr(capacity, "memory_limits", limits(2 * held))
     assert train(tiny_run, tmp_path / "run") == 0
     says(capsys.readouterr().out, "MB foreseen group")
 
@@ -131,10 +131,10 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_step(
     """Two checkpoints of weights and two moments at a time (4 steps, one each 2), and the model at
     the end; beside them some kB of data and of the tokenizer's files."""
     needed = 2 * 12 * PARAMETERS + 4 * PARAMETERS
-    usage = room.shutil.disk_usage
+    usage = capacity.shutil.disk_usage
     free = needed - 1
     beside = 0.1 * MB
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: usage(path)._replace(free=free))
+    monkeypatch.setattr(capacity.shutil, "disk_usage", lambda path: usage(path)._replace(free=free))
     assert train(tiny_run, tmp_path / "run", "--save_every", "2") == 2
     error = capsys.readouterr().err
     said = float(re.search(r"writes ([\d.]+) MB to the disk of", error)[1]) * MB
@@ -183,12 +183,12 @@ def test_the_check_counts_the_scratch_that_is_made(
         made.append(sum(stop - start for start, stop in ends))
         commit(self)
 
-    def count(run: Any, forecast: Any, real: Callable[..., int] = room.scratch_bytes) -> int:
+    def count(run: Any, forecast: Any, real: Callable[..., int] = capacity.scratch_bytes) -> int:
         counted.append(real(run, forecast))
         return counted[-1]
 
     monkeypatch.setattr(Engine, "commit", sized)
-    monkeypatch.setattr(room, "scratch_bytes", count)
+    monkeypatch.setattr(capacity, "scratch_bytes", count)
     assert train(tiny_run, tmp_path / "run", *FULL[timing], "--activation", "device") == 0
     pages = 64 * 4096  # maps end with a page, and the data have some of their own
     least = {"at the turn": 24, "at the end": 16}[timing] * PARAMETERS
@@ -300,7 +300,7 @@ def test_scratch_is_counted_by_tier_on_every_device(device: str, tiny_run: TinyR
     def scratch(plan: Plan) -> int:
         program = compile(plan, spec, StepKind.TRAIN, shape, device=device)
         forecast = Forecast(plan, spec, (program,), device)
-        return room.scratch_bytes(dataclasses.replace(run, plan=plan), forecast)
+        return capacity.scratch_bytes(dataclasses.replace(run, plan=plan), forecast)
 
     activations = 4 * shape.tokens * spec.hidden_size * len(spec.blocks)
     assert scratch(inputs) >= activations

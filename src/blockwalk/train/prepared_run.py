@@ -1,5 +1,5 @@
-"""A run made ready: its data as tokens, and its step foreseen, before its model is opened; nothing
-is written."""
+"""A prepared run: its data as tokens, and its step foreseen, before its model is opened. Nothing is
+written."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from blockwalk.plan.settings import override
 from blockwalk.plan.words import counted
 from blockwalk.program.program import Shape
 from blockwalk.program.settling import settled_before
+from blockwalk.report.capacity import check_budget, check_disks, check_memory
 from blockwalk.report.forecast import Forecast, foresee
-from blockwalk.report.room import check_budget, check_disks, check_memory
 from blockwalk.simulate.simulator import Simulation
 from blockwalk.system.heap import give_back, large_returned
 from blockwalk.system.process_memory import process_bytes
 from blockwalk.system.temporary import require_temporary
-from blockwalk.train import outlook
+from blockwalk.train import preflight
 from blockwalk.train.best import require_evaluations
 from blockwalk.train.callbacks import trackers
 from blockwalk.train.evaluation import HeldOut
@@ -58,7 +58,7 @@ average."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PreparedRun:
     """A run that has been read and not begun: its data as tokens, and the forecast of its longest
     step."""
 
@@ -119,7 +119,7 @@ class Ready:
         )
         return sum(array.nbytes for array in arrays)
 
-    def put_away(self, folder: Path) -> Ready:
+    def put_away(self, folder: Path) -> PreparedRun:
         """Return the run with its training data and the tokenizer's files in maps of nameless files
         in ``folder``."""
         rows = self.batches.dataset = self.rows.mapped(folder)
@@ -127,7 +127,7 @@ class Ready:
         return replace(self, rows=rows, tokenizer_files=files)
 
 
-def prepare(run: RunConfig) -> Ready:
+def prepare(run: RunConfig) -> PreparedRun:
     """Read what a run trains on, and foresee its step at the longest sequences.
 
     Raises:
@@ -202,7 +202,7 @@ def prepare(run: RunConfig) -> Ready:
         foreseen.simulated()
         and foresee(replace(run, plan=plan, named=None), average, measured).simulated()
     )
-    return Ready(
+    return PreparedRun(
         files,
         shown,
         rows,
@@ -265,25 +265,27 @@ def dry_run(run: RunConfig) -> Iterator[str]:
     run, lines = settled(run)
     refuse_rounded(run.model, run.plan, run.adapters)
     trackers(run.report_to)  # which are named wrongly, or not installed
-    ready = prepare(run)
-    check_budget(run, ready.foreseen)
-    check_memory(run, ready.foreseen, ready.held_bytes)
-    check_disks(run, ready.foreseen, ready.total, ready.map_bytes)
+    prepared = prepare(run)
+    check_budget(run, prepared.foreseen)
+    check_memory(run, prepared.foreseen, prepared.held_bytes)
+    check_disks(run, prepared.foreseen, prepared.total, prepared.map_bytes)
     yield f"device  {described(chosen())}"
-    yield from ready.foreseen.overview(ready.total, ready.usual)
+    yield from prepared.foreseen.overview(prepared.total, prepared.usual)
     yield from lines
-    yield from ready.foreseen.lines()
-    held_out = "" if ready.held_out is None else f", {ready.held_out.records} held-out ones"
-    learnt = int(np.count_nonzero(ready.rows.in_loss))
+    yield from prepared.foreseen.lines()
+    held_out = "" if prepared.held_out is None else f", {prepared.held_out.records} held-out ones"
+    learnt = int(np.count_nonzero(prepared.rows.in_loss))
     yield (
-        f"data    {counted(len(ready.rows), 'sequence')} of up to {ready.longest} tokens,"
+        f"data    {counted(len(prepared.rows), 'sequence')} of up to {prepared.longest} tokens,"
         f" {learnt:,} of"
-        f" {len(ready.rows.token_ids):,} tokens learnt{held_out}; {counted(ready.total, 'step')}"
+        f" {len(prepared.rows.token_ids):,} tokens learnt{held_out}; {counted(prepared.total, 'step')}"
     )
-    yield from (f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings()))
-    yield from outlook.notes(run, ready.longest)
-    yield from outlook.usual_elsewhere(run)
-    yield from learnt_lines("first record", ready.shown)
+    yield from (
+        f"note: {warning}" for warning in (*prepared.notes, *prepared.rows.report.warnings())
+    )
+    yield from preflight.notes(run, prepared.longest)
+    yield from preflight.usual_elsewhere(run)
+    yield from learnt_lines("first record", prepared.shown)
     yield "nothing was written; leave --dry-run out to train"
 
 
