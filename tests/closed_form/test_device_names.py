@@ -21,7 +21,6 @@ NAMED = {
     "cli/main.py": "examples in a help text",
     "cli/machine.py": "torch's version of CUDA, for reports",
     "plan/sizes.py": DESCRIBED,
-    "program/launches.py": DESCRIBED,
     "simulate/hardware.py": DESCRIBED,
     "simulate/planner.py": DESCRIBED,
     "doctor/machine.py": DESCRIBED,

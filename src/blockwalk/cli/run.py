@@ -16,8 +16,6 @@ from blockwalk.models.folder import model_folder
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
 from blockwalk.plan.words import counted
-from blockwalk.program.launches import of_block
-from blockwalk.program.placements import Placements
 from blockwalk.program.program import Shape
 from blockwalk.ranks import launch, place
 from blockwalk.report import advice, card, html
@@ -92,10 +90,6 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
         say(line)
     if arguments.program:
         say(forecast.program)
-        if most := of_block(
-            forecast.program, Placements(forecast.plan, forecast.model, forecast.device)
-        ):
-            say(f"launches of our own kernels on an accelerator: {most} a block and step")
     check_budget(run, forecast)
 
 

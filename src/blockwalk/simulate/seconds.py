@@ -16,7 +16,6 @@ from blockwalk.plan.placement import DTYPE_BYTES, StateKind, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import LOSS_BUDGET, chunk_sizes
 from blockwalk.program.costs import NOTHING, Costs, Work
-from blockwalk.program.launches import finds_copy
 from blockwalk.program.program import COMPUTES, Lane, Op, OpKind, Pool, Program
 from blockwalk.program.state_sizes import compute_dtype, epilogue_reads, updates_on_host
 from blockwalk.simulate.hardware import Hardware, Link
@@ -211,9 +210,15 @@ class CostModel:
         if codes := unit.decoded(self.plan.frozen.codec):
             seconds += times * codes / hw.decodes(self.plan.frozen.codec)
         drawn = self.plan.zeroth_order and self.plan.zo.noise not in ("mezo", "lowrank")
-        if drawn and not finds_copy(op, self.plan):
+        if drawn and not self._finds_copy(op):
             seconds += unit.numel(trainable=True) / hw.noise_rate
         return seconds
+
+    def _finds_copy(self, op: Op) -> bool:
+        """Return whether a zeroth-order forward finds its block, or a loss its head, perturbed
+        already, for an earlier micro-batch of its pass."""
+        copied = {OpKind.LOSS: self.plan.loss == "chunked", OpKind.FORWARD: self.plan.copies_blocks}
+        return op.micro_batch >= self.plan.mesh.data and copied.get(op.kind, False)
 
     def reads(self, index: int) -> UnitSpec:
         """Return a unit with the tied head that its turn reads."""
