@@ -204,14 +204,13 @@ def _require(folder: Path, group: dist.ProcessGroup | None) -> None:
     """Raise ValueError on every rank where one of them does not see a folder."""
     if group is None and not folder.is_dir():
         raise ValueError(
-            f"{folder} is not there: a checkpoint of a first-order run keeps masters and moments"
-            " in it"
+            f"{folder} is not there: a checkpoint of a first-order run keeps masters and moments in"
+            " it"
         )
     if blind := _told("" if folder.is_dir() else "blind", group):
         raise ValueError(
-            f"rank {', '.join(map(str, blind))} does not see {folder}: every rank reads and"
-            " writes its part of a checkpoint"
-            " there; put output_dir on a file system that all nodes share"
+            f"rank {', '.join(map(str, blind))} does not see {folder}: every rank reads and writes"
+            " its part of a checkpoint there; put output_dir on a file system that all nodes share"
         )
 
 

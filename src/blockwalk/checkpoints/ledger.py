@@ -211,8 +211,7 @@ def require(path: Path, mark: Mark, checkpoint: Path) -> None:
     if len(entries) < mark.steps:
         raise ValueError(
             f"{path} has {counted(len(entries), 'step')}, and {checkpoint} was saved at step"
-            f" {mark.steps} of its ledger:"
-            f" {remedy}"
+            f" {mark.steps} of its ledger: {remedy}"
         )
     if digests[mark.steps] != mark.digest:
         raise ValueError(
@@ -283,8 +282,8 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Entry], list[str], int]:
     seal = header.get("exported")
     if seal and seal != {"steps": len(rest)}:
         raise Damaged(
-            f"{path} is damaged: it has {counted(len(rest), 'step')} of the {seal.get('steps')}"
-            " it was written with"
+            f"{path} is damaged: it has {counted(len(rest), 'step')} of the {seal.get('steps')} it"
+            " was written with"
         )
     entries = [entry_of(value, number, path) for number, value in enumerate(rest, 1)]
     return header, entries, digests, sum(len(line) + 1 for line in lines)

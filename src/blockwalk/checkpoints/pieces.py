@@ -256,8 +256,8 @@ class Saved:
                 missing -= high - low
         if missing:
             raise Damaged(
-                f"{self.folder} is damaged: {missing} elements of {name} from {first} to {stop}"
-                " are not in it"
+                f"{self.folder} is damaged: {missing} elements of {name} from {first} to {stop} are"
+                " not in it"
             )
 
     def whole(self, name: str) -> Tensor:

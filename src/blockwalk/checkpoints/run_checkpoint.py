@@ -181,9 +181,8 @@ def _scalars(path: Path) -> dict[str, Any]:
     named = _NAME.fullmatch(path.name)
     if named is not None and int(named[1]) != state.get("step"):
         raise ValueError(
-            f"{path} is named like step {int(named[1])} and holds step {state.get('step')}: give"
-            " it its name again, or move it"
-            " away"
+            f"{path} is named like step {int(named[1])} and holds step {state.get('step')}: give it"
+            " its name again, or move it away"
         )
     with atomic_files.reading(path / SCALARS):
         objects = [state[name].items() for name in ("walker", "data", "config")]
@@ -340,11 +339,9 @@ def prepare(folder: StrPath, resume_from_checkpoint: str, overwrite: bool) -> St
             and (steps := len(ledger_module.read_ledger(ledger)[1]))
         ):
             raise ValueError(
-                f"{ledger} has {counted(steps, 'step')}, and no checkpoint stands beside it,"
-                " which says where the data go on;"
-                " put the checkpoints back, rebuild the weights with blockwalk replay, or begin"
-                " again with"
-                " overwrite_output_dir: true"
+                f"{ledger} has {counted(steps, 'step')}, and no checkpoint stands beside it, which"
+                " says where the data go on; put the checkpoints back, rebuild the weights with"
+                " blockwalk replay, or begin again with overwrite_output_dir: true"
             )
     elif resume_from_checkpoint:
         start = Path(resume_from_checkpoint)
@@ -362,8 +359,8 @@ def prepare(folder: StrPath, resume_from_checkpoint: str, overwrite: bool) -> St
     if in_the_way and not overwrite:
         raise ValueError(
             f"{output_dir} holds an earlier run's {in_the_way[-1].name}; continue it with"
-            " resume_from_checkpoint:"
-            " latest, choose another output_dir, or set overwrite_output_dir: true"
+            " resume_from_checkpoint: latest, choose another output_dir, or set"
+            " overwrite_output_dir: true"
         )
     saved = None if start is None else _scalars(start)
     if start is not None and saved is not None and (mark := _mark(saved)) is not None:
@@ -376,8 +373,7 @@ def prepare(folder: StrPath, resume_from_checkpoint: str, overwrite: bool) -> St
     if foreign and not overwrite:
         raise ValueError(
             f"{foreign[0]} ({kind_of(foreign[0])}) is there already, and no run made it: move it"
-            " away, choose another"
-            " output_dir, or set overwrite_output_dir: true, which replaces it"
+            " away, choose another output_dir, or set overwrite_output_dir: true, which replaces it"
         )
     in_the_way += [path for path in foreign if path not in in_the_way]
     replaced = [str(path) for path in (*in_the_way, *damaged)]
@@ -388,9 +384,8 @@ def prepare(folder: StrPath, resume_from_checkpoint: str, overwrite: bool) -> St
     ):
         raise ValueError(
             f"{output_dir / REPLACED} ({kind_of(output_dir / REPLACED)}) is there already, and no"
-            " run made it; an earlier run"
-            " is kept there until this one's first checkpoint: move it away, or choose another"
-            " output_dir"
+            " run made it; an earlier run is kept there until this one's first checkpoint: move it"
+            " away, or choose another output_dir"
         )
     overwrites = overwrite or bool(goes_on and goes_on["config"].get("overwrite_output_dir"))
     run = str((goes_on or {"data": {}})["data"].get("run") or marks.new_run())
@@ -423,8 +418,7 @@ def refuse_result(start: Start, name: str) -> None:
     )
     raise ValueError(
         f"{place} ({kind_of(taken)}) is where the trained weights would go, and {maker}: move it"
-        " away, choose another"
-        " output_dir, or set overwrite_output_dir: true, which replaces it"
+        " away, choose another output_dir, or set overwrite_output_dir: true, which replaces it"
     )
 
 
@@ -468,8 +462,8 @@ def _newest_undamaged(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
     if damaged:
         raise ValueError(
             f"{'; '.join(damaged.values())}: no checkpoint of {output_dir} is left to go on from;"
-            " choose another output_dir, or"
-            " begin again with overwrite_output_dir: true and without resume_from_checkpoint"
+            " choose another output_dir, or begin again with overwrite_output_dir: true and without"
+            " resume_from_checkpoint"
         )
     return None, {}
 

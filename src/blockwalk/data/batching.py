@@ -99,9 +99,9 @@ class Batches(Iterator[Batch]):
                 self.epoch = self.epoch + 1
                 self.position = 0
                 self._order = self._epoch_order()
-            taken = self._order[self.position : self.position + self.batch_size - len(rows)]
-            rows += taken.tolist()
-            self.position += len(taken)
+            rows_now = self._order[self.position : self.position + self.batch_size - len(rows)]
+            rows += rows_now.tolist()
+            self.position += len(rows_now)
         return rows
 
     def row_lengths(self, steps: int, groups: int, *, apart: bool) -> Numbers:
@@ -122,9 +122,9 @@ class Batches(Iterator[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """Return the iterator's place, as JSON values, with the settings that the order depends
         on."""
-        own = {name: getattr(self, name) for name in ("epoch", "position", "seed", "shuffle")}
+        place = {name: getattr(self, name) for name in ("epoch", "position", "seed", "shuffle")}
         origin = asdict(self.dataset.report.origin)
-        return {**own, "data": self.dataset.fingerprint(), "origin": origin}
+        return {**place, "data": self.dataset.fingerprint(), "origin": origin}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved place.
@@ -136,18 +136,17 @@ class Batches(Iterator[Batch]):
             ValueError: seed, shuffling or data differ, and the order would be another; what changed
                 is named.
         """
-        ours = self.state_dict()
+        current = self.state_dict()
         for name in ("seed", "shuffle"):
-            if state[name] != ours[name]:
+            if state[name] != current[name]:
                 raise ValueError(
-                    f"cannot resume: data.{name} was {state[name]!r} and is now {ours[name]!r}"
+                    f"cannot resume: data.{name} was {state[name]!r} and is now {current[name]!r}"
                 )
         if not self.continues(state):
             part = _CHANGES[changed[0]] if (changed := self._changed(state)) else "tokens"
             raise ValueError(
-                f"cannot resume: the {part} of the training data changed (content"
-                f" {state['data']}, now"
-                f" {ours['data']}): put back what was, or begin a new run in another output_dir"
+                f"cannot resume: the {part} of the training data changed (content {state['data']},"
+                f" now {current['data']}): put back what was, or begin a new run in another output_dir"
             )
         self.epoch = int(state["epoch"])
         self.position = int(state["position"])
@@ -158,18 +157,18 @@ class Batches(Iterator[Batch]):
         same records by the same tokenizer and a chat template that writes the date of the day."""
         if state["data"] == self.dataset.fingerprint():
             return True
-        known = bool((state.get("origin") or {}).get("records"))
-        return known and self.dataset.report.origin.dated and not self._changed(state)
+        has_origin = bool((state.get("origin") or {}).get("records"))
+        return has_origin and self.dataset.report.origin.dated and not self._changed(state)
 
     def _changed(self, state: Mapping[str, Any]) -> list[str]:
         """Return names of the parts (records, template, tokenizer) that differ from a saved
         place's, as far as it knows them."""
-        now = asdict(self.dataset.report.origin)
-        before = state.get("origin") or {}
+        current = asdict(self.dataset.report.origin)
+        saved = state.get("origin") or {}
         return [
             name
             for name in ("records", "template", "tokenizer")
-            if before.get(name, now[name]) != now[name]
+            if saved.get(name, current[name]) != current[name]
         ]
 
     def _epoch_order(self) -> Numbers:
@@ -267,29 +266,29 @@ def side_by_side(batch: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
         or len(batch["input_ids"]) % groups
     ):
         return batch
-    own_BS = batch["attention_mask"] != 0
+    real_BS = batch["attention_mask"] != 0
     places_BS = torch.arange(batch["input_ids"].shape[1])[None]
-    tokens_G = own_BS.view(groups, -1).sum(1)
-    length = int(row_length(tokens_G.max(), padded := own_BS.numel() // groups))
-    learnt_beyond = bool(((batch["labels"] != IGNORE) & ~own_BS)[:, 1:].any())
+    tokens_G = real_BS.view(groups, -1).sum(1)
+    length = int(row_length(tokens_G.max(), padded := real_BS.numel() // groups))
+    learnt_beyond = bool(((batch["labels"] != IGNORE) & ~real_BS)[:, 1:].any())
     if length == padded or learnt_beyond:
         return batch
-    if not torch.equal(own_BS, places_BS < own_BS.sum(1, keepdim=True)):
+    if not torch.equal(real_BS, places_BS < real_BS.sum(1, keepdim=True)):
         return batch
     labels_BS = batch["labels"].masked_fill(
         places_BS == 0, IGNORE
     )  # nothing predicts a document's first token
-    given = {
+    sources = {
         "input_ids": (batch["input_ids"], 0),
         "position_ids": (places_BS, 0),
         "labels": (labels_BS, IGNORE),
     }
-    own_GN = torch.arange(length) < tokens_G[:, None]
+    real_GN = torch.arange(length) < tokens_G[:, None]
     return {
-        name: each_BS.new_full((groups, length), fill).masked_scatter_(
-            own_GN, each_BS.expand_as(own_BS)[own_BS]
+        name: source_BS.new_full((groups, length), fill).masked_scatter_(
+            real_GN, source_BS.expand_as(real_BS)[real_BS]
         )
-        for name, (each_BS, fill) in given.items()
+        for name, (source_BS, fill) in sources.items()
     }
 
 
@@ -306,22 +305,22 @@ def cut_padding(batch: dict[str, Tensor], *, unmask: bool = False) -> dict[str, 
     if length <= SIDE_BY_SIDE or not batch.keys() & {"attention_mask", "position_ids"}:
         return batch
     places_S = torch.arange(length, device=batch["input_ids"].device)
-    own_BS = (
+    real_BS = (
         batch["attention_mask"] != 0
         if "attention_mask" in batch
         else batch["position_ids"] == places_S
     )
-    lengths_B = own_BS.sum(1)
+    lengths_B = real_BS.sum(1)
     stop = int(lengths_B.max())
-    alike = bool((lengths_B == stop).all())
-    if int(lengths_B.min()) == 0 or not torch.equal(own_BS, places_S < lengths_B.unsqueeze(1)):
+    equal = bool((lengths_B == stop).all())
+    if int(lengths_B.min()) == 0 or not torch.equal(real_BS, places_S < lengths_B.unsqueeze(1)):
         return batch
-    if (stop == length and alike) or not (alike or (unmask and "attention_mask" in batch)):
+    if (stop == length and equal) or not (equal or (unmask and "attention_mask" in batch)):
         return batch
-    if bool((batch["labels"] != IGNORE)[~own_BS].any()):
+    if bool((batch["labels"] != IGNORE)[~real_BS].any()):
         return batch
-    cut = {name: each_BS[:, :stop] for name, each_BS in batch.items()}
-    return cut if alike else {**cut, "attention_mask": torch.ones_like(cut["attention_mask"])}
+    cut = {name: tensor_BS[:, :stop] for name, tensor_BS in batch.items()}
+    return cut if equal else {**cut, "attention_mask": torch.ones_like(cut["attention_mask"])}
 
 
 def micro_batches(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
@@ -354,8 +353,7 @@ def micro_batches(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Ten
     if shape[0] % count:
         raise ValueError(
             f"the batch has {counted(shape[0], 'sequence')}, which gradient_accumulation_steps ×"
-            f" mesh.data = {count} does"
-            " not divide"
+            f" mesh.data = {count} does not divide"
         )
     parts = {key: value.chunk(count) for key, value in batch.items()}
     return [{key: parts[key][m] for key in parts} for m in range(count)]
@@ -378,8 +376,8 @@ def require_ids(ids: Tensor, rows: int) -> None:
     if least < 0 or largest >= rows:
         raise ValueError(
             f"input_ids has the token id {least if least < 0 else largest}, and the model has"
-            f" {rows} rows of embeddings: take"
-            " the model's own tokenizer, or save the model with resize_token_embeddings"
+            f" {rows} rows of embeddings: take the model's own tokenizer, or save the model with"
+            " resize_token_embeddings"
         )
 
 
@@ -396,28 +394,28 @@ def pack(dataset: Encoded, length: int) -> Encoded:
         raise ValueError(f"packed rows must hold at least 2 tokens, not {length}")
     spans: list[tuple[int, int]] = []
     for begin, end in zip(dataset.starts[:-1].tolist(), dataset.starts[1:].tolist(), strict=True):
-        parts = [(at, min(at + length, end)) for at in range(begin, end - 1, length - 1)]
-        spans += [(at, to) for at, to in parts if dataset.in_loss[at + 1 : to].any()]
+        parts = [(start, min(start + length, end)) for start in range(begin, end - 1, length - 1)]
+        spans += [(start, stop) for start, stop in parts if dataset.in_loss[start + 1 : stop].any()]
     rows: list[list[int]] = []
     rooms: list[int] = []  # of rows that are not full, each once, sorted
     rows_by_room: dict[int, list[int]] = defaultdict(list)
     for number in sorted(range(len(spans)), key=lambda i: spans[i][0] - spans[i][1]):
         size = spans[number][1] - spans[number][0]
-        found = bisect_left(rooms, size)
-        if found < len(rooms):
-            room = rooms[found]
+        index = bisect_left(rooms, size)
+        if index < len(rooms):
+            room = rooms[index]
             row = rows_by_room[room].pop()
             if not rows_by_room[room]:
-                del rooms[found]
+                del rooms[index]
         else:
             room = length
             row = len(rows)
             rows.append([])
         rows[row].append(number)
-        if left := room - size:
-            if not rows_by_room[left]:
-                insort(rooms, left)
-            rows_by_room[left].append(row)
+        if spare := room - size:
+            if not rows_by_room[spare]:
+                insort(rooms, spare)
+            rows_by_room[spare].append(row)
     return dataset.cut(
         [[spans[number] for number in sorted(row)] for row in sorted(rows, key=min)], borders=True
     )
@@ -477,12 +475,12 @@ def share(
 
     Where B is no multiple of micro-batches × ranks, it is :func:`filled` up.
     """
-    whole = filled(batch, micro_batches * world)
+    padded = filled(batch, micro_batches * world)
     parts = {
-        name: [each.chunk(world)[rank] for each in rows.chunk(micro_batches)]
-        for name, rows in whole.items()
+        name: [part.chunk(world)[rank] for part in rows.chunk(micro_batches)]
+        for name, rows in padded.items()
     }
-    return [{name: each[m] for name, each in parts.items()} for m in range(micro_batches)]
+    return [{name: part[m] for name, part in parts.items()} for m in range(micro_batches)]
 
 
 def filled(batch: Mapping[str, Tensor], multiple: int) -> dict[str, Tensor]:
@@ -490,8 +488,8 @@ def filled(batch: Mapping[str, Tensor], multiple: int) -> dict[str, Tensor]:
     multiple of so many rows."""
     lacks = -len(batch["input_ids"]) % multiple
     rows = {
-        name: torch.cat([each, each[-1:].expand(lacks, *each.shape[1:])])
-        for name, each in batch.items()
+        name: torch.cat([tensor, tensor[-1:].expand(lacks, *tensor.shape[1:])])
+        for name, tensor in batch.items()
     }
     rows["labels"][len(rows["labels"]) - lacks :] = IGNORE
     return rows

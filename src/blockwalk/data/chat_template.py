@@ -108,16 +108,16 @@ def _bounded(nbytes: int) -> Iterator[None]:
         yield
         return
     soft, hard = limit("RLIMIT_AS")
-    if held := address_space_bytes():
-        bounds = [bound for bound in (soft, hard, held + nbytes) if bound != UNLIMITED]
+    if address_space := address_space_bytes():
+        bounds = [bound for bound in (soft, hard, address_space + nbytes) if bound != UNLIMITED]
         set_limit("RLIMIT_AS", min(bounds), hard)
-    before = signal.signal(signal.SIGALRM, _stop)
+    previous = signal.signal(signal.SIGALRM, _stop)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous)
         set_limit("RLIMIT_AS", soft, hard)
 
 

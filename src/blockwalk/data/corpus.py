@@ -43,27 +43,29 @@ def training_set(
     asks = asks_of(settings)
     if every_word and (asks is None or settings.packing):
         raise ValueError(
-            "zo.objective ranks label words: set data.template and data.label_words, or"
-            " data.task, and data.packing: false"
+            "zo.objective ranks label words: set data.template and data.label_words, or data.task,"
+            " and data.packing: false"
         )
     parts: list[Any] = []
     held_out = eval_numbers(settings, seed)
     numbers = itertools.count()
-    for source, read, records in _found(settings, "train"):
+    for source, source_settings, source_records in _found(settings, "train"):
         named = f"{source} (data.train)"
         kept = (
-            (record for record in records if next(numbers) not in held_out) if held_out else records
+            (record for record in source_records if next(numbers) not in held_out)
+            if held_out
+            else source_records
         )
         if every_word and asks is not None:
             parts.append(
                 encode_choices(kept, tokenizer, asks, max_length=settings.max_length, source=named)
             )
         else:
-            parts.append(_learnt(read, kept, tokenizer, named))
-    whole = _joined(parts)
+            parts.append(_learnt(source_settings, kept, tokenizer, named))
+    dataset = _joined(parts)
     if settings.shares:
-        whole = whole.select(mixture([len(part) for part in parts], settings.shares, seed))
-    return _packed(settings, whole)  # type: ignore[no-any-return]
+        dataset = dataset.select(mixture([len(part) for part in parts], settings.shares, seed))
+    return _packed(settings, dataset)  # type: ignore[no-any-return]
 
 
 def eval_numbers(settings: DataSettings, seed: int) -> frozenset[int]:
@@ -76,13 +78,13 @@ def eval_numbers(settings: DataSettings, seed: int) -> frozenset[int]:
     if not settings.eval_share:
         return frozenset()
     count = sum(1 for _, _, records in _found(settings, "train") for _ in records)
-    chosen = max(1, round(settings.eval_share * count))
-    if chosen >= count:
+    share_count = max(1, round(settings.eval_share * count))
+    if share_count >= count:
         raise ValueError(
-            f"data.eval_share is {settings.eval_share}: {chosen} of {count} records are held out,"
+            f"data.eval_share is {settings.eval_share}: {share_count} of {count} records are held out,"
             " and none is left to train on"
         )
-    return frozenset(random.Random(seed).sample(range(count), chosen))
+    return frozenset(random.Random(seed).sample(range(count), share_count))
 
 
 def held_out_set(
@@ -195,26 +197,29 @@ def _found(
     or dev and known (what demonstrations are taken of) out of ``data.train``. A task draws them,
     from its data set on the hub unless a source is given."""
     task = TASKS.get(settings.task)
-    given, split = (
+    sources, split = (
         (settings.eval, settings.eval_split)
         if part == "test"
         else (settings.train, settings.train_split)
     )
     subset = settings.subset
-    if task is not None and not given:
-        given = task.hub
+    if task is not None and not sources:
+        sources = task.hub
         subset = subset or task.subset
         if part == "test" and split == DataSettings().eval_split:
             split = task.held_out
-    for source in listed(given):
-        own = replace(settings, **{"subset": subset, **source.changes()})
+    for source in listed(sources):
+        source_settings = replace(settings, **{"subset": subset, **source.changes()})
         records = read_records(
-            source.path, split=source.split or split, subset=own.subset or None, columns=own.columns
+            source.path,
+            split=source.split or split,
+            subset=source_settings.subset or None,
+            columns=source_settings.columns,
         )
         drawn = task is not None or part == "known"
         yield (
             source.path,
-            own,
+            source_settings,
             part_of(list(records), settings, part, source.path) if drawn else records,
         )
 

@@ -102,19 +102,18 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         refuse_pointers(folder)
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"{path}: the tokenizer needs code of its own (auto_map in"
-                " tokenizer_config.json), which is never run here:"
-                " save it as a tokenizer.json"
+                f"{path}: the tokenizer needs code of its own (auto_map in tokenizer_config.json),"
+                " which is never run here: save it as a tokenizer.json"
             ) from None
-        read = (
+        readable_files = (
             "read are tokenizer.json and what else transformers saves of one, and a GGUF file's own"
         )
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        said = kind + " ".join(str(error).split())
+        cause = kind + " ".join(str(error).split())
         files = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
         source = f" from {' or '.join(files)}, which may be cut off" if files else ""
         raise ValueError(
-            f"{path}: no tokenizer could be loaded{source} ({read}): {said}"
+            f"{path}: no tokenizer could be loaded{source} ({readable_files}): {cause}"
         ) from error
 
 
@@ -215,16 +214,14 @@ class EncodeReport:
         if self.truncated:
             lines.append(
                 f"{self.truncated} of {self.records} records were longer than max_length ="
-                f" {self.max_length} tokens "
-                f"(the longest: {self.longest}) and were cut; raise data.max_length to keep them"
-                " whole"
+                f" {self.max_length} tokens (the longest: {self.longest}) and were cut; raise"
+                " data.max_length to keep them whole"
             )
         if 2 * self.answers_cut > self.records:
             lines.append(
                 f"{self.answers_cut} of {self.records} records, more than half, lose the end of"
-                " what is learnt: the model does"
-                f" not learn to stop there. Set data.max_length to {self.longest}, or leave long"
-                " records out"
+                " what is learnt: the model does not learn to stop there. Set data.max_length to"
+                f" {self.longest}, or leave long records out"
             )
         if self.dropped:
             lines.append(
@@ -233,9 +230,9 @@ class EncodeReport:
             )
         if self.turns_left_out:
             lines.append(
-                f"{counted(self.turns_left_out, 'assistant turn')}"
-                f" {is_or_are(self.turns_left_out)} not learnt: they open the"
-                " conversation, or the chat template writes them differently once it goes on"
+                f"{counted(self.turns_left_out, 'assistant turn')} {is_or_are(self.turns_left_out)}"
+                " not learnt: they open the conversation, or the chat template writes them"
+                " differently once it goes on"
             )
         if self.end_note:
             lines.append(self.end_note)
@@ -245,14 +242,13 @@ class EncodeReport:
         if self.turns_of_others:
             lines.append(
                 f"{counted(self.turns_of_others, 'turn')} of other roles than the assistant's"
-                f" {is_or_are(self.turns_of_others)}"
-                " marked as to be learnt, and not learnt: the assistant's alone are"
+                f" {is_or_are(self.turns_of_others)} marked as to be learnt, and not learnt: the"
+                " assistant's alone are"
             )
         if self.turns_unwritten:
             lines.append(
                 "the chat template drops content, reasoning or a call of"
-                f" {counted(self.turns_unwritten, 'turn')}, the first in"
-                f" {self.unwritten}"
+                f" {counted(self.turns_unwritten, 'turn')}, the first in {self.unwritten}"
             )
         return lines
 
@@ -360,7 +356,7 @@ class Choices:
     @property
     def targets(self) -> Numbers:
         """The candidate of each example that is learnt, [n]."""
-        return np.asarray([each[0] for each in self.right], dtype=np.int64)
+        return np.asarray([candidates[0] for candidates in self.right], dtype=np.int64)
 
     @property
     def classes(self) -> int:
@@ -372,9 +368,8 @@ class Choices:
         sizes = np.unique(np.diff(self.firsts))
         if len(sizes) > 1:
             raise ValueError(
-                f"records have from {sizes[0]} to {sizes[-1]} candidates, which cannot be ranked"
-                " in a training step: set"
-                " zo.objective: loss"
+                f"records have from {sizes[0]} to {sizes[-1]} candidates, which cannot be ranked in"
+                " a training step: set zo.objective: loss"
             )
         return int(sizes[0])
 
@@ -397,7 +392,7 @@ class Choices:
         return Choices(
             rows,
             np.append(0, np.cumsum(sizes)),
-            tuple(each for part in parts for each in part.right),
+            tuple(right for part in parts for right in part.right),
         )
 
     def answered(self) -> Encoded:
@@ -545,14 +540,14 @@ def encode_answers(
 
 def _chunks(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:
     """Yield texts by :data:`CHUNK`, and fewer where they are long."""
-    texts: list[Rendered] = []
-    for item in rendered:
-        texts.append(item)
-        if len(texts) == CHUNK or sum(len(each.text) for each in texts) > CHUNK_CHARACTERS:
-            yield texts
-            texts = []
-    if texts:
-        yield texts
+    chunk: list[Rendered] = []
+    for text in rendered:
+        chunk.append(text)
+        if len(chunk) == CHUNK or sum(len(entry.text) for entry in chunk) > CHUNK_CHARACTERS:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
 
 
 def _beside(call: Callable[[], Any]) -> Any:
@@ -590,8 +585,7 @@ def _tokenize(
             if half := half_character(item.text):
                 raise ValueError(
                     f"{item.where}: its text holds half a character, \\u{ord(half):04x} (a lone"
-                    " surrogate): write the"
-                    " character whole, or U+FFFD"
+                    " surrogate): write the character whole, or U+FFFD"
                 )
         only = [item.text for item in texts]
         options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
@@ -655,11 +649,10 @@ def require_rows(largest: tuple[int, str], tokenizer: Tokenizer, rows: int, sett
     token, where = largest
     if token >= rows:
         raise ValueError(
-            f"{where}: the token {tokenizer.convert_ids_to_tokens(token)!r} has the id {token},"
-            f" and the model has {rows} rows"
-            f" of embeddings ({setting}): save the model with"
-            f" resize_token_embeddings({len(tokenizer)}), or take the"
-            " token out of the tokenizer or the data"
+            f"{where}: the token {tokenizer.convert_ids_to_tokens(token)!r} has the id {token}, and"
+            f" the model has {rows} rows of embeddings ({setting}): save the model with"
+            f" resize_token_embeddings({len(tokenizer)}), or take the token out of the tokenizer or"
+            " the data"
         )
 
 

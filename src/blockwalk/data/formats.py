@@ -85,8 +85,7 @@ class Record:
         if name not in self.fields:
             raise ValueError(
                 f"{self.where}: no field {name!r}; it has {self.names} (data.columns:"
-                f" [{name}=COLUMN] takes it from one of"
-                " these)"
+                f" [{name}=COLUMN] takes it from one of these)"
             )
         value = self.fields[name]
         if not isinstance(value, str):
@@ -167,15 +166,15 @@ class Template:
 
     def prompt(self, record: Record) -> str:
         """Return the text before the label word, without the blank that joins them."""
-        *parts, (before, _) = self._parts()
+        *parts, (ending, _) = self._parts()
         return "".join(
             literal + (record.text(name) if name else "") for literal, name in parts
-        ) + before.rstrip(" ")
+        ) + ending.rstrip(" ")
 
     def continuation(self, class_index: int) -> str:
         """Return the label word of a class, with the blank before it where the template has one."""
-        before = self._parts()[-1][0]
-        return before[len(before.rstrip(" ")) :] + self.words[class_index]
+        literal = self._parts()[-1][0]
+        return literal[len(literal.rstrip(" ")) :] + self.words[class_index]
 
     def question(self, record: Record) -> Question:
         """Return the record with every label word."""
@@ -197,8 +196,7 @@ class Template:
             return label
         raise ValueError(
             f"{record.where}: field {self.label_field!r} is {label!r}; it must be one of"
-            f" {list(self.words)} "
-            f"or a number from 0 to {len(self.words) - 1}"
+            f" {list(self.words)} or a number from 0 to {len(self.words) - 1}"
         )
 
 
@@ -221,33 +219,34 @@ def detect_format(record: Record) -> Format:
             settings = "data.columns: [messages=chosen] with data.format: messages"
         raise ValueError(
             f"{record.where}: fields 'chosen' and 'rejected' are a pair to prefer one of, and one"
-            " answer is learnt here;"
-            f" {settings} learns the chosen one"
+            f" answer is learnt here; {settings} learns the chosen one"
         )
-    found = next((kind for kind, names in COLUMNS.items() if fields.keys() >= set(names)), None)
-    if found in (Format.MESSAGES, Format.SHAREGPT) and isinstance(fields.get("label"), bool):
+    matching = next((kind for kind, names in COLUMNS.items() if fields.keys() >= set(names)), None)
+    if matching in (Format.MESSAGES, Format.SHAREGPT) and isinstance(fields.get("label"), bool):
         raise ValueError(
-            f"{record.where}: field 'label' says whether an answer is wanted, and none is held"
-            " back here; data.format:"
-            f" {found} learns every answer"
+            f"{record.where}: field 'label' says whether an answer is wanted, and none is held back"
+            f" here; data.format: {matching} learns every answer"
         )
-    if found is Format.TEXT and "label" in fields:
+    if matching is Format.TEXT and "label" in fields:
         raise ValueError(
             f"{record.where}: text with a label needs a template and label words (data.template,"
-            " data.label_words), or"
-            " data.format: text"
+            " data.label_words), or data.format: text"
         )
-    if found is not None:
-        return found
+    if matching is not None:
+        return matching
     if any(fields.keys() >= set(pair) for pair in PAIRS):
         return Format.ALPACA
     partly = [kind for kind, names in COLUMNS.items() if fields.keys() & set(names)]
     if len(partly) == 1:
         return partly[0]  # whatever lacks of it is named where it is read
-    known = "; ".join(f"{', '.join(map(repr, names))} ({kind})" for kind, names in COLUMNS.items())
-    known += "".join(f"; {question!r}, {answer!r} ({Format.ALPACA})" for question, answer in PAIRS)
+    expected = "; ".join(
+        f"{', '.join(map(repr, names))} ({kind})" for kind, names in COLUMNS.items()
+    )
+    expected += "".join(
+        f"; {question!r}, {answer!r} ({Format.ALPACA})" for question, answer in PAIRS
+    )
     raise ValueError(
-        f"{record.where}: expected the fields of a format: {known}; found {record.names}."
+        f"{record.where}: expected the fields of a format: {expected}; found {record.names}."
         " data.columns names columns that hold them, as in [prompt=question, completion=answer]"
     )
 
@@ -281,16 +280,16 @@ def _listed(record: Record, name: str) -> list[Any]:
     Raises:
         ValueError: no such field, or no list.
     """
-    given = record.fields.get(name)
+    listed = record.fields.get(name)
     if name not in record.fields:
         record.text(name)  # refuses it, with the fields that are there
-    if not isinstance(given, list) or not given:
+    if not isinstance(listed, list) or not listed:
         raise ValueError(f"{record.where}: field {name!r} must be a list of turns")
     chosen = record.fields.get("chosen")
     return (
-        [*given, chosen]
+        [*listed, chosen]
         if isinstance(chosen, dict) and name in ("messages", "conversations")
-        else given
+        else listed
     )
 
 
@@ -306,8 +305,7 @@ def in_turns(record: Record) -> bool:
     if listed and (texts := [name for name in present if name not in listed]):
         raise ValueError(
             f"{record.where}: field {listed[0]!r} is a list of turns, and {texts[0]!r} is none:"
-            " give both as texts, or both as"
-            " lists of turns with 'role' and 'content'"
+            " give both as texts, or both as lists of turns with 'role' and 'content'"
         )
     return bool(listed)
 
@@ -324,8 +322,8 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
     The content becomes one text, and arguments of calls become objects, however the file holds
     them."""
     if isinstance(turn, dict) and "from" in turn and "role" not in turn:
-        rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        turn = {"role": turn["from"], "content": turn.get("value"), **rest}
+        fields = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        turn = {"role": turn["from"], "content": turn.get("value"), **fields}
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise ValueError(
             f"{where} must be an object with 'role' and 'content', or 'from' and 'value'"
@@ -345,9 +343,11 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
     if content is None and not calls:
         raise ValueError(f"{where}: 'content' must be a string, not NoneType")
     is_learnt(turn, where)
-    rest = {key: value for key, value in turn.items() if key not in ("tool_calls", "function_call")}
-    read = {**rest, "role": ROLES.get(turn["role"], turn["role"]), "content": content or ""}
-    return {**read, "tool_calls": _calls(calls, where)} if calls else read
+    fields = {
+        key: value for key, value in turn.items() if key not in ("tool_calls", "function_call")
+    }
+    normal = {**fields, "role": ROLES.get(turn["role"], turn["role"]), "content": content or ""}
+    return {**normal, "tool_calls": _calls(calls, where)} if calls else normal
 
 
 def _joined_text(content: Any, where: str) -> str | None:
@@ -363,9 +363,8 @@ def _joined_text(content: Any, where: str) -> str | None:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         if kind != "text" or not isinstance(text, str):
             raise ValueError(
-                f"{where}: 'content'[{i}] is of the type {kind!r}; parts of the type 'text' with"
-                " a 'text' are read, and"
-                " no pictures or sounds"
+                f"{where}: 'content'[{i}] is of the type {kind!r}; parts of the type 'text' with a"
+                " 'text' are read, and no pictures or sounds"
             )
         if isinstance(part, dict) and not is_learnt(part, f"{where}: 'content'[{i}]"):
             raise ValueError(
@@ -387,7 +386,7 @@ def _read_text_as_json(value: Any, what: str) -> Any:
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Return calls whose arguments are objects: JSON text is read, and null or no arguments are
     none."""
-    read = []
+    normal = []
     for i, call in enumerate(calls if isinstance(calls, list) else [calls]):
         place = f"{where}: 'tool_calls'[{i}]"
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -402,8 +401,8 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
                 f"{place}: 'arguments' must be an object, not {type(arguments).__name__}"
             )
         function = {**function, "arguments": arguments or {}}
-        read.append({**call, "function": function} if "function" in call else function)
-    return read
+        normal.append({**call, "function": function} if "function" in call else function)
+    return normal
 
 
 def is_marked(turn: dict[str, Any]) -> bool:
@@ -462,16 +461,18 @@ def _alpaca(record: Record) -> list[dict[str, Any]]:
 
 def alpaca_prompt(record: Record) -> str:
     """Return the instruction, and below it the input where there is one."""
-    given = record.text("input") if record.fields.get("input") is not None else ""
-    return "\n".join(part for part in (record.text(alpaca_columns(record)[0]), given) if part)
+    input_text = record.text("input") if record.fields.get("input") is not None else ""
+    return "\n".join(part for part in (record.text(alpaca_columns(record)[0]), input_text) if part)
 
 
 def alpaca_columns(record: Record) -> tuple[str, str]:
     """Return the columns of a record's instruction and output, whatever they are called."""
-    own = COLUMNS[Format.ALPACA]
+    standard = COLUMNS[Format.ALPACA]
     names = record.fields.keys()
-    first, second = next((pair for pair in (own, *PAIRS) if names >= set(pair)), own)
-    return first, second
+    instruction, output = next(
+        (pair for pair in (standard, *PAIRS) if names >= set(pair)), standard
+    )
+    return instruction, output
 
 
 def answer_column(kind: Format, record: Record) -> str:
@@ -486,8 +487,8 @@ def answer_column(kind: Format, record: Record) -> str:
         return alpaca_columns(record)[1]
     raise ValueError(
         f"{record.where}: data.prompt is the text before an answer, and records of the format"
-        f" {kind} have no column for one:"
-        f" leave data.prompt out, or give {', '.join(map(repr, COLUMNS[Format.ALPACA]))} or"
+        f" {kind} have no column for one: leave data.prompt out, or give"
+        f" {', '.join(map(repr, COLUMNS[Format.ALPACA]))} or"
         f" {', '.join(map(repr, COLUMNS[Format.COMPLETION]))} (data.columns)"
     )
 
@@ -498,8 +499,8 @@ def _with_system(record: Record, turns: list[dict[str, Any]]) -> list[dict[str, 
         if turns[0]["content"].strip() == system.strip():
             return turns
         raise ValueError(
-            f"{record.where}: field 'system' stands beside a system turn that says something"
-            " else: give one"
+            f"{record.where}: field 'system' stands beside a system turn that says something else:"
+            " give one"
         )
     return [{"role": "system", "content": system}, *turns] if system else turns
 
@@ -551,9 +552,9 @@ def tools_of(record: Record) -> Any:
     if (
         not tools
         and isinstance(functions, list)
-        and all(isinstance(each, dict) for each in functions)
+        and all(isinstance(function, dict) for function in functions)
     ):
-        return [{"type": "function", "function": each} for each in functions] or None
+        return [{"type": "function", "function": function} for function in functions] or None
     try:
         listed = json.loads(tools) if isinstance(tools, str) else tools
         if not isinstance(listed, list):

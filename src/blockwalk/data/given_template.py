@@ -24,9 +24,11 @@ def set_template(tokenizer: Any, template: str, arguments: Mapping[str, Any]) ->
         tokenizer.chat_template = (
             _named(template, tokenizer) if template in TEMPLATES else _of_file(template)
         )
-    if wrong := next((name for name in arguments if name in {*reserved(tokenizer), "tools"}), None):
+    if refused := next(
+        (name for name in arguments if name in {*reserved(tokenizer), "tools"}), None
+    ):
         raise ValueError(
-            f"data.chat_template_arguments may not set {wrong!r}: it is set for each conversation"
+            f"data.chat_template_arguments may not set {refused!r}: it is set for each conversation"
         )
     setattr(tokenizer, ARGUMENTS, dict(arguments))
 
@@ -55,21 +57,21 @@ def missing_marks(name: str, tokenizer: Any) -> str:
         if end in missing and tokenizer.eos_token
         else ""
     )
-    others = [mark for mark in missing if mark != end or not stops]
-    plain = (
-        f"the tokenizer writes {', '.join(map(repr, others))} as plain text of several tokens"
-        if others
+    plain = [mark for mark in missing if mark != end or not stops]
+    as_text = (
+        f"the tokenizer writes {', '.join(map(repr, plain))} as plain text of several tokens"
+        if plain
         else ""
     )
-    return f"data.chat_template: {name}: {plain or 'the tokenizer lacks one mark'}{stops}"
+    return f"data.chat_template: {name}: {as_text or 'the tokenizer lacks one mark'}{stops}"
 
 
 def _of_file(name: str) -> str:
     """Return the text of a template's file."""
     path = Path(os.path.expanduser(name))
     if not path.is_file():
-        near = did_you_mean(name, list(TEMPLATES))
+        hint = did_you_mean(name, list(TEMPLATES))
         raise ValueError(
-            f"data.chat_template is {name!r}: no such file{near}; by name: {', '.join(TEMPLATES)}"
+            f"data.chat_template is {name!r}: no such file{hint}; by name: {', '.join(TEMPLATES)}"
         )
     return read_template(path)

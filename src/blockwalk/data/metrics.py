@@ -16,9 +16,9 @@ def macro_f1(chosen: Sequence[int], targets: Sequence[int], classes: int) -> flo
     chosen counts as 0."""
     scores = []
     for c in range(classes):
-        hit = sum(a == b == c for a, b in zip(chosen, targets, strict=True))
-        wrong = sum((a == c) != (b == c) for a, b in zip(chosen, targets, strict=True))
-        scores.append(2 * hit / (2 * hit + wrong) if hit else 0.0)
+        hits = sum(a == b == c for a, b in zip(chosen, targets, strict=True))
+        misses = sum((a == c) != (b == c) for a, b in zip(chosen, targets, strict=True))
+        scores.append(2 * hits / (2 * hits + misses) if hits else 0.0)
     return sum(scores) / classes
 
 
@@ -39,6 +39,6 @@ def token_f1(text: str, answers: Sequence[str]) -> float:
     return max(_overlap(words_of(text), words_of(answer)) for answer in answers)
 
 
-def _overlap(found: list[str], wanted: list[str]) -> float:
-    common = (Counter(found) & Counter(wanted)).total()
-    return 2 * common / (len(found) + len(wanted)) if common else 0.0
+def _overlap(words: list[str], answer: list[str]) -> float:
+    common = (Counter(words) & Counter(answer)).total()
+    return 2 * common / (len(words) + len(answer)) if common else 0.0

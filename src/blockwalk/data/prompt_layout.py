@@ -16,8 +16,10 @@ from blockwalk.plan.run_config import DataSettings
 def prompts_of(settings: DataSettings) -> list[str]:
     """Return the texts of ``data.prompt``, and those that sources of ``data.train`` have of their
     own, each once."""
-    own = itertools.chain.from_iterable(source.prompt for source in listed(settings.train))
-    return list(dict.fromkeys([*settings.prompt, *own]))
+    source_prompts = itertools.chain.from_iterable(
+        source.prompt for source in listed(settings.train)
+    )
+    return list(dict.fromkeys([*settings.prompt, *source_prompts]))
 
 
 def filled(settings: DataSettings, text: str) -> str | None:
@@ -30,9 +32,9 @@ def filled(settings: DataSettings, text: str) -> str | None:
     if len(single) != 1:
         return None
     literals = list(_literals(single[0]))
-    before = literals[0].strip()
-    after = literals[-1].strip()
-    if (before or after) and text.strip().startswith(before) and text.strip().endswith(after):
+    start = literals[0].strip()
+    end = literals[-1].strip()
+    if (start or end) and text.strip().startswith(start) and text.strip().endswith(end):
         return text
     return text.join(literals)
 

@@ -96,11 +96,10 @@ def render(
                 alpaca_prompt(record) + "\n", record.text(alpaca_columns(record)[1]), record.where
             )
         raise ValueError(
-            f"{record.where}: format {kind} {'of turns ' * (kind is Format.COMPLETION)}needs a"
-            " chat template, and the tokenizer"
-            f" has none: set data.chat_template to one of {', '.join(TEMPLATES)} or to a file, or"
-            " give records with 'prompt'"
-            " and 'completion', or 'text'"
+            f"{record.where}: format {kind} {'of turns ' * (kind is Format.COMPLETION)}needs a chat"
+            " template, and the tokenizer has none: set data.chat_template to one of"
+            f" {', '.join(TEMPLATES)} or to a file, or give records with 'prompt' and 'completion',"
+            " or 'text'"
         )
     with chat_bounds(tokenizer, record.fields):
         return _render_turns(record, kind, tokenizer, stops)
@@ -124,8 +123,8 @@ def _filled(prompts: Sequence[str], record: Record, answer: str) -> str:
             break
     if missing := [name for name in names if name not in record.fields]:
         raise ValueError(
-            f"{record.where}: data.prompt names {', '.join(map(repr, missing))}, and the record"
-            f" has {record.names}"
+            f"{record.where}: data.prompt names {', '.join(map(repr, missing))}, and the record has"
+            f" {record.names}"
         )
     values = {name: "" if record.fields[name] is None else record.text(name) for name in names}
     parts = string.Formatter().parse(prompt)
@@ -379,8 +378,7 @@ def _as_the_template_takes(
             named = f"turns have the roles {', '.join(map(repr, unknown))}"
         raise ValueError(
             f"{where}: {named}, which the chat template does not know; known are"
-            f" {', '.join(KNOWN_ROLES)}, and by other data"
-            f" sets' names {', '.join(ROLES)}"
+            f" {', '.join(KNOWN_ROLES)}, and by other data sets' names {', '.join(ROLES)}"
         )
     first: list[dict[str, Any]] | None = None
     refusal: ValueError | None = None
@@ -464,9 +462,9 @@ def _token_at(text: str, position: int, added: Collection[str]) -> tuple[int, in
     """Return the begin and end of the added token that a position cuts; the position twice where it
     cuts none."""
     for token in added:
-        at = text.find(token, max(0, position - len(token) + 1), position + len(token) - 1)
-        if 0 <= at < position < at + len(token):
-            return at, at + len(token)
+        begin = text.find(token, max(0, position - len(token) + 1), position + len(token) - 1)
+        if 0 <= begin < position < begin + len(token):
+            return begin, begin + len(token)
     return position, position
 
 

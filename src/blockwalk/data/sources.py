@@ -40,21 +40,21 @@ def read_records(
     alone. A name that is no local path and has the form ``owner/name`` or ``name`` is asked of the
     hub, through ``datasets``. ``columns`` are ``field=column`` pairs: the field that a format asks
     for, and the column that holds it here."""
-    named = [tuple(part.strip() for part in each.partition("=")[::2]) for each in columns]
-    if wrong := next(
-        (each for each, pair in zip(columns, named, strict=True) if not all(pair)), None
+    pairs = [tuple(part.strip() for part in entry.partition("=")[::2]) for entry in columns]
+    if malformed := next(
+        (entry for entry, pair in zip(columns, pairs, strict=True) if not all(pair)), None
     ):
         raise ValueError(
-            f"data.columns holds {wrong!r}; field=column is expected, as in prompt=question"
+            f"data.columns holds {malformed!r}; field=column is expected, as in prompt=question"
         )
     for record in _read(source, split, subset):
         _refuse_halves(record)
         fields = record.fields
-        if missing := next((column for _, column in named if column not in fields), None):
+        if missing := next((column for _, column in pairs if column not in fields), None):
             raise ValueError(
                 f"{record.where}: no column {missing!r} (data.columns); it has {record.names}"
             )
-        yield Record({**fields, **{field: fields[column] for field, column in named}}, record.where)
+        yield Record({**fields, **{field: fields[column] for field, column in pairs}}, record.where)
 
 
 def _refuse_halves(record: Record) -> None:
@@ -66,9 +66,8 @@ def _refuse_halves(record: Record) -> None:
         if isinstance(value, str):
             if half := half_character(value):
                 raise ValueError(
-                    f"{record.where}: field {name!r} holds half a character, \\u{ord(half):04x}"
-                    " (a lone surrogate):"
-                    " write the character whole, or U+FFFD"
+                    f"{record.where}: field {name!r} holds half a character, \\u{ord(half):04x} (a"
+                    " lone surrogate): write the character whole, or U+FFFD"
                 )
         elif isinstance(value, dict):
             pending += [(name, key) for key in value if isinstance(key, str)]
@@ -175,8 +174,8 @@ def _read_csv(path: Path) -> Iterator[Record]:
             where = f"{path} record {number}"
             if None in fields:
                 raise ValueError(
-                    f"{where}: {len(fields[None])} cells more than the header has; quote texts"
-                    " with commas"
+                    f"{where}: {len(fields[None])} cells more than the header has; quote texts with"
+                    " commas"
                 )
             yield Record({name: cell for name, cell in fields.items() if cell is not None}, where)
 
@@ -210,8 +209,7 @@ def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:
     except Exception as error:
         raise ValueError(
             f"{name}: neither a file nor a data set that the hub gave (split {split!r} by"
-            " data.train_split or"
-            f" data.eval_split, subset {subset or ''!r} by data.subset):"
+            f" data.train_split or data.eval_split, subset {subset or ''!r} by data.subset):"
             f" {' '.join(str(error).split())}"
         ) from error
     for number, fields in enumerate(rows, start=1):

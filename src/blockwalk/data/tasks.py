@@ -57,8 +57,8 @@ def _copa(record: Record) -> Question:
         )
     choices = [record.text(name) for name in ("choice1", "choice2")]
     words = tuple(
-        " " + (each if each.split(" ")[0] == "I" else each[:1].lower() + each[1:])
-        for each in choices
+        " " + (choice if choice.split(" ")[0] == "I" else choice[:1].lower() + choice[1:])
+        for choice in choices
     )
     premise = record.text("premise").rstrip().removesuffix(".")
     return Question(f"{premise} {kinds[kind]}", words, (label,), where=record.where)
@@ -84,13 +84,13 @@ def _record(record: Record) -> Question:
 
 def _texts(record: Record, name: str, *inner: str) -> list[str]:
     """Return a list of texts, which hub data may hold one level down (``answers.text``)."""
-    found = record.fields.get(name)
+    texts = record.fields.get(name)
     for key in inner:
-        found = found.get(key) if isinstance(found, Mapping) else found
-    listed = isinstance(found, Sequence) and not isinstance(found, str)
-    if not listed or not found or not all(isinstance(text, str) for text in found):
-        raise ValueError(f"{record.where}: field {name!r} must hold a list of texts, not {found!r}")
-    return list(found)
+        texts = texts.get(key) if isinstance(texts, Mapping) else texts
+    listed = isinstance(texts, Sequence) and not isinstance(texts, str)
+    if not listed or not texts or not all(isinstance(entry, str) for entry in texts):
+        raise ValueError(f"{record.where}: field {name!r} must hold a list of texts, not {texts!r}")
+    return list(texts)
 
 
 def _squad(record: Record) -> Question:
@@ -205,18 +205,20 @@ def part_of(
     ]
     if part in ("test", "known"):
         return order[: settings.task_eval or None] if part == "test" else order
-    taken = order[: settings.task_train + settings.task_dev] if settings.task_train else order
-    left = len(taken) - settings.task_dev
-    if left < 1:
+    drawn = order[: settings.task_train + settings.task_dev] if settings.task_train else order
+    trained = len(drawn) - settings.task_dev
+    if trained < 1:
         raise ValueError(
             f"{source} has {counted(len(records), 'record')}, which"
-            f" data.task_dev={settings.task_dev} takes all; set it lower"
-            " (MeZO takes 100 of CB and COPA), or 0 for none"
+            f" data.task_dev={settings.task_dev} takes all; set it lower (MeZO takes 100 of CB and"
+            " COPA), or 0 for none"
         )
-    return taken[:left] if part == "train" else taken[left:]
+    return drawn[:trained] if part == "train" else drawn[trained:]
 
 
 def demonstrations(questions: Sequence[Question]) -> str:
     """Return the text that stands before a question in context: others with their answers, blank
     lines between."""
-    return "".join((each.prompt + each.learnt).strip() + SEPARATOR for each in questions)
+    return "".join(
+        (question.prompt + question.learnt).strip() + SEPARATOR for question in questions
+    )

@@ -41,8 +41,8 @@ class TextStream:
         return str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True))
 
     def _rest(self) -> str:
-        before = self.tokenizer.decode(
+        shown = self.tokenizer.decode(
             self.token_ids[self._begin : self._shown], skip_special_tokens=True
         )
-        now = self.tokenizer.decode(self.token_ids[self._begin :], skip_special_tokens=True)
-        return str(now[len(before) :])
+        decoded = self.tokenizer.decode(self.token_ids[self._begin :], skip_special_tokens=True)
+        return str(decoded[len(shown) :])

@@ -95,13 +95,13 @@ class Findings:
             )
         for kind, nbytes in hw.process_bytes.items():
             more = (
-                f"{hw.buffers[kind] / 1e6:.0f} more in steps, {hw.slack[kind]:.2f} × what comes"
-                " and goes"
+                f"{hw.buffers[kind] / 1e6:.0f} more in steps, {hw.slack[kind]:.2f} × what comes and"
+                " goes"
             )
             yield f"  a process         {nbytes / 1e6:.0f} MB beside its tensors ({kind}), {more}"
         yield (
-            f"  noise, decoding   {hw.noise_rate / 1e6:.0f} and {hw.decode_rate / 1e6:.0f}"
-            " million elements/s"
+            f"  noise, decoding   {hw.noise_rate / 1e6:.0f} and {hw.decode_rate / 1e6:.0f} million"
+            " elements/s"
         )
         if hw.device == "cuda":
             up = hw.host_to_device.bandwidth / 1e9
@@ -444,8 +444,8 @@ def _warnings(hardware: Hardware, limited: bool, pageable: float) -> Iterator[st
         )
     if psutil.swap_memory().used > 64 << 20:
         yield (
-            f"{_size(psutil.swap_memory().used)} of swap are in use: what is swapped out comes"
-            " back at the disk's speed"
+            f"{_size(psutil.swap_memory().used)} of swap are in use: what is swapped out comes back"
+            " at the disk's speed"
         )
     if hardware.device == "cpu":
         flags = set(processor().get("flags", "").split())
@@ -465,8 +465,8 @@ def _warnings(hardware: Hardware, limited: bool, pageable: float) -> Iterator[st
         )
     if pageable and pageable < hardware.host_to_device.bandwidth / 3:
         yield (
-            f"memory that is not pinned is copied at {pageable / 1e9:.1f} GB/s, a third or less"
-            " of pinned memory"
+            f"memory that is not pinned is copied at {pageable / 1e9:.1f} GB/s, a third or less of"
+            " pinned memory"
         )
     numa = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
     if len(numa) > 1 and len(os.sched_getaffinity(0)) == os.cpu_count():

@@ -56,12 +56,10 @@ def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
             each = f" for each of {ranks} ranks" if ranks > 1 else ""
             raise DoesNotFit(
                 f"the run needs more than {human_bytes(held + tensors)} of memory{each}"
-                f" ({human_bytes(held)} that the process"
-                f" holds already, {human_bytes(tensors)} of tensors at the peak), and"
-                f" {limit.where} allows"
-                f" {human_bytes(limit.nbytes)}: raise that limit, lower batch_size or"
-                " data.max_length, or move state to"
-                " another tier (frozen: disk × int4a)"
+                f" ({human_bytes(held)} that the process holds already, {human_bytes(tensors)} of"
+                f" tensors at the peak), and {limit.where} allows {human_bytes(limit.nbytes)}:"
+                " raise that limit, lower batch_size or data.max_length, or move state to another"
+                " tier (frozen: disk × int4a)"
                 + _next_plan_of(run, forecast, max(limit.nbytes // ranks - held, 1))
             )
 
@@ -87,9 +85,8 @@ def close_memory(run: RunConfig, forecast: Forecast, held: int, foreseen: int) -
     if foreseen > CLOSE * room:
         yield (
             f"note: {human_bytes(foreseen)} of memory are foreseen for the process, and"
-            f" {limit.where} leaves"
-            f" {human_bytes(room)}: the kernel may end the run; lower batch_size or"
-            " data.max_length, or raise the limit"
+            f" {limit.where} leaves {human_bytes(room)}: the kernel may end the run; lower"
+            " batch_size or data.max_length, or raise the limit"
         )
 
 
@@ -162,9 +159,9 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int, data_maps: int =
         folder / run_checkpoint.SCRATCH
     ):
         raise ValueError(
-            f"{folder / run_checkpoint.SCRATCH} is on a file system without shared file maps,"
-            " which activations and packed or"
-            " trained weights on the disk tier are kept in: choose an output_dir on another disk"
+            f"{folder / run_checkpoint.SCRATCH} is on a file system without shared file maps, which"
+            " activations and packed or trained weights on the disk tier are kept in: choose an"
+            " output_dir on another disk"
         )
     needs = [(folder, kept * (trained + state) + final), (folder / run_checkpoint.SCRATCH, scratch)]
     half_written = (path for path in sweeping.leftovers(folder) if path.parent == folder)
@@ -177,11 +174,9 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int, data_maps: int =
         if needed > free + sum(nbytes for path, nbytes in goes if _disk(path) == disk):
             raise ValueError(
                 f"the run writes {human_bytes(needed)} to the disk of {place}, which has"
-                f" {human_bytes(free)} free:"
-                f" {counted(kept, 'checkpoint')} at a time of {human_bytes(trained + state)}"
-                " (keep_checkpoints:"
-                f" {run.keep_checkpoints}, and the one that is being written),"
-                f" {human_bytes(final)} at the end,"
+                f" {human_bytes(free)} free: {counted(kept, 'checkpoint')} at a time of"
+                f" {human_bytes(trained + state)} (keep_checkpoints: {run.keep_checkpoints}, and"
+                f" the one that is being written), {human_bytes(final)} at the end,"
                 f" {human_bytes(scratch)} of scratch; free some space, choose another output_dir,"
                 " or lower keep_checkpoints"
             )

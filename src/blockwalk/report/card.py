@@ -169,8 +169,8 @@ def _repeatable(run: Path) -> str:
         f"after step {line['step']} {', '.join(map(code, line['changes']))}" for line in changed
     )
     return (
-        f"Settings were changed as the run went on: {steps}. This file has the last ones, and"
-        " does not repeat the run:"
+        f"Settings were changed as the run went on: {steps}. This file has the last ones, and does"
+        " not repeat the run:"
     )
 
 

@@ -277,11 +277,10 @@ class Forecast:
         other = "or move state to another tier (frozen: disk × int4a)"
         if plan.sharded:
             other = (
-                f"lower prefetch ({program.slots} slots of up to"
-                f" {human_bytes(program.slot_bytes)}: a block is gathered whole,"
-                " attention and feed-forward together), or set optimizer_state: host × fp32 ×"
-                " world or frozen:"
-                f" device × int4a × {plan.frozen.group}"
+                f"lower prefetch ({program.slots} slots of up to {human_bytes(program.slot_bytes)}:"
+                " a block is gathered whole, attention and feed-forward together), or set"
+                " optimizer_state: host × fp32 × world or frozen: device × int4a ×"
+                f" {plan.frozen.group}"
             )
         room = plan.budget or 0
         raised = "raise budget, "
@@ -292,8 +291,7 @@ class Forecast:
             there = f"{human_bytes(self.device_free)} are free there"
         raise DoesNotFit(
             f"the plan needs {human_bytes(peak)} on the device, and {there}: {raised}lower"
-            " batch_size or data.max_length,"
-            f" {other}{otherwise(room)}"
+            f" batch_size or data.max_length, {other}{otherwise(room)}"
         )
 
 
@@ -335,9 +333,8 @@ def without_bfloat16(card: Card, plan: Plan, model: ModelSpec) -> Iterator[str]:
     if not card.bfloat16 and compute_dtype(plan, model) == "bfloat16":
         other = "float32, or float16" if plan.zeroth_order else "float32"
         yield (
-            f"note: {card.name or 'this card'} has no bfloat16 arithmetic, and the plan computes"
-            " in bfloat16, slowly there: set"
-            f" compute_dtype: {other}"
+            f"note: {card.name or 'this card'} has no bfloat16 arithmetic, and the plan computes in"
+            f" bfloat16, slowly there: set compute_dtype: {other}"
         )
 
 
@@ -388,8 +385,7 @@ def _shared(plan: Plan) -> str:
     if not plan.zeroth_order:
         return (
             f"parameters over {plan.parameter_ranks}, gradients over {plan.gradient_ranks},"
-            " optimizer states over"
-            f" {plan.optimizer_ranks}, {mesh.ranks_per_node} to a node"
+            f" optimizer states over {plan.optimizer_ranks}, {mesh.ranks_per_node} to a node"
         )
     forwards = f"a step's {plan.forward_passes} forwards shared by {mesh.perturb}"
     return (

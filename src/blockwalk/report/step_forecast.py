@@ -79,8 +79,8 @@ class StepForecast:
             more = human_bytes(self.process_bytes - self.held_bytes)
             yield f"memory: {human_bytes(self.process_bytes)} at a step's peak ({COUNTED})"
             yield (
-                f"  {now} are there now (interpreter, libraries, tokenizer, data, the open"
-                f" model), {more} come with a step"
+                f"  {now} are there now (interpreter, libraries, tokenizer, data, the open model),"
+                f" {more} come with a step"
             )
             if mapped := self.forecast.program.peaks()[Pool.MAPPED]:
                 yield (

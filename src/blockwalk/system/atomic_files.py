@@ -69,8 +69,8 @@ def make_folder(path: Path) -> None:
         return
     if path.is_symlink():
         raise ValueError(
-            f"{path} is a link to {os.readlink(path)}, which is no folder: remove it, or make"
-            " that folder"
+            f"{path} is a link to {os.readlink(path)}, which is no folder: remove it, or make that"
+            " folder"
         )
     make_folder(path.parent)
     try:
@@ -376,8 +376,7 @@ def require_space(path: StrPath, nbytes: int, what: str) -> None:
     if nbytes > free:
         raise ValueError(
             f"{what} needs {nbytes / 1e9:.2f} GB on the disk of {folder}, which has"
-            f" {free / 1e9:.2f} GB free: "
-            f"free some space or choose an output on another disk"
+            f" {free / 1e9:.2f} GB free: free some space or choose an output on another disk"
         )
 
 

@@ -29,8 +29,7 @@ def refuse_foreign(path: Path) -> None:
     if signed is None or signed[1].decode() != _digest(text + b"\n"):
         raise ValueError(
             f"{path} is there already, and was not written by blockwalk, or was changed since: it"
-            " is not replaced;"
-            " move it away, or give it another name"
+            " is not replaced; move it away, or give it another name"
         )
 
 
