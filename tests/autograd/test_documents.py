@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockwalk import method
-from blockwalk.data.batching import loss_tokens, side_by_side
+from blockwalk.data.batching import loss_tokens, pack_batch
 from blockwalk.numerics.documents import ByDocument, by_document
 from blockwalk.plan.choices import LoraSettings, PrefixSettings
 from blockwalk.program.program import Shape
@@ -59,18 +59,18 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = []
 
     def noted(batch: Mapping[str, Tensor], groups: int) -> Mapping[str, Tensor]:
-        found = side_by_side(batch, groups)
+        found = pack_batch(batch, groups)
         shapes.append(tuple(found["input_ids"].shape))
         return found
 
-    monkeypatch.setattr(walk, "side_by_side", noted)
+    monkeypatch.setattr(walk, "pack_batch", noted)
     return shapes
 
 
 def test_examples_lie_side_by_side() -> None:
     """By hand."""
     batch = padded([3, 40, 30, 33])
-    found = side_by_side(batch, 2)
+    found = pack_batch(batch, 2)
     assert found.keys() == {"input_ids", "position_ids", "labels"}
     assert found["position_ids"].tolist() == [
         [*range(3), *range(40), *[0] * 21],
@@ -100,8 +100,8 @@ def test_examples_lie_side_by_side() -> None:
     ids=["little", "none", "long", "another key", "on the left", "holes", "learns padding"],
 )
 def test_other_batches_stay_as_they_are(batch: dict[str, Tensor]) -> None:
-    assert side_by_side(batch, 1) is batch
-    assert side_by_side(padded(), 3)["input_ids"].shape == (4, 70)
+    assert pack_batch(batch, 1) is batch
+    assert pack_batch(padded(), 3)["input_ids"].shape == (4, 70)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "mixtral", "opt"])

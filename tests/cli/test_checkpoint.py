@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from blockwalk.checkpoints import marks, run_checkpoint, sweeping
-from blockwalk.checkpoints.ledger import Mark
+from blockwalk.checkpoints.ledger import LedgerPosition
 from blockwalk.plan.choices import PrefixSettings
 from blockwalk.plan.parsing import plain_values
 from blockwalk.system import atomic_files
@@ -28,7 +28,7 @@ STATE: dict[str, Any] = {
 }
 
 
-def write(folder: Path, step: int, ledger: Mark | None = None) -> Path:
+def write(folder: Path, step: int, ledger: LedgerPosition | None = None) -> Path:
     made = run_checkpoint.Checkpoint(step, STATE, {"position": step}, {"seed": 0}, ledger=ledger)
     return run_checkpoint.save(folder, made)
 
@@ -45,9 +45,9 @@ def assert_same(found: dict[str, Any]) -> None:
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    loaded = run_checkpoint.load(write(tmp_path, 3, Mark(3, "0" * 16)))
+    loaded = run_checkpoint.load(write(tmp_path, 3, LedgerPosition(3, "0" * 16)))
     assert (loaded.step, loaded.data, loaded.config) == (3, {"position": 3}, {"seed": 0})
-    assert loaded.ledger == Mark(3, "0" * 16)
+    assert loaded.ledger == LedgerPosition(3, "0" * 16)
     assert_same(loaded.walker)
     stored = load_file(tmp_path / "checkpoint-000003" / "rank-00000.safetensors")
     assert all(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from blockwalk.checkpoints import run_checkpoint
-from blockwalk.checkpoints.ledger import Mark
+from blockwalk.checkpoints.ledger import LedgerPosition
 from blockwalk.cli import main
 from blockwalk.plan.methods import method
 from blockwalk.system import atomic_files
@@ -48,7 +48,9 @@ def walkers() -> Any:
 def save(walker: Walker, output_dir: Path) -> Path:
     """A checkpoint as a run saves it."""
     if walker.plan.method == "mezo":
-        made = run_checkpoint.Checkpoint(1, walker.state_dict(), {}, {}, ledger=Mark(1, ""))
+        made = run_checkpoint.Checkpoint(
+            1, walker.state_dict(), {}, {}, ledger=LedgerPosition(1, "")
+        )
         return run_checkpoint.save(output_dir, made)
     path = run_checkpoint.path_of(output_dir, 1)
     made = run_checkpoint.Checkpoint(1, {}, {}, {})

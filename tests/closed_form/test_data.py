@@ -32,9 +32,9 @@ from blockwalk.data.batching import (
     label_word_batch,
     loss_tokens,
     micro_batches,
+    pack_batch,
     row_losses,
     share,
-    side_by_side,
 )
 from blockwalk.data.encode import Encoded, encode, encode_choices, load_tokenizer
 from blockwalk.data.formats import Format, Record, Template, detect_format
@@ -195,7 +195,7 @@ def test_row_lengths_are_those_of_the_batches_to_come(
     batches = Batches(rows_of(lengths), groups * rows, 3, padding_multiple=multiple)
     next(batches)
     said = batches.row_lengths(5, groups, apart=apart)
-    walked = [side_by_side(batch, groups) if apart else batch for batch in islice(batches, 5)]
+    walked = [pack_batch(batch, groups) if apart else batch for batch in islice(batches, 5)]
     assert said.tolist() == [
         math.ceil(each["input_ids"].numel() / (groups * rows)) for each in walked
     ]

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from blockwalk import method
-from blockwalk.checkpoints.ledger import Entry, Ledger, read_ledger, write_exported
+from blockwalk.checkpoints.ledger import Ledger, LedgerEntry, read_ledger, write_exported
 from blockwalk.cli.main import main
 from blockwalk.convert.replay import export, replay
 from blockwalk.plan.choices import LoraSettings
@@ -236,8 +236,8 @@ def test_a_ledger_that_was_cut_is_not_taken_for_whole(base: Path, tmp_path: Path
 HEADER = {"run": "r", "rule": {"kind": "spsa"}}
 
 
-def entry(step: int) -> Entry:
-    return Entry(step, 0, 1e-7 / 3, 1e-3, (0.1 + 0.2, 2.0), (1 / 3,))
+def entry(step: int) -> LedgerEntry:
+    return LedgerEntry(step, 0, 1e-7 / 3, 1e-3, (0.1 + 0.2, 2.0), (1 / 3,))
 
 
 def test_numbers_come_back_as_they_were(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ A line is on the disk before its step counts. A process killed in the middle of 
 one, which is cut off when the ledger is opened again: at most the step in flight is lost. Numbers
 are written so that reading them gives the same float64. A step's digest is of the digest before it
 and of its line: a line that was changed, removed or moved breaks the chain there, and a checkpoint
-that knows the digest of its step (:class:`Mark`) knows every step up to it. The header has a digest
+that knows the digest of its step (:class:`LedgerPosition`) knows every step up to it. The header has a digest
 of its own, so that runs with the same steps have the same lines.
 
 :func:`write_exported` makes a file to hand on of it: the same lines, compressed (gzip), without the
@@ -48,7 +48,7 @@ compress; a bomb grows by a thousand."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LedgerEntry:
     """One step: every scalar that its update reads."""
 
     step: int
@@ -80,7 +80,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class LedgerPosition:
     """A place in a ledger: steps, and the digest of the last one's line (none: "")."""
 
     steps: int
@@ -131,9 +131,9 @@ class Ledger:
         return len(self.entries)
 
     @property
-    def mark(self) -> Mark:
+    def position(self) -> LedgerPosition:
         """The place after the ledger's last entry."""
-        return Mark(self.steps, self._digests[-1])
+        return LedgerPosition(self.steps, self._digests[-1])
 
     def rename(self, path: Path) -> None:
         """Give the file another name, atomically, in place of one that is there."""
@@ -141,7 +141,7 @@ class Ledger:
         atomic_files.fsync(path.parent)
         self.path = path
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: LedgerEntry) -> None:
         """Write one step's line and wait until it is on the disk."""
         assert entry.step == self.steps + 1, f"step {entry.step} after {self.steps} in {self.path}"
         line, digest = _lines([asdict(entry)], self._digests[-1])
@@ -182,14 +182,14 @@ class LedgerCopy(Ledger):
     def rename(self, path: Path) -> None:
         self.path = path
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: LedgerEntry) -> None:
         assert entry.step == self.steps + 1, (
             f"step {entry.step} after {self.steps} in the copy of {self.path}"
         )
         self.entries.append(entry)
 
 
-def read_ledger(path: StrPath) -> tuple[dict[str, Any], list[Entry]]:
+def read_ledger(path: StrPath) -> tuple[dict[str, Any], list[LedgerEntry]]:
     """Return the header and the whole lines of a ledger, without changing it.
 
     Raises:
@@ -199,27 +199,27 @@ def read_ledger(path: StrPath) -> tuple[dict[str, Any], list[Entry]]:
     return _read(Path(path))[:2]
 
 
-def require(path: Path, mark: Mark, checkpoint: Path) -> None:
+def require(path: Path, position: LedgerPosition, checkpoint: Path) -> None:
     """Raise ValueError where the ledger at ``path`` is not the one that ``checkpoint`` was saved
     beside, up to its step."""
     remedy = "put that ledger back, or begin a new run in another output_dir"
     if not path.exists():
         raise ValueError(
-            f"{path} is missing, and {checkpoint} was saved at step {mark.steps} of it: {remedy}"
+            f"{path} is missing, and {checkpoint} was saved at step {position.steps} of it: {remedy}"
         )
     _, entries, digests, _ = _read(path)
-    if len(entries) < mark.steps:
+    if len(entries) < position.steps:
         raise ValueError(
             f"{path} has {counted(len(entries), 'step')}, and {checkpoint} was saved at step"
-            f" {mark.steps} of its ledger: {remedy}"
+            f" {position.steps} of its ledger: {remedy}"
         )
-    if digests[mark.steps] != mark.digest:
+    if digests[position.steps] != position.digest:
         raise ValueError(
             f"{path} is another ledger than the one that {checkpoint} was saved beside: {remedy}"
         )
 
 
-def write_exported(path: StrPath, header: Mapping[str, Any], entries: Sequence[Entry]) -> int:
+def write_exported(path: StrPath, header: Mapping[str, Any], entries: Sequence[LedgerEntry]) -> int:
     """Write a ledger to hand on, whole or not at all; :func:`read_ledger` reads it. Returns its
     bytes."""
     lines = [{key: value for key, value in asdict(e).items() if key not in UNREAD} for e in entries]
@@ -250,7 +250,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[Entry], list[str], int]:
+def _read(path: Path) -> tuple[dict[str, Any], list[LedgerEntry], list[str], int]:
     """Return header, entries, their digests after "", and the bytes that they take: what follows is
     a torn line."""
     if not path.is_file():
@@ -320,7 +320,7 @@ def _require_version(path: Path, line: bytes) -> None:
         )
 
 
-def entry_of(value: Any, number: int, path: Path | str = "the store of ranks") -> Entry:
+def entry_of(value: Any, number: int, path: Path | str = "the store of ranks") -> LedgerEntry:
     """Return the entry of step ``number`` that was read from a ledger's line. Raises ValueError
     where it is none."""
     lists: Sequence[str] = ("losses", "projected_grads", "curvatures")
@@ -328,7 +328,7 @@ def entry_of(value: Any, number: int, path: Path | str = "the store of ranks") -
         fields: dict[str, Any] = {
             key: tuple(map(float, each)) if key in lists else each for key, each in value.items()
         }
-        entry = Entry(**{"losses": (), **fields})
+        entry = LedgerEntry(**{"losses": (), **fields})
         numbers = (entry.learning_rate, entry.epsilon, entry.projected_grad)
         if not all(isinstance(each, int | float) for each in numbers):
             raise TypeError("a learning rate or an epsilon is no number")

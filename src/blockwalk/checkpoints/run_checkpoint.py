@@ -87,7 +87,7 @@ class Checkpoint:
     slices: Path | None = None
     """The folder for ``Walker.load_state``, of a first-order run; ``walker`` then holds scalars
     alone."""
-    ledger: ledger_module.Mark | None = None
+    ledger: ledger_module.LedgerPosition | None = None
     """The place of the ledger's last entry, of a zeroth-order run."""
 
 
@@ -195,8 +195,8 @@ def _scalars(path: Path) -> dict[str, Any]:
     return state
 
 
-def _mark(state: Mapping[str, Any]) -> ledger_module.Mark | None:
-    return None if state["ledger"] is None else ledger_module.Mark(*state["ledger"])
+def _mark(state: Mapping[str, Any]) -> ledger_module.LedgerPosition | None:
+    return None if state["ledger"] is None else ledger_module.LedgerPosition(*state["ledger"])
 
 
 def has_ledger(path: Path) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from blockwalk.checkpoints.ledger import NAME, Entry, read_ledger, write_exported
+from blockwalk.checkpoints.ledger import NAME, LedgerEntry, read_ledger, write_exported
 from blockwalk.cutting.adapters import adapt, save_adapter
 from blockwalk.cutting.skeleton import build_skeleton, persistent_buffers
 from blockwalk.cutting.verify import certified
@@ -133,7 +133,7 @@ def _refuse_output(out: StrPath, base: StrPath, ledger: StrPath, found: Mapping[
     refuse_output(out, model=model_paths(base), ledger=[file_of(ledger, NAME)], adapter=adapter)
 
 
-def read_for(ledger: StrPath, until: int | None) -> tuple[dict[str, Any], list[Entry]]:
+def read_for(ledger: StrPath, until: int | None) -> tuple[dict[str, Any], list[LedgerEntry]]:
     """Return a ledger's header and its steps up to ``until`` (all of them unless given), where this
     version can apply them."""
     found, entries = read_ledger(file_of(ledger, NAME))
@@ -164,7 +164,7 @@ class ReplayedRun:
         self,
         base: Path,
         found: Mapping[str, Any],
-        entries: Sequence[Entry],
+        entries: Sequence[LedgerEntry],
         progress: Progress | None,
         device: str | None,
     ) -> None:

@@ -41,7 +41,7 @@ from blockwalk.numerics.row_tiles import narrow_products
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.plan import Plan
 
-Batch = Mapping[str, Any]
+ModelInputs = Mapping[str, Any]
 
 
 class _Stop(Exception):
@@ -346,7 +346,7 @@ class CutModel:
         length = self.anatomy.returns[type(module).__name__]
         return (hidden_BSD, *[None] * (length - 1)) if length else hidden_BSD
 
-    def inputs(self, batch: Batch, *, labels: bool) -> dict[str, Any]:
+    def inputs(self, batch: ModelInputs, *, labels: bool) -> dict[str, Any]:
         """Return the model's keyword arguments: the batch with or without its labels, no cache
         unless it brings one, and for a model that builds its mask without looking at positions the
         mask that keeps the documents of a row apart."""
@@ -380,7 +380,7 @@ class CutModel:
         embeddings.register_forward_hook(neftune_post_forward_hook)
         self.draws_random_numbers = True
 
-    def prologue(self, batch: Batch, seed: int | None = None) -> Prologue:
+    def prologue(self, batch: ModelInputs, seed: int | None = None) -> Prologue:
         """Run the model up to its first layer and record what every layer is called with.
 
         ``batch`` holds the model's keyword arguments (``input_ids`` [B, S], ...; labels are
@@ -549,7 +549,13 @@ class CutModel:
         return out if all(part.called for part in parts) else None
 
     def _epilogue_pass(
-        self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None, *, head: bool
+        self,
+        prologue: Prologue,
+        hidden_BSD: Tensor,
+        batch: ModelInputs,
+        seed: int | None,
+        *,
+        head: bool,
     ) -> Any:
         """Return the model's forward with its prologue's modules and layers stubbed: its output, or
         the head's input."""
@@ -601,7 +607,7 @@ class CutModel:
         return output
 
     def head_input(
-        self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None = None
+        self, prologue: Prologue, hidden_BSD: Tensor, batch: ModelInputs, seed: int | None = None
     ) -> Tensor:
         """Return the output embedding's input: the last block's hidden state [B, S, D] after the
         final norm.
@@ -612,7 +618,7 @@ class CutModel:
         return normed
 
     def logits(
-        self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None = None
+        self, prologue: Prologue, hidden_BSD: Tensor, batch: ModelInputs, seed: int | None = None
     ) -> Tensor:
         """Return the model's own logits [B, S, V] from the last block's hidden state; the head must
         be bound."""
@@ -623,7 +629,7 @@ class CutModel:
         return logits
 
     def own_loss(
-        self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None = None
+        self, prologue: Prologue, hidden_BSD: Tensor, batch: ModelInputs, seed: int | None = None
     ) -> Tensor:
         """Return the model's own loss (a scalar) of ``batch["labels"]`` from the last block's
         hidden state; the head must be bound."""

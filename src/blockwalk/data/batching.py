@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockwalk.data.encode import Choices, Encoded, Ids, Numbers
+from blockwalk.data.encode import Choices, Encoded, Ids, Integers
 from blockwalk.plan.sizes import ROW_TILE, steps_of_epochs
 from blockwalk.plan.words import counted
 
-Batch = dict[str, Tensor]
+Batch = Mapping[str, Tensor]
 """``input_ids``, ``attention_mask`` and ``labels``, each int64 [B, S]; labels are −100 where
 nothing is learnt. Packed rows have ``position_ids`` in place of the mask: where these restart a
 document begins, and transformers lets no attention cross."""
@@ -31,13 +31,13 @@ document begins, and transformers lets no attention cross."""
 _CHANGES = {"records": "text of the records", "template": "chat template", "tokenizer": "tokenizer"}
 """Names of the parts of :class:`blockwalk.data.encode.Origin` in a refusal to resume."""
 IGNORE = -100
-SIDE_BY_SIDE = 2048
+LONGEST_PACKED_ROW = 2048
 """The most tokens of a row that a batch's examples are laid side by side in: transformers makes its
 mask in 17 MB. Longer rows are rid of their padding or of what hides it, so that they have no mask
 (:func:`cut_padding`)."""
 
 
-def epoch_order(count: int, seed: int, epoch: int) -> Numbers:
+def epoch_order(count: int, seed: int, epoch: int) -> Integers:
     """Return a permutation of ``range(count)``: the ranks of ``count`` Philox words keyed by
     blake2b(seed, epoch).
 
@@ -104,13 +104,13 @@ class Batches(Iterator[Batch]):
             self.position += len(rows_now)
         return rows
 
-    def row_lengths(self, steps: int, groups: int, *, apart: bool) -> Numbers:
+    def row_lengths(self, steps: int, groups: int, *, apart: bool) -> Integers:
         """Return tokens to a row in each of the next steps: with their padding, or ``apart``, in
-        the largest of so many equal parts as :func:`side_by_side` lays it."""
+        the largest of so many equal parts as :func:`pack_batch` lays it."""
         ahead = copy.copy(self)
         lengths = np.diff(self.dataset.starts)
         lengths_TB = lengths[[ahead.next_rows() for _ in range(steps)]]
-        padded_T: Numbers = (
+        padded_T: Integers = (
             -(-lengths_TB.max(axis=1) // self.padding_multiple) * self.padding_multiple
         )
         if not apart:
@@ -171,7 +171,7 @@ class Batches(Iterator[Batch]):
             if saved.get(name, current[name]) != current[name]
         ]
 
-    def _epoch_order(self) -> Numbers:
+    def _epoch_order(self) -> Integers:
         count = len(self.dataset)
         size = self.batch_size
         if not self.shuffle:
@@ -234,7 +234,7 @@ def collate(dataset: Encoded, rows: Sequence[int], padding_multiple: int = 1) ->
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def tokens_read(batch: Mapping[str, Tensor]) -> int:
+def tokens_read(batch: Batch) -> int:
     """Return tokens of a batch without its padding. A packed document has two tokens or more, one
     of them at position 1; a token of padding is at position 0."""
     if "attention_mask" in batch:
@@ -243,20 +243,20 @@ def tokens_read(batch: Mapping[str, Tensor]) -> int:
     return int((positions_BS > 0).sum() + (positions_BS == 1).sum())
 
 
-def loss_tokens(batch: Mapping[str, Tensor]) -> int:
+def loss_tokens(batch: Batch) -> int:
     """Return tokens that the loss is a mean over: labels from the second on, since a model predicts
     the next one."""
     return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
-def row_length(tokens: Any, padded: Any) -> Numbers:
+def row_length(tokens: Any, padded: Any) -> Integers:
     """Return tokens of the row that micro-batches of so many, side by side, are laid in;
-    ``padded``, as they came, where it would pass :data:`SIDE_BY_SIDE` or nothing is gained."""
+    ``padded``, as they came, where it would pass :data:`LONGEST_PACKED_ROW` or nothing is gained."""
     filled = -(-np.asarray(tokens) // ROW_TILE) * ROW_TILE
-    return np.where((filled > SIDE_BY_SIDE) | (filled >= padded), padded, filled)
+    return np.where((filled > LONGEST_PACKED_ROW) | (filled >= padded), padded, filled)
 
 
-def side_by_side(batch: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
+def pack_batch(batch: Batch, groups: int) -> Batch:
     """Return a batch without its padding: the examples of each of ``groups`` equal parts one after
     the other in a packed row, tensors [groups, N]. The batch itself where :func:`row_length` says
     so, or where it is none with an attention mask that hides the right end of its rows alone, of
@@ -292,9 +292,9 @@ def side_by_side(batch: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
     }
 
 
-def cut_padding(batch: dict[str, Tensor], *, unmask: bool = False) -> dict[str, Tensor]:
+def cut_padding(batch: Batch, *, unmask: bool = False) -> Batch:
     """Cut the padding off that ends all rows of a micro-batch, tensors [B, S], where they have more
-    than :data:`SIDE_BY_SIDE` tokens and hold one document each.
+    than :data:`LONGEST_PACKED_ROW` tokens and hold one document each.
 
     Rows that end together hide nothing then, so that transformers makes no mask of S × S. With
     ``unmask`` shorter rows hide nothing either: no token of a causal model attends to the padding
@@ -302,7 +302,7 @@ def cut_padding(batch: dict[str, Tensor], *, unmask: bool = False) -> dict[str, 
     model's own loss may read it). The batch itself where something in the padding is learnt, and in
     every other case."""
     length = batch["input_ids"].shape[1]
-    if length <= SIDE_BY_SIDE or not batch.keys() & {"attention_mask", "position_ids"}:
+    if length <= LONGEST_PACKED_ROW or not batch.keys() & {"attention_mask", "position_ids"}:
         return batch
     places_S = torch.arange(length, device=batch["input_ids"].device)
     real_BS = (
@@ -323,7 +323,7 @@ def cut_padding(batch: dict[str, Tensor], *, unmask: bool = False) -> dict[str, 
     return cut if equal else {**cut, "attention_mask": torch.ones_like(cut["attention_mask"])}
 
 
-def micro_batches(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+def micro_batches(batch: Batch, count: int) -> list[Batch]:
     """Return a batch, tensors [B, S], cut into ``count`` equal parts, in order.
 
     Raises:
@@ -467,9 +467,7 @@ def row_losses(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     return losses_BS.sum(dim=1)
 
 
-def share(
-    batch: Mapping[str, Tensor], micro_batches: int, world: int, rank: int
-) -> list[dict[str, Tensor]]:
+def share(batch: Batch, micro_batches: int, world: int, rank: int) -> list[Batch]:
     """Return a rank's rows of each micro-batch of the global batch: tensors [B, S], cut first into
     micro-batches, then over ranks.
 
@@ -483,7 +481,7 @@ def share(
     return [{name: part[m] for name, part in parts.items()} for m in range(micro_batches)]
 
 
-def filled(batch: Mapping[str, Tensor], multiple: int) -> dict[str, Tensor]:
+def filled(batch: Batch, multiple: int) -> dict[str, Tensor]:
     """Return the batch with as many copies of its last row, every label ignored, as it lacks to a
     multiple of so many rows."""
     lacks = -len(batch["input_ids"]) % multiple

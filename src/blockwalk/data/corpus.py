@@ -242,7 +242,7 @@ def _learnt(
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    return parts[0] if len(parts) == 1 else type(parts[0]).joined(parts)
+    return parts[0] if len(parts) == 1 else type(parts[0]).concatenated(parts)
 
 
 def _packed(settings: DataSettings, rows: Any) -> Any:

@@ -45,7 +45,7 @@ Ids = npt.NDArray[np.int32]
 """Token ids, or positions of tokens."""
 Mask = npt.NDArray[np.bool_]
 """Whether each token is learnt."""
-Numbers = npt.NDArray[np.int64]
+Integers = npt.NDArray[np.int64]
 """Counts, offsets and numbers of rows."""
 
 os.environ.setdefault(
@@ -261,7 +261,7 @@ class Encoded:
     """Token ids [T]."""
     in_loss: Mask
     """Booleans [T]: whether the token is learnt."""
-    starts: Numbers
+    starts: Integers
     """Offsets [n + 1] in tokens: example i is the slice ``starts[i]:starts[i + 1]``."""
     pad_id: int
     report: EncodeReport = field(default_factory=EncodeReport, compare=False)
@@ -279,7 +279,7 @@ class Encoded:
         row = slice(int(self.starts[index]), int(self.starts[index + 1]))
         return self.token_ids[row], self.in_loss[row]
 
-    def learnt(self) -> Numbers:
+    def learnt(self) -> Integers:
         """Return tokens of each example that are learnt, [n]."""
         return np.add.reduceat(self.in_loss, self.starts[:-1], dtype=np.int64)
 
@@ -319,7 +319,7 @@ class Encoded:
         return replace(self, **moved)
 
     @staticmethod
-    def joined(parts: Sequence[Encoded]) -> Encoded:
+    def concatenated(parts: Sequence[Encoded]) -> Encoded:
         """Return the examples of several data sets that are not packed, one after the other."""
         sizes = np.concatenate([np.diff(part.starts) for part in parts])
         return Encoded(
@@ -345,7 +345,7 @@ class Choices:
     example i."""
 
     rows: Encoded
-    firsts: Numbers
+    firsts: Integers
     """Row numbers [n + 1] of each example's first candidate, and their end."""
     right: tuple[tuple[int, ...], ...]
     """The right candidates of each example; the first is learnt."""
@@ -354,7 +354,7 @@ class Choices:
         return len(self.right)
 
     @property
-    def targets(self) -> Numbers:
+    def targets(self) -> Integers:
         """The candidate of each example that is learnt, [n]."""
         return np.asarray([candidates[0] for candidates in self.right], dtype=np.int64)
 
@@ -385,9 +385,9 @@ class Choices:
         )
 
     @staticmethod
-    def joined(parts: Sequence[Choices]) -> Choices:
+    def concatenated(parts: Sequence[Choices]) -> Choices:
         """Return the examples of several data sets, one after the other."""
-        rows = Encoded.joined([part.rows for part in parts])
+        rows = Encoded.concatenated([part.rows for part in parts])
         sizes = np.concatenate([np.diff(part.firsts) for part in parts])
         return Choices(
             rows,

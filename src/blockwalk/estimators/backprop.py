@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from blockwalk.checkpoints.ledger import Entry
+from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.cutting.calls import BlockCall, Prologue, tensors_of
-from blockwalk.data.batching import loss_tokens
+from blockwalk.data.batching import Batch, loss_tokens
 from blockwalk.engine.engine import Engine
 from blockwalk.estimators.asked import Asked
 from blockwalk.estimators.head import Answers, Ending, OwnLoss, factors, own_loss
@@ -39,8 +39,6 @@ from blockwalk.program.program import Op, OpKind, Shape
 from blockwalk.program.state_sizes import maps_graphs
 from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.tiers.scratch_maps import Activations, SavedTensors
-
-Batch = Mapping[str, Tensor]
 
 
 @dataclass(slots=True)
@@ -147,7 +145,7 @@ class Backprop:
         """Size what a step keeps of its micro-batches by the largest of the run."""
         self.activations.reserve(self._input_bytes(shape.tokens))
 
-    def resume(self, entries: Sequence[Entry], after: int = 0) -> None:
+    def resume(self, entries: Sequence[LedgerEntry], after: int = 0) -> None:
         """Entries to go on from: masters and moments are all of a first-order run's state."""
 
     def compare(self, step: int, flush: Callable[[], None]) -> None:

@@ -78,12 +78,12 @@ def next_plan(
         )
     held = best.peaks[Pool.DEVICE] + (best.peaks[Pool.HOST] if device == "cpu" else 0)
     return (
-        f"; the next plan that fits: {settings_of(best.plan)} ({best.label}), {human_bytes(held)}"
+        f"; the next plan that fits: {settings_text(best.plan)} ({best.label}), {human_bytes(held)}"
         " of tensors"
     )
 
 
-def settings_of(plan: Plan) -> str:
+def settings_text(plan: Plan) -> str:
     """Return a plan as the settings that ask for it: what tells it from its method's row."""
     return ", ".join(f"{name}: {value}" for name, value in differing(plan).items())
 

@@ -29,7 +29,7 @@ import torch
 
 from blockwalk.checkpoints import marks, run_checkpoint, sweeping
 from blockwalk.checkpoints.ledger import NAME as LEDGER
-from blockwalk.checkpoints.ledger import Entry
+from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.data import prompt_layout
 from blockwalk.data.batching import Batch, loss_tokens, tokens_read
 from blockwalk.engine.frozen_codec import already_said
@@ -751,7 +751,7 @@ class _Loop:
                 self.walker.join_gathers()
             return
         made = run_checkpoint.Checkpoint(
-            step, state, data, settings, ledger=self.walker.ledger.mark
+            step, state, data, settings, ledger=self.walker.ledger.position
         )
         run_checkpoint.save(
             self.output_dir, made, keep=self.config.keep_checkpoints, best=self._kept
@@ -837,7 +837,7 @@ class _Loop:
         )
 
 
-def _line(result: StepResult | Entry, batch: Batch) -> dict[str, Any]:
+def _line(result: StepResult | LedgerEntry, batch: Batch) -> dict[str, Any]:
     """Return the line of ``metrics.jsonl`` about a step, whoever took it: one just done, or one
     that a ledger has.
 
@@ -849,7 +849,7 @@ def _line(result: StepResult | Entry, batch: Batch) -> dict[str, Any]:
         "learning_rate": result.learning_rate,
         "tokens": tokens_read(batch),
         "loss_tokens": loss_tokens(batch),
-        "grad_norm": None if isinstance(result, Entry) else result.grad_norm,
+        "grad_norm": None if isinstance(result, LedgerEntry) else result.grad_norm,
         "projected_grad": result.projected_grad,
     }
     return {name: value for name, value in line.items() if value is not None}

@@ -30,7 +30,7 @@ from blockwalk.cutting.calls import BlockCall, Handed, Prologue, rebuild
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class, model_config
 from blockwalk.cutting.verify import certified
-from blockwalk.data.batching import SIDE_BY_SIDE
+from blockwalk.data.batching import LONGEST_PACKED_ROW
 from blockwalk.engine.open_model import comes_in
 from blockwalk.numerics import lazy_linear, row_tiles
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
@@ -130,7 +130,7 @@ class UnitCosts:
         try:
             cut = (
                 self._cut_padding
-                and shape.sequence > SIDE_BY_SIDE
+                and shape.sequence > LONGEST_PACKED_ROW
                 and (shape.batch == 1 or traits.chunked)
             )
             work = partial(

@@ -19,13 +19,14 @@ from blockwalk.checkpoints.ledger import Ledger, LedgerCopy, entry_of
 from blockwalk.cutting.adapters import as_adapters
 from blockwalk.cutting.batch_facts import BatchFacts, note
 from blockwalk.data.batching import (
+    Batch,
     LabelWordBatch,
     cut_padding,
     loss_tokens,
     micro_batches,
+    pack_batch,
     require_ids,
     share,
-    side_by_side,
 )
 from blockwalk.engine import frozen_codec
 from blockwalk.engine.engine import MOVES, Engine
@@ -67,9 +68,6 @@ if TYPE_CHECKING:
     from blockwalk.checkpoints.distributed import Saver
     from blockwalk.plan.choices import Adapters
     from blockwalk.walk.unit_costs import UnitCosts
-
-
-Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,7 +471,7 @@ class Walker:
         cuts = count * (self.ranks.world if shared else self.plan.mesh.data)
         rows = -(-len(whole["input_ids"]) // cuts)
         if asked.training and self.engine.cut.walks_documents(self.plan):
-            whole = side_by_side(whole, cuts)
+            whole = pack_batch(whole, cuts)
         if shared:
             parts = share(whole, count, self.ranks.world, self.ranks.rank)
             asked = replace(asked, tokens=loss_tokens(whole))

@@ -5,7 +5,7 @@ While a unit is on the device, all forwards of the step run through it. Which th
 of ``zo.kind`` (:mod:`blockwalk.plan.zeroth_order_kinds`), what becomes of their losses the file of
 its name beside this one. Weights are perturbed as they are read
 (:mod:`blockwalk.estimators.zeroth_order.perturbed_weight`), never the master. EXCHANGE makes the
-step's :class:`~blockwalk.checkpoints.ledger.Entry` from the losses; UPDATE applies the entries that
+step's :class:`~blockwalk.checkpoints.ledger.LedgerEntry` from the losses; UPDATE applies the entries that
 a unit has not seen, whenever the program says so.
 
 Losses and what is made of them are float64. The original's arithmetic (``noise: mezo``) has an
@@ -21,9 +21,9 @@ from functools import cache, partial
 import numpy as np
 import torch
 
-from blockwalk.checkpoints.ledger import Entry, Ledger
+from blockwalk.checkpoints.ledger import Ledger, LedgerEntry
 from blockwalk.cutting.calls import joined_call
-from blockwalk.data.batching import loss_tokens
+from blockwalk.data.batching import Batch, loss_tokens
 from blockwalk.engine.bucket_tensors import STATE
 from blockwalk.engine.engine import Engine
 from blockwalk.estimators.asked import Asked
@@ -35,7 +35,7 @@ from blockwalk.estimators.zeroth_order.perturbed_weight import (
     perturbed_at_once,
     with_scales,
 )
-from blockwalk.estimators.zeroth_order.step import Batch, Step
+from blockwalk.estimators.zeroth_order.step import Step
 from blockwalk.estimators.zeroth_order.updates import (
     ZerothOrderRule,
     apply_all_,
@@ -76,11 +76,11 @@ class ZerothOrder:
         self.ranks = ranks or SharedForwards(MeshSettings())
         self.plan = engine.plan
         self.rule = ZerothOrderRule.of(self.plan, trained_in_order(engine.cut, engine.spec))
-        self.entries: list[Entry] = []
+        self.entries: list[LedgerEntry] = []
         """Steps done, oldest first: what pending updates are read from."""
         self.entries_after = 0
         """The step that the first of them follows."""
-        self.record: Callable[[Entry], None] = self.entries.append
+        self.record: Callable[[LedgerEntry], None] = self.entries.append
         """Called with each step's entry before any weight changes; the step counts when it
         returns."""
         self.scratch = ScratchArena()
@@ -144,7 +144,7 @@ class ZerothOrder:
             default=0,
         )
 
-    def resume(self, entries: Sequence[Entry], after: int = 0) -> None:
+    def resume(self, entries: Sequence[LedgerEntry], after: int = 0) -> None:
         """Take up a run where its ledger stands: ``entries`` follow step ``after``."""
         self.entries[:], self.entries_after = entries, after
 
@@ -166,7 +166,7 @@ class ZerothOrder:
             )
         self.resume(ledger.entries)
 
-        def record(entry: Entry) -> None:
+        def record(entry: LedgerEntry) -> None:
             ledger.append(entry)
             self.entries.append(entry)
 
@@ -431,7 +431,7 @@ class ZerothOrder:
                 " or zo.epsilon, or look at this step's data"
             )
         grads, curvatures = self._scalars(losses, state)
-        state.entry = Entry(
+        state.entry = LedgerEntry(
             step=state.asked.step,
             seed=state.seed,
             learning_rate=state.asked.learning_rate,

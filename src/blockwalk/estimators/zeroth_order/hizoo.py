@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from blockwalk.checkpoints.ledger import Entry
+from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.estimators.zeroth_order.kind import Kind, Numbers, Take, slopes
 from blockwalk.plan.choices import ZerothOrderSettings
 
@@ -31,7 +31,7 @@ def direction_(z: Tensor, states: Mapping[str, Tensor], take: Take) -> None:
 
 def advance_(
     zo: ZerothOrderSettings,
-    entry: Entry,
+    entry: LedgerEntry,
     noise: Iterable[Tensor],
     states: Mapping[str, Tensor],
     take: Take,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from blockwalk.checkpoints.ledger import Entry
+from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.plan.choices import ZerothOrderSettings
 from blockwalk.plan.zeroth_order_kinds import KINDS
 
@@ -31,7 +31,7 @@ Direction = Callable[[Tensor, Mapping[str, Tensor], Take], object]
 place."""
 
 Advance = Callable[
-    [ZerothOrderSettings, Entry, Iterable[Tensor], Mapping[str, Tensor], Take], object
+    [ZerothOrderSettings, LedgerEntry, Iterable[Tensor], Mapping[str, Tensor], Take], object
 ]
 """(settings, entry, noise of each query in one buffer, states of the same range, buffers): brings
 the states up to date."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from blockwalk.checkpoints.ledger import Entry
+from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.engine.engine import Engine
@@ -73,7 +73,7 @@ def perturb_(parameters: Mapping[str, Tensor], seed: int, sign: int, epsilon: fl
         p.add_(z.mul_(sign).mul_(epsilon))
 
 
-def update_(parameters: Mapping[str, Tensor], entry: Entry, rule: ZerothOrderRule) -> None:
+def update_(parameters: Mapping[str, Tensor], entry: LedgerEntry, rule: ZerothOrderRule) -> None:
     """p ← p − η·(g·z + λ·p), without the decay term where the name is spared."""
     (projected_grad,) = entry.projected_grads
     for (name, p), z in zip(
@@ -85,7 +85,7 @@ def update_(parameters: Mapping[str, Tensor], entry: Entry, rule: ZerothOrderRul
         p.sub_(direction.mul_(entry.learning_rate))
 
 
-def replay_(parameters: Mapping[str, Tensor], entry: Entry, rule: ZerothOrderRule) -> None:
+def replay_(parameters: Mapping[str, Tensor], entry: LedgerEntry, rule: ZerothOrderRule) -> None:
     """One whole step again, with the drift that its perturbations leave."""
     for sign in SIGNS:
         perturb_(parameters, entry.seed, sign, entry.epsilon)

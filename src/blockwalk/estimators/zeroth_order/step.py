@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from blockwalk.checkpoints.ledger import Entry
+from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.cutting.calls import Prologue
+from blockwalk.data.batching import Batch
 from blockwalk.estimators.asked import Asked
 from blockwalk.estimators.head import Answers, Factors, Matrix, Vector
-
-Batch = Mapping[str, Tensor]
 
 
 @dataclass(slots=True)
@@ -42,7 +41,7 @@ class Step:
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """The answer of each forward, where it was computed: 0-d, a sum over tokens (chunked) or the
     model's or function's own mean; where losses are by row, one for each sequence."""
-    entry: Entry | None = None
+    entry: LedgerEntry | None = None
     answers: Answers = field(default_factory=Answers)
     """Those of an evaluation."""
     grad_norm: float | None = None

@@ -1,7 +1,7 @@
 """Zeroth-order updates: one entry of the ledger applied to one parameter, the same function
 wherever and whenever it runs.
 
-The rule is a value, an :class:`~blockwalk.checkpoints.ledger.Entry` holds every scalar that it
+The rule is a value, an :class:`~blockwalk.checkpoints.ledger.LedgerEntry` holds every scalar that it
 reads, and the noise is generated again; so an update can wait, be applied to any slice, or be
 replayed from a file. Everything is float32, each product and sum rounded by itself, d = Σ cᵢ·zᵢ
 with cᵢ = gᵢ/q:
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from blockwalk.checkpoints.ledger import Entry
+from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.estimators.zeroth_order.draws import Draws, Elementwise, LowRank, add_low_rank_
 from blockwalk.estimators.zeroth_order.kind import Kind, kind_of
@@ -103,7 +103,7 @@ def trained_in_order(cut: CutModel, spec: ModelSpec) -> dict[str, ParamSpec]:
 
 def apply_entries_(
     rule: ZerothOrderRule,
-    entries: Sequence[Entry],
+    entries: Sequence[LedgerEntry],
     name: str,
     tensors: Mapping[str, BucketTensor],
     scratch: ScratchArena,
@@ -140,7 +140,7 @@ def apply_entries_(
 
 def apply_all_(
     rule: ZerothOrderRule,
-    entries: Sequence[Entry],
+    entries: Sequence[LedgerEntry],
     params: Iterable[tuple[str, Mapping[str, BucketTensor]]],
     scratch: ScratchArena,
 ) -> None:
@@ -200,7 +200,9 @@ def fuses(rule: ZerothOrderRule, device: torch.device) -> bool:
     )
 
 
-def _as_sent(rule: ZerothOrderRule, entry: Entry, name: str) -> tuple[list[list[int]], list[float]]:
+def _as_sent(
+    rule: ZerothOrderRule, entry: LedgerEntry, name: str
+) -> tuple[list[list[int]], list[float]]:
     """Return the numbers of an entry that an operator takes for one parameter: keys, and a factor
     for each: first the rounding's with the decay, then the queries'."""
     rounding = _rounding(rule, entry, name, "")
@@ -234,7 +236,7 @@ def reserve(
         scratch.take(name, elements, like=like, dtype=torch.float32)
 
 
-def _rounding(rule: ZerothOrderRule, entry: Entry, name: str, state: str) -> NoiseKey | None:
+def _rounding(rule: ZerothOrderRule, entry: LedgerEntry, name: str, state: str) -> NoiseKey | None:
     """Return the key of the rounding draws of one tensor at one step; None rounds to nearest."""
     if rule.rounding != "stochastic":
         return None
@@ -243,7 +245,7 @@ def _rounding(rule: ZerothOrderRule, entry: Entry, name: str, state: str) -> Noi
 
 def _advance_(
     rule: ZerothOrderRule,
-    entry: Entry,
+    entry: LedgerEntry,
     name: str,
     start: int,
     x_RD: Tensor,
