@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from blockwalk.plan.choices import Estimator
+from blockwalk.plan.estimators import Estimator
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.placement import DTYPE_BYTES
 from blockwalk.plan.plan import Plan

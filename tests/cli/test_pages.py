@@ -24,6 +24,7 @@ from blockwalk.plan import methods
 from blockwalk.plan.placement import Codec, Placement, Tier
 from blockwalk.simulate import hardware
 from tests.support.pages import HUB_NAMES, PAGES, REASONS, ROOT, blocks, commands, shown, yaml_files
+from tests.support.rows import registered
 
 BEFORE = {
     "how-to/run-it.md": ["train examples/quickstart.yaml", "train run.yaml"],
@@ -152,7 +153,7 @@ def parameters() -> list[object]:
 
 @pytest.mark.parametrize("page", parameters())
 def test_every_command_of_a_page_runs(
-    page: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    page: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A row that the page adds stands in the table of methods before its commands run."""
     if page == "how-to/add-a-method.md":
@@ -160,8 +161,10 @@ def test_every_command_of_a_page_runs(
         (block,) = re.findall(r"^ *```python\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
         names = {"Plan": methods.Plan, "Placement": Placement, "Tier": Tier, "Codec": Codec}
         exec(compile(textwrap.dedent(block), page, "exec"), names)
-        monkeypatch.setitem(methods.METHODS, "offload", names["offload"])
-    run(page, capsys)
+        with registered(methods.METHODS, "offload", names["offload"]):
+            run(page, capsys)
+    else:
+        run(page, capsys)
 
 
 def test_a_command_that_is_not_run_says_what_it_needs() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from blockwalk.plan.choices import Estimator, Timing
+from blockwalk.plan.estimators import Estimator, Timing
 from blockwalk.plan.methods import METHODS, method
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.placement import Codec, Placement, StateKind, Tier

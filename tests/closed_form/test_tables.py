@@ -21,6 +21,7 @@ from blockwalk.simulate.planner import Task, candidates
 from tests.given import costs as costs_of
 from tests.given import decoder
 from tests.golden.programs import MESHES, SHAPE, cases, variants, whole
+from tests.support.rows import registered
 
 pytestmark = pytest.mark.fast
 
@@ -63,7 +64,7 @@ def test_no_module_but_the_table_and_its_own_names_a_zeroth_order_kind_or_its_st
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_nothing_hangs_on_a_methods_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_hangs_on_a_methods_name(name: str) -> None:
     """The plans and programs of a row, in every variant of it that is kept, are those of the same
     row under another name."""
     given: list[dict[str, Any]] = [
@@ -73,8 +74,7 @@ def test_nothing_hangs_on_a_methods_name(name: str, monkeypatch: pytest.MonkeyPa
     own = [(title, replace(plan, method="")) for title, plan in variants(name)]
     meshed = [replace(method(name, **settings), method="") for settings in given]
     programs = list(cases(name, "llama"))
-    with monkeypatch.context() as patch:
-        patch.setitem(METHODS, "x", lambda: replace(METHODS[name](), method="x"))
+    with registered(METHODS, "x", lambda: replace(METHODS[name](), method="x")):
         assert [(title, replace(plan, method="")) for title, plan in variants("x")] == own
         assert [replace(method("x", **settings), method="") for settings in given] == meshed
         for (title, one), (other_title, other) in zip(programs, cases("x", "llama"), strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from blockwalk.plan.choices import Timing
+from blockwalk.plan.estimators import Timing
 from blockwalk.plan.methods import METHODS, method
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import NOBODY

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from blockwalk.numerics import scratch
-from blockwalk.plan.choices import Estimator, LoraSettings
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.estimators import Estimator
 from blockwalk.plan.methods import method
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
 from blockwalk.program.compile import compile, resident

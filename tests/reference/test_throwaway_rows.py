@@ -4,6 +4,7 @@ and replay as those do."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,18 +22,19 @@ from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import assert_same, trained
 from tests.support.messages import refused
+from tests.support.rows import registered
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The rule "heavy", a copy of momentum, and the kind "bent", a copy of hizoo: of each a row and
     its code, no more."""
-    monkeypatch.setitem(RULES, "heavy", RULES["momentum"])
     monkeypatch.setattr(updates, "heavy", updates.momentum, raising=False)
-    monkeypatch.setitem(KINDS, "bent", KINDS["hizoo"])
     monkeypatch.setitem(
         sys.modules, kind.__name__.replace("kind", "bent"), SimpleNamespace(KIND=hizoo.KIND)
     )  # type: ignore[misc]
+    with registered(RULES, "heavy", RULES["momentum"]), registered(KINDS, "bent", KINDS["hizoo"]):
+        yield
 
 
 @pytest.mark.usefixtures("copies")

@@ -26,8 +26,8 @@ from typing import Any
 from blockwalk import __version__
 from blockwalk.models import folder, run_folder
 from blockwalk.plan import run_config
+from blockwalk.plan.codecs import CODECS
 from blockwalk.plan.parsing import did_you_mean
-from blockwalk.plan.placement import Codec
 from blockwalk.ranks import launch, place
 from blockwalk.report.forecast import DoesNotFit
 from blockwalk.system import kernel_notes, open_files
@@ -127,7 +127,7 @@ COMMANDS = (
             _value("out", "OUT", "the folder to write"),
             _choice(
                 "--codec",
-                [str(codec) for codec in Codec if codec.written],
+                CODECS.written,
                 "default: int4a",
                 default="int4a",
             ),

@@ -4,14 +4,15 @@ setting, from the tables that parsing reads. Nothing here imports torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import Any
 
 from blockwalk.cli import settings_help
 from blockwalk.plan import plan, run_config
+from blockwalk.plan.codecs import CODECS
 from blockwalk.plan.data_source import Source
-from blockwalk.plan.parsing import OPEN
-from blockwalk.plan.placement import Codec, Placement, Tier
+from blockwalk.plan.parsing import OPEN, names_words, placement_pattern
+from blockwalk.plan.placement import Placement
+from blockwalk.plan.tiers import TIERS
 from blockwalk.train import config
 
 FILE = "blockwalk.schema.json"
@@ -31,25 +32,25 @@ _SIZE: Schema = {
         {"type": "null"},
     ]
 }
-_TIERS: Schema = {"enum": [str(tier) for tier in Tier]}
-_CODECS: Schema = {"enum": [str(codec) for codec in Codec]}
-_PLACE: Schema = {
-    "anyOf": [
-        {
-            "type": "string",
-            "pattern": rf"^\s*({'|'.join(Tier)})(\s*[x×]\s*({'|'.join(Codec)})(\s*[x×]\s*[^×]+)?)?\s*$",
-        },
-        {
-            "type": "object",
-            "properties": {"tier": _TIERS, "codec": _CODECS, "group": _TEXT},
-            "additionalProperties": False,
-        },
-        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 3},
-    ]
-}
 _SOURCES: Schema = {
     "anyOf": [_TEXT, _MAPPING, {"type": "array", "items": {"anyOf": [_TEXT, _MAPPING]}}]
 }
+
+
+def _place() -> Schema:
+    """Return the values of a placement, of the tiers and codecs that there are."""
+    parts: Schema = {
+        "tier": {"enum": [*TIERS]},
+        "codec": {"enum": [*CODECS]},
+        "group": _TEXT,
+    }
+    return {
+        "anyOf": [
+            {"type": "string", "pattern": rf"^\s*{placement_pattern()}\s*$"},
+            {"type": "object", "properties": parts, "additionalProperties": False},
+            {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 3},
+        ]
+    }
 
 
 def schema() -> Schema:
@@ -99,11 +100,13 @@ def _section(properties: Schema, name: str) -> Schema:
 
 def _values(name: str) -> Schema:
     """Return the values that a setting takes."""
-    hint = bool if name == "lora" else settings_help.hint_of(name)
-    if name in settings_help.CHOICES:
-        return {"enum": [*settings_help.CHOICES[name], *_SHORT.get(name, ())]}
-    if isinstance(hint, type) and issubclass(hint, StrEnum):
+    hint: Any = bool if name == "lora" else settings_help.hint_of(name)
+    if names_words(hint):
         return {"enum": [str(word) for word in hint]}
+    if choices := settings_help.choices_of(name):
+        return {"enum": [*choices, *_SHORT.get(name, ())]}
+    if hint is Placement:
+        return _place()
     if hint in (int, float, int | float):
         return _number(name, whole=hint is int)
     if hint == tuple[float, float]:
@@ -128,7 +131,6 @@ _BY_TYPE: dict[Any, Schema] = {
     str | tuple[str | Source, ...]: _SOURCES,
     Sequence[str]: _TEXTS,
     Mapping[str, Any]: _MAPPING,
-    Placement: _PLACE,
 }
 """Values by the type of a field, as far as a type says them."""
 

@@ -14,15 +14,17 @@ import keyword
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator
-from enum import StrEnum
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 from typing import Any
 
 from blockwalk.plan import choices, plan, run_config
+from blockwalk.plan.codecs import CODECS
 from blockwalk.plan.methods import METHODS
-from blockwalk.plan.parsing import LOOSE, READERS, did_you_mean, flat, hints_of
+from blockwalk.plan.parsing import READERS, did_you_mean, filled, flat, hints_of, names_words
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.table import LOOSE
+from blockwalk.plan.tiers import TIERS
 from blockwalk.train import config
 
 _ALL = ("train", "plan", "eval", "generate", "chat")
@@ -69,9 +71,6 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
 )
 """Each group's title, its settings by name or pattern, and the commands that read them."""
-
-CHOICES = {**plan.CHOICES, "method": ("auto", *METHODS)}
-"""Settings that take one of a few words, and the words."""
 
 _CLASSES: dict[str, tuple[type, ...]] = {
     "": (run_config.RunConfig, Plan),
@@ -146,11 +145,16 @@ def described(name: str) -> tuple[str, str]:
     sentence = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", _sentences(cls)[field]).replace(
         "``", ""
     )
-    if name in CHOICES:
-        return "|".join(CHOICES[name]), sentence
-    return "|".join(hint) if isinstance(hint, type) and issubclass(hint, StrEnum) else READERS[
-        hint
-    ][0], sentence
+    words: Any = hint if names_words(hint) else choices_of(name)
+    table = getattr(hint, "table", words)
+    texts = {"tiers": TIERS.help, "codecs": CODECS.help, "choices": getattr(table, "help", "")}
+    form = "|".join(words) if words else READERS[hint][0]
+    return form, filled(sentence, texts)
+
+
+def choices_of(name: str) -> Collection[str]:
+    """Return the words that a setting takes; none where it takes others than a few."""
+    return ("auto", *METHODS) if name == "method" else plan.CHOICES.get(name, ())
 
 
 def hint_of(name: str) -> Any:

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from blockwalk.plan.choices import LoraSettings
-from blockwalk.plan.parsing import LOOSE, did_you_mean
+from blockwalk.plan.parsing import did_you_mean
+from blockwalk.plan.table import LOOSE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from torch import nn
 
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.lora_forward import fuse
-from blockwalk.plan.parsing import LOOSE, did_you_mean
+from blockwalk.plan.parsing import did_you_mean
+from blockwalk.plan.table import LOOSE
 
 # fmt: off
 _ACCEPTED = {

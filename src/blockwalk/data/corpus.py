@@ -25,8 +25,9 @@ from blockwalk.data.formats import Format, Record, Template
 from blockwalk.data.sources import INSTALL, read_records
 from blockwalk.data.tasks import TASKS, Task, demonstrations, part_of
 from blockwalk.plan.data_source import joined, listed
-from blockwalk.plan.parsing import LOOSE, did_you_mean
+from blockwalk.plan.parsing import did_you_mean
 from blockwalk.plan.run_config import DataSettings
+from blockwalk.plan.table import LOOSE
 
 
 def training_set(

@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
+from blockwalk.plan.estimators import Timing
 from blockwalk.plan.placement import Codec
 
 OF_PEFT = {
@@ -96,28 +96,12 @@ Adapters = LoraSettings | PrefixSettings
 """Adapters of either kind, which are trained in place of the model's own parameters."""
 
 
-class Estimator(StrEnum):
-    """The estimator: how a step turns losses into a direction."""
-
-    BACKPROP = "backprop"
-    ZEROTH_ORDER = "zeroth-order"
-
-
-class Timing(StrEnum):
-    """The time at which an update is applied: inside the backward walk, after it, or at the next
-    step's fetch."""
-
-    BLOCK = "block"
-    STEP = "step"
-    DEFERRED = "deferred"
-
-
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
     """The update rule and its schedule (``optimizer.*``)."""
 
     name: str = "adamw"
-    """The update rule; sign with zeroth order alone."""
+    """The update rule: {choices}."""
     learning_rate: float = 1e-4
     """The highest learning rate of the schedule. Zeroth order needs far smaller ones: 1e-7 to 1e-6
     for billions of parameters."""
@@ -138,8 +122,7 @@ class OptimizerSettings:
     biases, as in transformers' Trainer. all: every one. Zeroth order spares the original's names:
     those with bias, layer_norm or layernorm in them."""
     schedule: str = "constant"
-    """The way of the learning rate after ``warmup_steps``, by transformers' names. constant: it
-    stays."""
+    """The way of the learning rate after ``warmup_steps``, by transformers' names: {choices}."""
     warmup_steps: int | float = 0
     """Steps over which the learning rate climbs from 0 to its highest; below 1, a share of
     ``total_steps``."""
@@ -189,8 +172,7 @@ class ZerothOrderSettings:
     """The zeroth-order estimator (``zo.*``)."""
 
     kind: str = "spsa"
-    """The forwards of a step, and what is made of their losses: two-point estimates are spsa
-    (MeZO)."""
+    """The forwards of a step, and what is made of their losses: {choices}."""
     target: str = "weights"
     """The values that are trained: weights, or scales. scales: those of matrices whose 4- or 8-bit
     codes stay as they are."""
@@ -200,9 +182,7 @@ class ZerothOrderSettings:
     queries: int = 1
     """Independent directions a step: q pairs for spsa, N one-sided losses for fzoo."""
     noise: str = "gaussian"
-    """The noise of perturbations: gaussian, rademacher, lowrank, torch or mezo. lowrank: a matrix's
-    noise is a product of thin factors. torch: the original's draws. mezo: its draws and its
-    in-place arithmetic."""
+    """The noise of perturbations: {choices}."""
     noise_rank: int = 1
     """lowrank: the columns of the factors."""
     noise_interval: int = 1

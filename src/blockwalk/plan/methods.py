@@ -25,16 +25,16 @@ from typing import Any
 
 from blockwalk.plan.choices import (
     CacheSettings,
-    Estimator,
     OptimizerSettings,
-    Timing,
     UpdateSettings,
     ZerothOrderSettings,
 )
-from blockwalk.plan.parsing import LOOSE, coerce, did_you_mean, flat
+from blockwalk.plan.estimators import Estimator, Timing
+from blockwalk.plan.parsing import coerce, flat
 from blockwalk.plan.placement import NOBODY, NODE, WORLD, Codec, Placement, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
+from blockwalk.plan.table import Table
 
 
 def plain() -> Plan:
@@ -157,7 +157,7 @@ def _sharded(name: str, *, parameters: str, gradients: str, optimizer: str) -> P
 
 
 _ROWS = (plain, mebp, mezo, zo2, distzo2, zero3, zeropp, mics, fcdp, hzp)
-METHODS: dict[str, Callable[[], Plan]] = {row.__name__: row for row in _ROWS}
+METHODS: Table[Callable[[], Plan]] = Table("method", {row.__name__: row for row in _ROWS})
 """The rows by name, in the order of the table."""
 
 
@@ -175,11 +175,6 @@ def method(name: str, **settings: Any) -> Plan:
         >>> method("mebp", **{"optimizer.learning_rate": 2e-4, "prefetch": 2}).prefetch
         2
     """
-    if name not in METHODS:
-        raise ValueError(
-            f"unknown method {name!r}{did_you_mean(name, list(METHODS), LOOSE)}; known:"
-            f" {', '.join(METHODS)}"
-        )
     row, rest = _on_mesh(METHODS[name](), settings)
     plan = override(row, _settled(row, rest))
     if plan.sharded and not row.sharded:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from blockwalk.plan.table import Table
+
 
 @dataclass(frozen=True, slots=True)
 class NoiseFacts:
@@ -22,15 +24,38 @@ class NoiseFacts:
     forwards have in common."""
     in_place: bool = False
     """True where weights are perturbed where they lie: the original's arithmetic."""
+    element: str = "gaussian"
+    """The distribution of an element that is drawn by itself, as kernels know it."""
+    draws_whole: bool = False
+    """True where all of a parameter's draws lie in memory at once."""
+    help: str = ""
+
+    @property
+    def drawn_in_forwards(self) -> bool:
+        """True where a forward draws z in the weight's size."""
+        return not (self.in_place or self.beside)
 
 
-NOISES = {
-    "gaussian": NoiseFacts(("seed_pool",)),
-    "rademacher": NoiseFacts(("seed_pool",)),
-    "lowrank": NoiseFacts(
-        ("seed_pool", "noise_rank", "noise_interval"), elementwise=False, beside=True
-    ),
-    "torch": NoiseFacts(elementwise=False, own_seeds=True),
-    "mezo": NoiseFacts(elementwise=False, own_seeds=True, in_place=True),
-}
+NOISES = Table(
+    "zo.noise",
+    {
+        "gaussian": NoiseFacts(("seed_pool",)),
+        "rademacher": NoiseFacts(("seed_pool",), element="rademacher"),
+        "lowrank": NoiseFacts(
+            ("seed_pool", "noise_rank", "noise_interval"),
+            elementwise=False,
+            beside=True,
+            help="a matrix's noise is a product of thin factors",
+        ),
+        "torch": NoiseFacts(
+            elementwise=False, own_seeds=True, draws_whole=True, help="the original's draws"
+        ),
+        "mezo": NoiseFacts(
+            elementwise=False,
+            own_seeds=True,
+            in_place=True,
+            help="its draws and its in-place arithmetic",
+        ),
+    },
+)
 """Noises by ``zo.noise``."""

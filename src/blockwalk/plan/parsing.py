@@ -18,9 +18,12 @@ import yaml
 
 from blockwalk.plan import data_source
 from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
+from blockwalk.plan.codecs import CODECS
 from blockwalk.plan.data_source import Source
 from blockwalk.plan.foreign_names import SETTINGS, find
 from blockwalk.plan.placement import NOBODY, NODE, WORLD, Codec, Placement, Tier
+from blockwalk.plan.table import RowName
+from blockwalk.plan.tiers import TIERS
 
 
 class Refused(ValueError):
@@ -113,13 +116,18 @@ def plain_values(value: Any) -> Any:
             setting_of(f.name): plain_values(getattr(value, f.name))
             for f in dataclasses.fields(value)
         }
-    if isinstance(value, StrEnum):
+    if isinstance(value, str):
         return str(value)
     if isinstance(value, list | tuple):
         return [plain_values(v) for v in value]
     if isinstance(value, Mapping):
         return {k: plain_values(v) for k, v in value.items()}
     return value
+
+
+def names_words(hint: Any) -> bool:
+    """Return whether a type is that of a few words: an enumeration, or the names of a table."""
+    return isinstance(hint, type) and issubclass(hint, StrEnum | RowName)
 
 
 hints_of: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
@@ -140,7 +148,7 @@ def from_plain(hint: Any, value: Any) -> Any:
         kinds = get_args(hint)
         kinds = kinds[:1] * len(value) if kinds[-1] is ... else kinds
         return tuple(from_plain(kind, each) for kind, each in zip(kinds, value, strict=True))
-    return hint(value) if isinstance(hint, type) and issubclass(hint, StrEnum) else value
+    return hint(value) if names_words(hint) else value
 
 
 def flat(values: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:
@@ -209,10 +217,6 @@ NEAR = 0.84
 108 names of other tools to a wrong setting, 0.8 two, this none; and one wrong letter in a name of
 ours is still found 96 times of 100."""
 
-LOOSE = 0.6
-"""The least similarity for short words, such as those of methods and machines: their lists are
-short, and printed."""
-
 
 def did_you_mean(key: str, known: list[str], cutoff: float = NEAR) -> str:
     """Return ``"; did you mean 'x'?"`` for the known name that does what ``key`` does in another
@@ -270,7 +274,7 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
         ValueError: it is none; the message says what the setting takes.
     """
     read: Callable[[Any], Any]
-    if isinstance(hint, type) and issubclass(hint, StrEnum):
+    if names_words(hint):
         wanted = f"one of {', '.join(hint)}"
         read = hint
     elif hint not in READERS:
@@ -282,7 +286,15 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
     except Refused:
         raise
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{key} is {value!r}; it takes {wanted}") from None
+        names = {"tiers": TIERS.choices, "codecs": CODECS.choices}
+        raise ValueError(f"{key} is {value!r}; it takes {filled(wanted, names)}") from None
+
+
+def filled(sentence: str, texts: Mapping[str, str]) -> str:
+    """Return a sentence with texts in place of their names in braces; other braces stay."""
+    for name, text in texts.items():
+        sentence = sentence.replace(f"{{{name}}}", text)
+    return sentence
 
 
 def _text(value: Any) -> str:
@@ -437,21 +449,28 @@ def _placement(value: Any) -> Placement:
     return Placement(Tier(tier), Codec(codec), _text(group))
 
 
+def placement_pattern() -> str:
+    """Return the regular expression of a placement as a text, of the tiers and codecs that there
+    are."""
+    tiers = "|".join(map(re.escape, Tier))
+    codecs = "|".join(map(re.escape, Codec))
+    return rf"({tiers})(?:\s*[x×]\s*({codecs})(?:\s*[x×]\s*([^×]+))?)?"
+
+
 def placement_parts(value: Any) -> list[Any]:
     """Return the tier, codec and group of a placement, as far as it names them. A × or an x divides
     them; an x inside a name, as in mxfp4 or a group called box, does not."""
     if isinstance(value, list):
         return value
-    match = _PLACEMENT.fullmatch(str(value).strip())
+    match = re.fullmatch(placement_pattern(), str(value).strip())
     return [part for part in match.groups() if part is not None] if match else [value]
 
 
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
-_PLACEMENT = re.compile(
-    rf"({'|'.join(Tier)})(?:\s*[x×]\s*({'|'.join(Codec)})(?:\s*[x×]\s*([^×]+))?)?"
+_PLACE = (
+    f"tier × codec × group: {{tiers}}; {{codecs}}; {NOBODY}, {NODE}, {WORLD} or one of mesh.groups"
 )
-_PLACES = f"{', '.join(Tier)}; {', '.join(Codec)}; {NOBODY}, {NODE}, {WORLD} or one of mesh.groups"
 READERS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
     str: ("TEXT", "text (put quotes around it)", _text),
     bool: ("true|false", "true or false", _boolean),
@@ -474,7 +493,7 @@ READERS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
         _prompts,
     ),
     Mapping[str, Any]: ("{NAME: VALUE}", "a mapping", _mapping),
-    Placement: ("TIER×CODEC×GROUP", f"tier × codec × group: {_PLACES}", _placement),
+    Placement: ("TIER×CODEC×GROUP", _PLACE, _placement),
 }
 """Readers of settings by type: the values that a setting takes, in a word and in words, and the
 function that reads it."""

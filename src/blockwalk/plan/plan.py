@@ -16,16 +16,16 @@ from typing import Any
 
 from blockwalk.plan.choices import (
     CacheSettings,
-    Estimator,
     LoraSettings,
     MeshSettings,
     OptimizerSettings,
-    Timing,
     UpdateSettings,
     ZerothOrderSettings,
 )
+from blockwalk.plan.estimators import HOMES, Estimator, HomeFacts, Timing
+from blockwalk.plan.losses import LOSSES, LossFacts
 from blockwalk.plan.mesh import group_sizes, make_axes
-from blockwalk.plan.noise_kinds import NOISES
+from blockwalk.plan.noise_kinds import NOISES, NoiseFacts
 from blockwalk.plan.placement import NOBODY, Codec, Placement, Tier
 from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.sizes import THIN_TOGETHER, TOGETHER
@@ -50,12 +50,10 @@ class Plan:
     """The method that every other setting begins from; auto: the planner's best for this
     machine."""
     estimator: Estimator = Estimator.BACKPROP
-    """The source of a step's direction: backprop (exact gradients) or zeroth-order (losses alone).
-    The method decides it."""
+    """The source of a step's direction: {choices}. The method decides it."""
     frozen: Placement = Placement()
-    """The place and form of weights that are not trained: tier × codec × group. Tiers are device,
-    host (RAM) and disk. Codecs are raw, fp32, bf16, fp16, fp8, int8, int4, int4a, nf4, or what a
-    file has. auto is the first of raw, int8 and int4a that takes at most half of this machine's
+    """The place and form of weights that are not trained: tier × codec × group. Tiers are {tiers}.
+    Codecs are {codecs}. auto is the first of raw, int8 and int4a that takes at most half of this machine's
     memory. The group of ranks is nobody, node, world or one of ``mesh.groups``."""
     trainable: Placement = Placement()
     """The place and form of weights that are trained. On a GPU an update needs them and
@@ -94,8 +92,7 @@ class Plan:
     """The precision that blocks compute in: float32, bfloat16 or float16 (fp32, bf16, fp16 for
     short). auto takes the checkpoint's own. Backpropagation takes bfloat16 in place of float16."""
     loss: str = "chunked"
-    """chunked: cross-entropy over parts of the vocabulary, which never holds all logits. model: the
-    model's own loss."""
+    """The loss: {choices}."""
     neftune_noise_alpha: float = 0.0
     """NEFTune: the strength of uniform noise that training adds to embeddings; 0: none. It goes up
     to alpha / √(S·D) for S tokens of width D (Jain et al. 2023)."""
@@ -129,16 +126,14 @@ class Plan:
     @property
     def sharded(self) -> bool:
         """True where parameters are spread over ranks and gradients are summed over them."""
-        spread = (self.trainable, self.gradient, self.optimizer_state)
-        return not self.zeroth_order and any(each.group != NOBODY for each in spread)
+        return self.home.gathered
 
     @property
     def spread(self) -> tuple[str, ...]:
         """The kinds of state that may be spread over ranks; gathered in backpropagation, over no
         fewer than those before them."""
-        if self.zeroth_order:
-            return ("frozen", "trainable")
-        return ("frozen", "trainable", "gradient", "optimizer_state") if self.sharded else ()
+        facts = self.estimator.facts
+        return facts.spreads if facts.shares_forwards or self.home.gathered else ()
 
     @property
     def parameter_ranks(self) -> int:
@@ -190,6 +185,23 @@ class Plan:
             self.mesh.world == self.mesh.ranks_per_node
             and self.trainable.group != self.optimizer_state.group
         )
+
+    @property
+    def home(self) -> HomeFacts:
+        """The row of the home that trainables have between their turns."""
+        facts = self.estimator.facts
+        spread = any(getattr(self, kind).group != NOBODY for kind in facts.spreads[1:])
+        return HOMES[facts.home_over_ranks if spread else facts.home]
+
+    @property
+    def loss_facts(self) -> LossFacts:
+        """The row of ``loss``."""
+        return LOSSES[self.loss]
+
+    @property
+    def noise(self) -> NoiseFacts:
+        """The row of ``zo.noise``."""
+        return NOISES[self.zo.noise]
 
     @property
     def update_rule(self) -> RuleFacts:
@@ -252,7 +264,7 @@ class Plan:
 CHOICES: dict[str, Collection[str]] = {
     "accumulation_order": ("micro_batch", "block"),
     "recompute": ("auto", "all", "none"),
-    "loss": ("chunked", "model"),
+    "loss": LOSSES,
     "compute_dtype": ("auto", "float32", "bfloat16", "float16"),
     "optimizer.name": RULES,
     "optimizer.decay": ("matrices", "all"),

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from blockwalk.plan.choices import OptimizerSettings
+from blockwalk.plan.table import Table
 from blockwalk.plan.words import counted
 
 Schedule = Callable[[int], float]
@@ -81,25 +82,27 @@ class ScheduleFacts:
     """True where the rate does not depend on the run's length."""
     floors_warmup: bool = False
     """True where the warm-up begins at ``min_ratio`` instead of 0."""
+    cools_down: bool = False
+    """True where it falls in the last ``cooldown_steps`` alone."""
+    help: str = ""
 
 
-_ROWS = {
-    "constant": ScheduleFacts(_constant, endless=True),
-    "constant_with_warmup": ScheduleFacts(_constant, endless=True),
-    "linear": ScheduleFacts(_linear),
-    "cosine": ScheduleFacts(_cosine),
-    "cosine_with_restarts": ScheduleFacts(_cosine_with_restarts),
-    "polynomial": ScheduleFacts(_polynomial),
-    "inverse_sqrt": ScheduleFacts(_inverse_sqrt, endless=True),
-    "warmup_stable_decay": ScheduleFacts(_warmup_stable_decay, floors_warmup=True),
-}
-SCHEDULES = tuple(_ROWS)
-"""The schedules' names."""
-
-
-def endless(name: str) -> bool:
-    """Return whether a schedule's rates do not depend on the length of the run."""
-    return _ROWS[name].endless
+SCHEDULES = Table(
+    "optimizer.schedule",
+    {
+        "constant": ScheduleFacts(_constant, endless=True, help="it stays"),
+        "constant_with_warmup": ScheduleFacts(_constant, endless=True),
+        "linear": ScheduleFacts(_linear),
+        "cosine": ScheduleFacts(_cosine),
+        "cosine_with_restarts": ScheduleFacts(_cosine_with_restarts),
+        "polynomial": ScheduleFacts(_polynomial),
+        "inverse_sqrt": ScheduleFacts(_inverse_sqrt, endless=True),
+        "warmup_stable_decay": ScheduleFacts(
+            _warmup_stable_decay, floors_warmup=True, cools_down=True
+        ),
+    },
+)
+"""Schedules by ``optimizer.schedule``."""
 
 
 def make_schedule(
@@ -131,9 +134,7 @@ def make_schedule(
     Raises:
         ValueError: an unknown name, or numbers out of range.
     """
-    if name not in _ROWS:
-        raise ValueError(f"optimizer.schedule is {name!r}; there are {', '.join(SCHEDULES)}")
-    facts = _ROWS[name]
+    facts = SCHEDULES[name]
     if not 0 <= learning_rate < math.inf:
         raise ValueError(
             f"optimizer.learning_rate is {learning_rate}; it must be a finite number, 0 or above"
@@ -164,7 +165,7 @@ def make_schedule(
             f"optimizer.warmup_steps is {warmup}, more than the {steps_of_run} of the run; lower it"
         )
     cooldown = _steps(cooldown_steps, total_steps)
-    if name == "warmup_stable_decay" and warmup + cooldown > total_steps:
+    if facts.cools_down and warmup + cooldown > total_steps:
         raise ValueError(
             f"optimizer.warmup_steps and cooldown_steps are {warmup} and {cooldown}, together"
             f" more than the {total_steps}"

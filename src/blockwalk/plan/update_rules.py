@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from blockwalk.plan.table import Table
+
 
 @dataclass(frozen=True, slots=True)
 class RuleFacts:
@@ -22,12 +24,16 @@ class RuleFacts:
     """True where the update is θ ← (1 − lr·weight_decay)·θ − lr·g: a sum of directions may be
     applied one by one."""
     zeroth_order_only: bool = False
+    help: str = ""
 
 
-RULES = {
-    "adamw": RuleFacts(("exp_avg", "exp_avg_sq"), ("betas", "eps", "weight_decay")),
-    "sgd": RuleFacts(linear=True),
-    "momentum": RuleFacts(("momentum_buffer",), ("momentum", "weight_decay")),
-    "sign": RuleFacts(zeroth_order_only=True),
-}
+RULES = Table(
+    "optimizer.name",
+    {
+        "adamw": RuleFacts(("exp_avg", "exp_avg_sq"), ("betas", "eps", "weight_decay")),
+        "sgd": RuleFacts(linear=True),
+        "momentum": RuleFacts(("momentum_buffer",), ("momentum", "weight_decay")),
+        "sign": RuleFacts(zeroth_order_only=True, help="zeroth order alone"),
+    },
+)
 """Update rules by ``optimizer.name``."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from blockwalk.plan.choices import OptimizerSettings, ZerothOrderSettings
 from blockwalk.plan.placement import Codec
+from blockwalk.plan.table import Table
 from blockwalk.plan.update_rules import RULES
 
 AT_REST = (0, 0.0)
@@ -33,6 +34,7 @@ class KindFacts:
     says its codec, and the value that it begins with."""
     settings: tuple[str, ...] = ()
     """Further fields of ``zo.*`` that an update reads."""
+    help: str = ""
 
     def passes(self, queries: int) -> tuple[tuple[int, float], ...]:
         """(query, sign) of each forward of a step, in the program's order."""
@@ -41,15 +43,21 @@ class KindFacts:
         )
 
 
-KINDS = {
-    "spsa": KindFacts((1.0, -1.0)),
-    "fzoo": KindFacts(
-        (1.0,), True, 2, "divides by the standard deviation of its losses (8 in the paper)"
-    ),
-    "hizoo": KindFacts(
-        (1.0, -1.0), True, states={"hessian": ("hessian_codec", 1.0)}, settings=("hessian_alpha",)
-    ),
-}
+KINDS = Table(
+    "zo.kind",
+    {
+        "spsa": KindFacts((1.0, -1.0), help="MeZO's two-point estimate"),
+        "fzoo": KindFacts(
+            (1.0,), True, 2, "divides by the standard deviation of its losses (8 in the paper)"
+        ),
+        "hizoo": KindFacts(
+            (1.0, -1.0),
+            True,
+            states={"hessian": ("hessian_codec", 1.0)},
+            settings=("hessian_alpha",),
+        ),
+    },
+)
 """Zeroth-order kinds by ``zo.kind``."""
 
 

@@ -16,7 +16,8 @@ from typing import Any, get_args
 
 import yaml
 
-from blockwalk.plan.parsing import LOOSE, NoAliases, did_you_mean, hints_of, parse_bytes
+from blockwalk.plan.parsing import NoAliases, did_you_mean, hints_of, parse_bytes
+from blockwalk.plan.table import LOOSE
 from blockwalk.program.costs import Sizes
 from blockwalk.program.settling import PINNED
 from blockwalk.system import card as cards

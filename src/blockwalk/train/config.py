@@ -22,7 +22,6 @@ from blockwalk.plan.choices import LoraSettings, PrefixSettings
 from blockwalk.plan.foreign_names import find
 from blockwalk.plan.methods import METHODS, method
 from blockwalk.plan.parsing import (
-    LOOSE,
     OPEN,
     WHOLE,
     Loader,
@@ -37,7 +36,7 @@ from blockwalk.plan.parsing import (
 from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings, RunConfig
-from blockwalk.plan.schedules import endless
+from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.settings import override, unnamed_codec
 from blockwalk.plan.words import counted
 from blockwalk.system.atomic_files import read_yaml
@@ -103,7 +102,7 @@ def _with_room_to_warm_up(run: RunConfig, named: set[str], path: str | Path) -> 
     rate = run.plan.optimizer
     warms = {"optimizer", "optimizer.warmup_steps", "optimizer.total_steps"} & named
     if (
-        endless(rate.schedule)
+        SCHEDULES[rate.schedule].endless
         or rate.warmup_steps < 1
         or rate.total_steps
         or warms
@@ -186,11 +185,6 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
     if name == "auto":
         asked = lora if lora_given and wants_lora else None
         return RunConfig(plan=_chosen(own, data, asked, settings), data=data, lora=asked, **own)
-    if name not in METHODS:
-        raise ValueError(
-            f"unknown method {name!r}{did_you_mean(name, list(METHODS), LOOSE)}; known: auto,"
-            f" {', '.join(METHODS)}"
-        )
     plan = method(name, **settings)
     named = {"frozen", "frozen.codec"} & settings.keys()
     if not named:

@@ -385,7 +385,7 @@ _FORMATS: dict[Codec, tuple[tuple[str, ...], Callable[[_Matrix], StoredTensor | 
     Codec.BITSANDBYTES: (_STATES, _bitsandbytes),
     Codec.GPTQ: ((".qweight",), _gptq),
     Codec.AWQ: ((".qweight",), _awq),
-    Codec.COMPRESSED: ((".weight_packed", ".weight"), _compressed),
+    Codec("compressed-tensors"): ((".weight_packed", ".weight"), _compressed),
     Codec.MXFP4: (("_blocks",), _mxfp4),
 }
 """The formats: the ends of names that tell a quantised matrix, and the function that puts it

@@ -1,0 +1,140 @@
+"""Open tables: the rows that a setting may name, and the names as values.
+
+A row is registered under a name, here or by whoever uses Blockwalk, and holds every fact that a
+decision needs. Parsing, ``--help``, messages, the planner and the JSON schema read the table."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Self, TypeVar
+
+Row = TypeVar("Row")
+
+LOOSE = 0.6
+"""The least similarity (difflib's ratio) at which a name is guessed: the lists are short, and
+printed."""
+
+
+class UnknownName(KeyError, ValueError):
+    """A name that a table has no row of; the message names the setting and the names there are."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Table(Mapping[str, Row]):
+    """Rows by name, in the order in which they were registered.
+
+    Args:
+        setting: the setting that names a row, for messages.
+        rows: the rows to begin with.
+    """
+
+    def __init__(self, setting: str, rows: Mapping[str, Row] | None = None) -> None:
+        self.setting = setting
+        self._rows: dict[str, Row] = dict(rows or {})
+
+    def register(self, name: str, row: Row) -> Row:
+        """Add a row, and return it.
+
+        Raises:
+            ValueError: the name is taken.
+        """
+        if name in self._rows:
+            raise ValueError(f"{self.setting} has a row {name!r} already; choose another name")
+        self._rows[str(name)] = row
+        return row
+
+    def unregister(self, name: str) -> None:
+        """Take a row out again."""
+        del self._rows[name]
+
+    def __getitem__(self, name: str) -> Row:
+        if name not in self._rows:
+            raise UnknownName(self.unknown(name))
+        return self._rows[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def choices(self) -> str:
+        """The names as one text, for messages."""
+        return ", ".join(self._rows)
+
+    @property
+    def help(self) -> str:
+        """The names as a sentence, and what each row says of itself."""
+        said = {name: getattr(row, "help", "") for name, row in self._rows.items()}
+        explained = (f"{name}: {text}" for name, text in said.items() if text)
+        return ". ".join([spoken(self._rows), *explained])
+
+    def nearest(self, name: object) -> str:
+        """Return ``"; did you mean 'x'?"`` for the name that is most alike, or nothing."""
+        near = difflib.get_close_matches(str(name), self._rows, n=1, cutoff=LOOSE)
+        return f"; did you mean {near[0]!r}?" if near else ""
+
+    def unknown(self, name: object) -> str:
+        """Return the message about a name that no row has."""
+        return f"{self.setting} is {name!r}; it must be one of {self.choices}{self.nearest(name)}"
+
+
+def spoken(names: Iterable[str], joint: str = "or") -> str:
+    """Return names as a text: ``a, b or c``."""
+    *before, final = names
+    return f"{', '.join(before)} {joint} {final}" if before else str(final)
+
+
+class _Members(type):
+    """The class side of :class:`RowName`: members as constants, and one by one."""
+
+    table: Table[Any]
+
+    def __iter__(cls: type[Name]) -> Iterator[Name]:  # type: ignore[misc]
+        return (cls(name) for name in cls.table)
+
+    def __getattr__(cls: type[Name], constant: str) -> Name:  # type: ignore[misc]
+        if constant.isupper() and not constant.startswith("_"):
+            for name in (constant.lower(), constant.lower().replace("_", "-")):
+                if name in cls.table:
+                    return cls(name)
+        raise AttributeError(f"{cls.__name__} has no row {constant!r}")
+
+
+class RowName(str, metaclass=_Members):
+    """The name of a row as the value of a setting: a text, one object for each name.
+
+    A subclass says its ``table``. ``Codec("int4a")`` and ``Codec.INT4A`` are the same object, and
+    ``Codec`` is iterated over in the table's order.
+
+    Raises:
+        ValueError: the table has no row of this name.
+    """
+
+    __slots__ = ()
+    table: ClassVar[Table[Any]]
+    _members: ClassVar[dict[str, RowName]]
+
+    def __init_subclass__(cls) -> None:
+        cls._members = {}
+
+    def __new__(cls, name: str) -> Self:
+        if name not in cls.table:
+            raise UnknownName(cls.table.unknown(name))
+        if name not in cls._members:
+            cls._members[str(name)] = str.__new__(cls, name)
+        member: Self = cls._members[name]  # type: ignore[assignment]
+        return member
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self),)
+
+
+Name = TypeVar("Name", bound=RowName)

@@ -1,0 +1,52 @@
+"""The table of tiers: the memories that state can live in, fastest first, and what each is like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blockwalk.plan.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class TierFacts:
+    """One tier, as planning knows it."""
+
+    pool: str
+    """The memory that its bytes are counted in (:class:`blockwalk.program.program.Pool`)."""
+    link: str = ""
+    """The link that its bytes cross to host memory, before that to the device: ``disk``
+    stands for ``disk_read`` and ``disk_write`` of a hardware file; empty: nothing."""
+    resident: bool = False
+    """True where state stays for good where it is computed with: nothing comes and goes."""
+    host: bool = False
+    """True where it is a processor's own memory: on a CPU, the device's."""
+    mapped: bool = False
+    """True where its bytes are files. A processor reads frozen parts in place through a file map;
+    what is updated there lies in file maps, and every write wears the disk."""
+    pinned: bool = False
+    """True where an accelerator copies from its buffers directly."""
+    durable: bool = False
+    """True where weights that are trained there outlive the process: the tier is the checkpoint."""
+    begins_from: str = ""
+    """The faster tier that a run on an accelerator begins from, where there is room and nobody
+    named a tier; empty: it stays."""
+    help: str = ""
+
+    def maps(self, device: str) -> bool:
+        """Return whether state on this tier is used through file maps by a device."""
+        return self.mapped and device == "cpu"
+
+    def is_device(self, device: str) -> bool:
+        """Return whether state on this tier lies in a device's own memory."""
+        return self.resident or (self.host and device == "cpu")
+
+
+TIERS = Table(
+    "tier",
+    {
+        "device": TierFacts(pool="device", resident=True),
+        "host": TierFacts(pool="host", host=True, pinned=True, help="RAM"),
+        "disk": TierFacts(pool="disk", link="disk", mapped=True, durable=True, begins_from="host"),
+    },
+)
+"""Tiers by name."""
