@@ -16,7 +16,7 @@ import pytest
 
 from blockwalk.cli import main
 from blockwalk.data.encode import tokenizer_of
-from blockwalk.engine import open_model
+from blockwalk.engine import model_weights
 from blockwalk.plan.methods import method
 from blockwalk.program.program import OpKind, Pool, Shape, StepKind
 from blockwalk.report.forecast import Forecast
@@ -52,9 +52,9 @@ def test_the_tokenizer_has_gone_before_the_models_own_code_comes(
         return tokenizer
 
     monkeypatch.setattr(prepared_run, "tokenizer_of", load)
-    require = open_model.build_skeleton
+    require = model_weights.build_skeleton
     monkeypatch.setattr(
-        open_model,
+        model_weights,
         "build_skeleton",
         lambda *given: gone.append(read[0]() is None) or require(*given),
     )

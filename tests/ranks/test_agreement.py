@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from blockwalk.cutting.skeleton import build_skeleton
-from blockwalk.engine import open_model
+from blockwalk.engine import pack_cache
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.plan.placement import Codec
@@ -197,7 +197,7 @@ def test_a_mesh_of_one_node_is_refused_where_two_were_started() -> None:
 def _packing(rank: int, model: Path, folder: Path, dies: bool) -> bool:
     """Open a model whose weights are packed: whether this rank wrote a store."""
     wrote: list[bool] = []
-    write_store = open_model.write_store
+    write_store = pack_cache.write_store
 
     def counted(*args: Any, **options: Any) -> Any:
         wrote.append(True)
@@ -207,9 +207,9 @@ def _packing(rank: int, model: Path, folder: Path, dies: bool) -> bool:
             os.kill(os.getpid(), signal.SIGKILL)
         return write_store(*args, **options)
 
-    open_model.write_store = counted  # type: ignore[assignment]
+    pack_cache.write_store = counted  # type: ignore[assignment]
     if dies:  # its neighbour is not there to meet
-        open_model.packed(model, Codec.INT4, build_skeleton(model), folder)
+        pack_cache.packed(model, Codec.INT4, build_skeleton(model), folder)
         os._exit(0)
     plan = _plan("fcdp", {"frozen": "device × int4"})
     Walker(model, plan, lora=LoraSettings(rank=2), workdir=folder).close()
@@ -231,7 +231,7 @@ def test_the_ranks_of_a_node_pack_once(tmp_path: Path) -> None:
 def _packs_at_once(rank: int, model: Path, folder: Path) -> bytes:
     """The index of a store that is packed on a node whose locks on a folder hold nobody else, as
     over NFS; each node begins before the other ends."""
-    write_store = open_model.write_store
+    write_store = pack_cache.write_store
 
     def met(*args: Any, **options: Any) -> Any:
         dist.barrier()
@@ -239,9 +239,9 @@ def _packs_at_once(rank: int, model: Path, folder: Path) -> bytes:
             time.sleep(0.2)
         return write_store(*args, **options)
 
-    open_model.write_store = met  # type: ignore[assignment]
+    pack_cache.write_store = met  # type: ignore[assignment]
     fcntl.flock = lambda *_: None  # type: ignore[assignment]
-    store = open_model.packed(model, Codec.INT4, build_skeleton(model), folder)
+    store = pack_cache.packed(model, Codec.INT4, build_skeleton(model), folder)
     with closing(BlockStore(store)) as opened:
         dist.barrier()
         opened.verify()
@@ -258,7 +258,7 @@ def test_nodes_that_share_a_folder_without_locks_take_the_pack_that_is_there(
     folder = tmp_path / "run"
     tiny_model("llama").save_pretrained(model)
     if damaged:
-        store = open_model.packed(model, Codec.INT4, build_skeleton(model), folder)
+        store = pack_cache.packed(model, Codec.INT4, build_skeleton(model), folder)
         (store / "unit-00002.bin").write_bytes(b"nothing")
         (store / "spoilt").touch()
     one, other = run_ranks(2, _packs_at_once, model, folder)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from blockwalk import method
 from blockwalk.data.batching import LabelWordBatch
-from blockwalk.engine.opened_model import OpenedModel
+from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.plan import Plan
@@ -240,17 +240,17 @@ def _taken(folder: Path, plan: Plan) -> tuple[int, int]:
     before = private_bytes()
     read = 0
 
-    def counted(model: OpenedModel, name: str, layout: Layout, out_P: torch.Tensor) -> None:
+    def counted(model: ModelHandle, name: str, layout: Layout, out_P: torch.Tensor) -> None:
         nonlocal read
         read += layout.nbytes
         fill(model, name, layout, out_P)
 
-    fill = OpenedModel.fill
-    OpenedModel.fill = counted  # type: ignore[method-assign]
+    fill = ModelHandle.fill
+    ModelHandle.fill = counted  # type: ignore[method-assign]
     with Walker(folder, plan, lora={"rank": 2}, device="cpu") as walker:
         walker.step(random_batch(2, seed=0))
         give_back()
-        OpenedModel.fill = fill  # type: ignore[method-assign]
+        ModelHandle.fill = fill  # type: ignore[method-assign]
         return private_bytes() - before, read
 
 

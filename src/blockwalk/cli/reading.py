@@ -46,7 +46,7 @@ def packed_model(run: RunConfig, plan: Plan) -> str | Path:
     ``output_dir`` left there, else one that stays in the cache folder until the model's weights
     change."""
     from blockwalk.cutting.skeleton import build_skeleton
-    from blockwalk.engine import open_model as opening
+    from blockwalk.engine.pack_cache import packed
     from blockwalk.tiers.block_store.store import is_store
 
     path = model_folder(run.model).resolve()
@@ -58,4 +58,4 @@ def packed_model(run: RunConfig, plan: Plan) -> str | Path:
     except OSError:  # a read-only home directory: packed for this time alone
         return run.model
     scratch = Path(run.output_dir) / run_checkpoint.SCRATCH
-    return opening.packed(path, plan.frozen.codec, build_skeleton(path), scratch, packs)
+    return packed(path, plan.frozen.codec, build_skeleton(path), scratch, packs)

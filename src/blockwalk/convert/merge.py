@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from blockwalk.cutting.adapters import RESIZED, present_names, refuse_parted
 from blockwalk.cutting.skeleton import build_skeleton
-from blockwalk.engine.open_model import open_source
+from blockwalk.engine.model_weights import open_source
 from blockwalk.engine.pack import CHUNK_ELEMENTS, Progress
 from blockwalk.models.folder import form_of, lies_in
 from blockwalk.models.places import adapter_paths, model_paths, refuse_output

@@ -23,7 +23,7 @@ from blockwalk.cutting.skeleton import build_skeleton, persistent_buffers
 from blockwalk.cutting.verify import certified
 from blockwalk.engine.bucket_tensors import BucketTensors, Initial, fill, tensors_in, trainable_spec
 from blockwalk.engine.buckets import checksum
-from blockwalk.engine.open_model import open_source
+from blockwalk.engine.model_weights import open_source
 from blockwalk.engine.pack import Progress
 from blockwalk.estimators.zeroth_order import mezo_original
 from blockwalk.estimators.zeroth_order.updates import apply_all_, rule_of, trained_in_order

@@ -26,7 +26,7 @@ from blockwalk.engine.bucket_tensors import (
     trainable_spec,
 )
 from blockwalk.engine.home import Job
-from blockwalk.engine.opened_model import OpenedModel
+from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.slices import BucketSlices
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.weights import Value
@@ -61,7 +61,7 @@ class Buckets:
     """
 
     def __init__(
-        self, model: OpenedModel, path: Path, group: SharedForwards, *, keep: bool
+        self, model: ModelHandle, path: Path, group: SharedForwards, *, keep: bool
     ) -> None:
         plan = model.plan
         self._keep = keep

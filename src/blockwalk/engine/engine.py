@@ -23,7 +23,7 @@ from blockwalk.engine.buckets import Buckets
 from blockwalk.engine.frozen import Frozen
 from blockwalk.engine.home import Differentiated, Gradients, Home, Job, Trained
 from blockwalk.engine.masters import Masters
-from blockwalk.engine.opened_model import OpenedModel
+from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.sharded_masters import ShardedMasters
 from blockwalk.engine.sharded_part import ShardedPart, sharded_frozen
 from blockwalk.engine.slots import saved_by_place
@@ -58,7 +58,7 @@ class Engine:
         ValueError: weights do not fit the plan; the message says why.
     """
 
-    def __init__(self, opened: OpenedModel, run: str, slices: SharedForwards) -> None:
+    def __init__(self, opened: ModelHandle, run: str, slices: SharedForwards) -> None:
         self.model = opened
         self.plan = opened.plan
         self.device = opened.device
@@ -75,7 +75,7 @@ class Engine:
         self.spec = opened.spec
         self.source = opened.source
         self.compute_dtype = opened.compute_dtype
-        self.used_as = opened.used_as
+        self.compute_dtype_of = opened.compute_dtype_of
         self.rule, self._undo = Rule(plan.optimizer), Undo(self.scratch, device)
         self.keeps_decay_of_all = False
         """True where the run began when weight decay reached norms and biases too: it goes on so,

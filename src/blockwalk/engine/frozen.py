@@ -17,7 +17,7 @@ from torch import Tensor
 
 from blockwalk.engine.bucket_tensors import BucketLayout
 from blockwalk.engine.home import Job
-from blockwalk.engine.opened_model import OpenedModel
+from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import Layout, name_of
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight, Value, opened
@@ -39,7 +39,7 @@ class Frozen:
         group: the ranks that may hold its buckets together.
     """
 
-    def __init__(self, model: OpenedModel, group: SharedForwards) -> None:
+    def __init__(self, model: ModelHandle, group: SharedForwards) -> None:
         self._model = model
         self._group = group
         plan = model.plan
@@ -98,7 +98,7 @@ class Frozen:
         stored = self._model.stored(param.name)
         if isinstance(stored, EncodedWeight):
             return stored.layout
-        dtype = self._model.used_as(param.name)
+        dtype = self._model.compute_dtype_of(param.name)
         if isinstance(stored, Tensor) and param.quantizable and stored.dim() == 2:
             dtype = stored.dtype
         return Layout(param.shape, Codec.RAW, name_of(dtype))
@@ -107,7 +107,7 @@ class Frozen:
         """Return a parameter that stays, as its products read it: converted where it is small, a
         range at a time where it is a matrix, or with ``whole`` converted on an accelerator too."""
         model = self._model
-        dtype = self._model.used_as(param.name)
+        dtype = self._model.compute_dtype_of(param.name)
         weight = model.pop(param.name)
         if isinstance(weight, EncodedWeight):
             if weight.device != model.device:
@@ -159,7 +159,8 @@ class Frozen:
         bytes_P = self.slots.enter(unit, slot, self._room(unit))
         arriving = {
             name: _read_as(
-                self._model.used_as(name), opened(layout, part_P, self._model.used_as(name))
+                self._model.compute_dtype_of(name),
+                opened(layout, part_P, self._model.compute_dtype_of(name)),
             )
             for name, layout, part_P in bucket.parts(bytes_P)
         }
@@ -207,7 +208,7 @@ class _FromSource:
     """Units written from where the model came from, a :class:`~blockwalk.tiers.protocols.UnitTier`
     that is only read."""
 
-    def __init__(self, model: OpenedModel, buckets: Mapping[int, BucketLayout]) -> None:
+    def __init__(self, model: ModelHandle, buckets: Mapping[int, BucketLayout]) -> None:
         self._model = model
         self._buckets = buckets
 

@@ -9,16 +9,19 @@ the losses, seconds and bytes that this rests on)."""
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from torch import nn
 
+from blockwalk.cutting.adapters import adapt, adapter_parameters
 from blockwalk.cutting.skeleton import build_skeleton
-from blockwalk.engine.open_model import as_it_comes, comes_in
-from blockwalk.models.folder import listed_parts, model_folder
+from blockwalk.models.folder import form_of, lies_in, listed_parts, model_folder
 from blockwalk.numerics.codecs.layout import name_of
+from blockwalk.plan.methods import METHODS
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
@@ -26,6 +29,7 @@ from blockwalk.plan.settings import override
 from blockwalk.program.program import human_bytes
 from blockwalk.system.paths import StrPath
 from blockwalk.system.process_memory import host_memory
+from blockwalk.tiers.block_store.store import is_store, read_index
 from blockwalk.tiers.model_folder.safetensors import read_header
 
 log = logging.getLogger(__name__)
@@ -37,6 +41,74 @@ SINGLE = "model.safetensors"
 SHARE = 0.5
 """The part of the machine's memory that frozen weights may take: the rest is the process's own, and
 other programs'."""
+
+
+def comes_in(model: StrPath | Any) -> Codec | None:
+    """Return the codec that most weights of a named model come in, packed or as downloaded, where
+    it is one of codes; else None."""
+    if not isinstance(model, str | os.PathLike):
+        return None
+    if is_store(model):
+        codec = read_index(model).codec
+        return codec if codec.encoded else None
+    return lies_in(model)
+
+
+def as_it_comes(plan: Plan, model: StrPath | Any) -> Plan:
+    """Return the plan for a model: where it is packed, or comes in codes, its weights are read as
+    they lie if ``frozen`` leaves the codec open or is the row's. One in memory that stays on the
+    device whole stays as it is."""
+    stays = isinstance(model, nn.Module) and plan.frozen.on_device and not plan.sharded
+    unnamed = plan.frozen.codec.facts.chosen_later or plan.frozen == METHODS["mebp"]().frozen
+    if not unnamed and not (plan.frozen.codec.encoded and stays):
+        return plan
+    packed_before = isinstance(model, str | os.PathLike) and is_store(model)
+    if stays or packed_before or comes_in(model) is not None:
+        return override(plan, {"frozen.codec": str(Codec.RAW)})
+    return plan
+
+
+def refuse_rounded(model: StrPath | nn.Module, plan: Plan, lora: Any) -> None:
+    """Raise ValueError where parameters of the model itself are trained, and would start from
+    rounded values: all of them for want of adapters, or ``modules_to_save`` of a model that comes
+    in codes; or where a replay would start from others than rounded ones."""
+    where = f"frozen: {plan.frozen}"
+    codec = plan.frozen.codec
+    found = comes_in(model)
+    form = str(codec)
+    if isinstance(model, nn.Module):
+        codec = Codec.RAW if plan.frozen.on_device else codec  # they stay as they are in memory
+    elif found is not None:
+        where = os.fspath(model)
+        codec = found
+        form = str(found) if is_store(model) else form_of(model)
+    if lora is None and not hasattr(model, "peft_config") and codec.encoded:
+        raise ValueError(
+            f"{where} keeps weights in {form}, and without adapters every weight is trained: it"
+            " would start from rounded"
+            " values; set lora.rank, or the original checkpoint and frozen: disk × raw"
+        )
+    options = getattr(lora, "options", {})
+    if codec.encoded and plan.zeroth_order and options.get("use_dora"):
+        raise ValueError(
+            f"{where} keeps weights in {form}, and DoRA's magnitudes begin as their norms: the"
+            " ledger of method"
+            f" {plan.method!r} would be replayed from those of the original weights; set frozen:"
+            " disk × raw, or leave"
+            " use_dora out"
+        )
+    if codec.encoded and options.get("modules_to_save"):
+        skeleton = adapt(
+            build_skeleton(model.config if isinstance(model, nn.Module) else model), lora
+        )
+        trained = adapter_parameters(skeleton).items()
+        rounded = [name for name, param in trained if ".lora_" not in name and param.ndim > 1]
+        if rounded and found is not None:
+            raise ValueError(
+                f"{where} keeps weights in {form}, and lora.options.modules_to_save trains"
+                f" {rounded[0]}: it would start from"
+                " rounded values; set model to the original checkpoint, or leave it out"
+            )
 
 
 def is_open(plan: Plan) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockwalk.engine.opened_model import OpenedModel
+from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.sharded_part import ShardedPart
 from blockwalk.numerics.device import host_buffers, is_cpu, recorded, sent
 from blockwalk.numerics.updates import norm_of_sums, square_sums, sum_of_squares
@@ -223,7 +223,7 @@ class FlatGradients:
     REDUCE turns into this rank's slice of the sum over all ranks."""
 
     def __init__(
-        self, model: OpenedModel, part: ShardedPart, units: Mapping[int, MasterSlices]
+        self, model: ModelHandle, part: ShardedPart, units: Mapping[int, MasterSlices]
     ) -> None:
         self._part = part
         self._units = units

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blockwalk.engine.bucket_tensors import BucketLayout
 from blockwalk.engine.home import Job
-from blockwalk.engine.opened_model import OpenedModel
+from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.plan.placement import Codec, StateKind
@@ -34,7 +34,7 @@ class MasterCopies:
         scratch: where file maps are made, those of a unit in the group of its number.
     """
 
-    def __init__(self, model: OpenedModel, places: Placements, scratch: ScratchMaps) -> None:
+    def __init__(self, model: ModelHandle, places: Placements, scratch: ScratchMaps) -> None:
         codec = model.plan.trainable.codec
         device = model.device
         self._buckets = [

@@ -13,7 +13,7 @@ from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.engine.gradients import GradientMaps, NamedGradients
 from blockwalk.engine.home import Change, Job
 from blockwalk.engine.master_copies import MasterCopies
-from blockwalk.engine.opened_model import OpenedModel
+from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.numerics.codecs.layout import dtype_of
 from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.placement import StateKind, Tier
@@ -31,7 +31,7 @@ class Masters:
     optimizer states are on the device, or both in host memory and file maps, where the processor
     updates them beside the walk."""
 
-    def __init__(self, model: OpenedModel, scratch: ScratchMaps) -> None:
+    def __init__(self, model: ModelHandle, scratch: ScratchMaps) -> None:
         self._model = model
         self._scratch = scratch
         plan = model.plan
@@ -137,8 +137,8 @@ class Masters:
         maps.dont_need(names)
 
     def values(self, unit: int) -> dict[str, Tensor]:
-        used_as = self._model.used_as
-        return {p.name: self.value(p.name).to(used_as(p.name)) for p in self._reads[unit]}
+        compute_dtype_of = self._model.compute_dtype_of
+        return {p.name: self.value(p.name).to(compute_dtype_of(p.name)) for p in self._reads[unit]}
 
     def value(self, name: str) -> Tensor:
         return (self.masters if self._copies is None else self._copies.values)[name].detach()

@@ -11,7 +11,7 @@ from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.engine.buckets import word_sum
 from blockwalk.engine.gradients import FlatGradients, MasterSlices
 from blockwalk.engine.home import Change
-from blockwalk.engine.opened_model import OpenedModel
+from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.sharded_part import ShardedPart
 from blockwalk.plan.placement import StateKind, Tier
 from blockwalk.program.flat_layout import accumulates, has_node_slice, hosts_node_slice
@@ -24,7 +24,7 @@ class ShardedMasters:
     :class:`~blockwalk.engine.home.Differentiated`); ``part`` is their home as far as parameters
     come and go."""
 
-    def __init__(self, model: OpenedModel, groups: Groups, scratch: ScratchMaps) -> None:
+    def __init__(self, model: ModelHandle, groups: Groups, scratch: ScratchMaps) -> None:
         self.part = ShardedPart(model, groups, StateKind.TRAINABLE)
         self._model = model
         self._groups = groups

@@ -22,7 +22,7 @@ from torch import Tensor
 from blockwalk.engine.assembled import Assembled, Assembler
 from blockwalk.engine.buckets import word_sum
 from blockwalk.engine.home import Job
-from blockwalk.engine.opened_model import OpenedModel
+from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import Layout, dtype_of, name_of
 from blockwalk.numerics.codecs.weights import Value, opened
@@ -103,7 +103,7 @@ class ShardedPart:
     """One part of every unit (a :class:`~blockwalk.engine.home.Home`). Node slices are filled here;
     what gathers begin with where there are none, by the caller."""
 
-    def __init__(self, model: OpenedModel, groups: Groups, part: StateKind) -> None:
+    def __init__(self, model: ModelHandle, groups: Groups, part: StateKind) -> None:
         self.groups = groups
         self._model = model
         self.plan = model.plan
@@ -223,7 +223,7 @@ class ShardedPart:
         return {name: self._as_used(name, found[name]) for name in self._reads[unit]}
 
     def _as_used(self, name: str, value: Value) -> Value:
-        exact = isinstance(value, Tensor) and self._model.used_as(name) == torch.float32
+        exact = isinstance(value, Tensor) and self._model.compute_dtype_of(name) == torch.float32
         return value.to(torch.float32) if exact else value  # type: ignore[union-attr]
 
     def value(self, name: str) -> Value:
@@ -367,7 +367,7 @@ class ShardedPart:
         return found, self.plan.parameter_ranks
 
 
-def sharded_frozen(model: OpenedModel, groups: Groups) -> ShardedPart:
+def sharded_frozen(model: ModelHandle, groups: Groups) -> ShardedPart:
     """Return the home of frozen parameters over ranks; gathers begin with node slices, or with the
     only ones there are."""
     part = ShardedPart(model, groups, StateKind.FROZEN)

@@ -190,7 +190,7 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
     if not named:
         plan = unnamed_codec(plan)
     if plan.frozen.codec.facts.chosen_later and _is_here(own):
-        from blockwalk.engine.open_model import as_it_comes  # it imports torch
+        from blockwalk.engine.frozen_codec import as_it_comes  # it imports torch
 
         plan = as_it_comes(plan, str(own["model"]))
     # weights in a block codec cannot be trained: a row that has them, or is given them, means LoRA

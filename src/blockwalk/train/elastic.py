@@ -16,8 +16,7 @@ from blockwalk.checkpoints import marks
 from blockwalk.checkpoints.ledger import differences
 from blockwalk.checkpoints.run_checkpoint import JOINED, SCRATCH
 from blockwalk.data.batching import Batch, LabelWordBatch
-from blockwalk.engine.frozen_codec import already_said
-from blockwalk.engine.open_model import refuse_rounded
+from blockwalk.engine.frozen_codec import already_said, refuse_rounded
 from blockwalk.estimators.zeroth_order.ledger_header import header
 from blockwalk.numerics.device import chosen, is_cpu, model_of
 from blockwalk.plan.run_config import RunConfig

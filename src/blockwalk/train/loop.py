@@ -32,8 +32,7 @@ from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.data import prompt_layout
 from blockwalk.data.batching import Batch, loss_tokens, tokens_read
-from blockwalk.engine.frozen_codec import already_said
-from blockwalk.engine.open_model import refuse_rounded
+from blockwalk.engine.frozen_codec import already_said, refuse_rounded
 from blockwalk.models.places import adapter_paths, data_paths, model_paths, refuse_overlap
 from blockwalk.numerics.device import chosen, described, is_cpu
 from blockwalk.plan.data_source import joined, names_of

@@ -27,7 +27,8 @@ from blockwalk.data.encode import (
     tokenizer_of,
 )
 from blockwalk.data.given_template import missing_marks
-from blockwalk.engine.open_model import as_it_comes, refuse_rounded, require_weights
+from blockwalk.engine.frozen_codec import as_it_comes, refuse_rounded
+from blockwalk.engine.model_weights import require_weights
 from blockwalk.models.folder import model_folder
 from blockwalk.models.stops import GENERATION, with_stops
 from blockwalk.numerics.device import chosen, described, is_cpu

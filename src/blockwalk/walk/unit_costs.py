@@ -31,7 +31,7 @@ from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class, model_config
 from blockwalk.cutting.verify import certified
 from blockwalk.data.batching import LONGEST_PACKED_ROW
-from blockwalk.engine.open_model import comes_in
+from blockwalk.engine.frozen_codec import comes_in
 from blockwalk.numerics import lazy_linear, row_tiles
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
 from blockwalk.numerics.codecs.weights import Value
@@ -285,9 +285,9 @@ class _Bench:
         if self.traits.frozen.encoded:
             return True
         stored = self.traits.frozen.dtype_of(p.dtype)
-        return not self.traits.stays and dtype_of(stored) != self.used_as(p)
+        return not self.traits.stays and dtype_of(stored) != self.compute_dtype_of(p)
 
-    def used_as(self, p: ParamSpec) -> torch.dtype:
+    def compute_dtype_of(self, p: ParamSpec) -> torch.dtype:
         return torch.promote_types(self.dtype, torch.float32) if p.exact else self.dtype
 
     def master_dtype(self, p: ParamSpec) -> torch.dtype:
@@ -299,11 +299,13 @@ class _Bench:
         values: dict[str, Value] = {}
         for p in unit.params:
             if self.lazily(p):
-                one = torch.empty((1, 1), dtype=self.used_as(p), device=self.device)
+                one = torch.empty((1, 1), dtype=self.compute_dtype_of(p), device=self.device)
                 values[p.name] = _FakeWeight(p.shape, one.dtype, one)
             elif not p.trainable or not self.backprop:
                 dtype = (
-                    self.used_as(p) if dtype_of(p.dtype).is_floating_point else dtype_of(p.dtype)
+                    self.compute_dtype_of(p)
+                    if dtype_of(p.dtype).is_floating_point
+                    else dtype_of(p.dtype)
                 )
                 values[p.name] = torch.empty(p.shape, dtype=dtype, device=self.device)
         return values
@@ -336,7 +338,7 @@ class _Bench:
 
     def live(self, index: int, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Bind trainables as :meth:`blockwalk.engine.engine.Engine.bind_trainables` does."""
-        used = {p.name: self.used_as(p) for p in self.cut.spec().params()}
+        used = {p.name: self.compute_dtype_of(p) for p in self.cut.spec().params()}
         return self.cut.bind(
             index, {name: master.detach().to(used[name]) for name, master in masters.items()}
         )
@@ -370,7 +372,9 @@ def _prologue(bench: _Bench, device: str, padded: bool) -> tuple[Prologue, UnitC
     cut = bench.cut
     shape = bench.shape
     with bench.mode:
-        cut.bind(0, {p.name: torch.empty(p.shape, dtype=bench.used_as(p)) for p in unit.params})
+        cut.bind(
+            0, {p.name: torch.empty(p.shape, dtype=bench.compute_dtype_of(p)) for p in unit.params}
+        )
     ids_BS = torch.zeros(shape.batch, shape.sequence, dtype=torch.int64)
     mask_BS = torch.ones_like(ids_BS)
     if padded:
@@ -513,7 +517,10 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
     with bench.mode:
         cut.bind(
             last,
-            {p.name: torch.empty(p.shape, dtype=bench.used_as(p)) for p in spec.epilogue.params},
+            {
+                p.name: torch.empty(p.shape, dtype=bench.compute_dtype_of(p))
+                for p in spec.epilogue.params
+            },
         )
         hidden_BSD = torch.empty(shape.batch, shape.sequence, spec.hidden_size, dtype=bench.dtype)
     hidden_BSD.requires_grad_(bench.backprop)

@@ -30,7 +30,7 @@ from blockwalk.data.batching import (
 )
 from blockwalk.engine import frozen_codec
 from blockwalk.engine.engine import MOVES, Engine
-from blockwalk.engine.opened_model import OpenedModel
+from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.estimators.asked import Asked
 from blockwalk.estimators.backprop import Backprop
 from blockwalk.estimators.zeroth_order.estimator import ZerothOrder
@@ -184,7 +184,7 @@ class Walker:
                 digests["the adapter's weights"] = model_digest(lora)
             require_agreement({**facts_of({"plan": plan.shared()}), **digests, **versions()})
         run = first(lambda: run_of(ledger))
-        opened = OpenedModel(
+        opened = ModelHandle(
             model,
             plan,
             lora=lora,

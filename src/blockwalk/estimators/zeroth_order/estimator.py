@@ -400,7 +400,7 @@ class ZerothOrder:
     def _perturbed(self, name: str, perturbation: Perturbation) -> PerturbedWeight:
         states = self.engine.buckets.tensors[self.engine.buckets.home[name]][name]
         beside = {state: states[state] for state in self.plan.kind.states}
-        dtype = self.engine.used_as(name)
+        dtype = self.engine.compute_dtype_of(name)
         direction_ = self.rule.kind.direction_
         noise = perturbation.noise(self.rule.draws, name)
         rounding = perturbation.rounding(name)

@@ -4,10 +4,6 @@ checkpoint folder as it is, a folder that is packed first, or a model in memory.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +12,7 @@ from torch import nn
 
 from blockwalk.checkpoints import marks
 from blockwalk.cutting.adapters import (
-    adapt,
     adapt_alike,
-    adapter_parameters,
     base_tensors,
     refuse_copies,
 )
@@ -28,23 +22,16 @@ from blockwalk.cutting.skeleton import (
     persistent_buffers,
     stays_float32,
 )
-from blockwalk.cutting.verify import certified
-from blockwalk.models.folder import form_of, lies_in
+from blockwalk.engine.pack_cache import packed
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
-from blockwalk.plan.methods import METHODS
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
-from blockwalk.plan.settings import override
 from blockwalk.program.state_sizes import computes_in
 from blockwalk.system import links
-from blockwalk.system.atomic_files import discard
-from blockwalk.system.locks import lock
 from blockwalk.system.paths import StrPath
-from blockwalk.tiers.block_store.store import BlockStore, is_store, read_index
-from blockwalk.tiers.block_store.writer import write_store
+from blockwalk.tiers.block_store.store import BlockStore, is_store
 from blockwalk.tiers.model_folder.conversion import optional
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
-from blockwalk.tiers.model_folder.identity import weights_digest
 from blockwalk.tiers.model_folder.safetensors import save_model
 from blockwalk.tiers.protocols import WeightSource
 
@@ -79,160 +66,10 @@ def open_source(
     return BlockStore(packed(Path(path), codec, model, workdir))
 
 
-def comes_in(model: StrPath | Any) -> Codec | None:
-    """Return the codec that most weights of a named model come in, packed or as downloaded, where
-    it is one of codes; else None."""
-    if not isinstance(model, str | os.PathLike):
-        return None
-    if is_store(model):
-        codec = read_index(model).codec
-        return codec if codec.encoded else None
-    return lies_in(model)
-
-
-def as_it_comes(plan: Plan, model: StrPath | Any) -> Plan:
-    """Return the plan for a model: where it is packed, or comes in codes, its weights are read as
-    they lie if ``frozen`` leaves the codec open or is the row's. One in memory that stays on the
-    device whole stays as it is."""
-    stays = isinstance(model, nn.Module) and plan.frozen.on_device and not plan.sharded
-    unnamed = plan.frozen.codec.facts.chosen_later or plan.frozen == METHODS["mebp"]().frozen
-    if not unnamed and not (plan.frozen.codec.encoded and stays):
-        return plan
-    packed_before = isinstance(model, str | os.PathLike) and is_store(model)
-    if stays or packed_before or comes_in(model) is not None:
-        return override(plan, {"frozen.codec": str(Codec.RAW)})
-    return plan
-
-
-def refuse_rounded(model: StrPath | nn.Module, plan: Plan, lora: Any) -> None:
-    """Raise ValueError where parameters of the model itself are trained, and would start from
-    rounded values: all of them for want of adapters, or ``modules_to_save`` of a model that comes
-    in codes; or where a replay would start from others than rounded ones."""
-    where = f"frozen: {plan.frozen}"
-    codec = plan.frozen.codec
-    found = comes_in(model)
-    form = str(codec)
-    if isinstance(model, nn.Module):
-        codec = Codec.RAW if plan.frozen.on_device else codec  # they stay as they are in memory
-    elif found is not None:
-        where = os.fspath(model)
-        codec = found
-        form = str(found) if is_store(model) else form_of(model)
-    if lora is None and not hasattr(model, "peft_config") and codec.encoded:
-        raise ValueError(
-            f"{where} keeps weights in {form}, and without adapters every weight is trained: it"
-            " would start from rounded"
-            " values; set lora.rank, or the original checkpoint and frozen: disk × raw"
-        )
-    options = getattr(lora, "options", {})
-    if codec.encoded and plan.zeroth_order and options.get("use_dora"):
-        raise ValueError(
-            f"{where} keeps weights in {form}, and DoRA's magnitudes begin as their norms: the"
-            " ledger of method"
-            f" {plan.method!r} would be replayed from those of the original weights; set frozen:"
-            " disk × raw, or leave"
-            " use_dora out"
-        )
-    if codec.encoded and options.get("modules_to_save"):
-        skeleton = adapt(
-            build_skeleton(model.config if isinstance(model, nn.Module) else model), lora
-        )
-        trained = adapter_parameters(skeleton).items()
-        rounded = [name for name, param in trained if ".lora_" not in name and param.ndim > 1]
-        if rounded and found is not None:
-            raise ValueError(
-                f"{where} keeps weights in {form}, and lora.options.modules_to_save trains"
-                f" {rounded[0]}: it would start from"
-                " rounded values; set model to the original checkpoint, or leave it out"
-            )
-
-
 def require_weights(path: StrPath) -> None:
     """Raise ValueError where a folder's weights do not fit its configuration's model: by names,
     shapes and dtypes alone."""
     open_source(path, build_skeleton(path)).close()
-
-
-def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
-    """Return the block store of a checkpoint folder in one of ``workdirs``, made in the last where
-    none has it.
-
-    Raises:
-        ValueError: the folder holds no weights that fit ``model``, its skeleton; or the disk is too
-            full.
-    """
-    if lies_in(path) is not None:
-        raise ValueError(
-            f"{path} is in {form_of(path)} already, and the plan asks for {codec}, which would"
-            " round it again; set frozen to"
-            " 'disk × raw', which reads it as it lies"
-        )
-    name = f"{path.resolve().name}-{codec}"
-    stores = [folder / f"{name}-{weights_digest(path)}" for folder in workdirs]
-    with closing(CheckpointFolder(path, model)) as source, _alone(workdirs[-1]):
-        if (there := next(filter(_is_undamaged, stores), None)) is not None:
-            return there
-        log.info("packing %s to %s, once, into %s", path, codec, stores[-1])
-        for other in workdirs[-1].glob(f"{escape(name)}-{'[0-9a-f]' * 32}"):
-            if (
-                other != stores[-1]
-            ):  # a node that shares the folder may have packed this one, and read it, by now
-                discard(other)
-        _pack(
-            stores[-1],
-            lambda made: write_store(made, source, certified(model).spec(), codec, copy_from=path),
-        )
-        return stores[-1]
-
-
-def _pack(store: Path, write: Callable[[Path], None]) -> None:
-    """Write a store, or take the one that is there when it is written: nodes that share a folder
-    over a file system without locks pack at once, and the first to end has packed for all. A
-    damaged one is put aside first."""
-    with suppress(FileNotFoundError):
-        before = store.stat().st_ino
-        if not _is_undamaged(store) and store.stat().st_ino == before:
-            discard(store)
-    try:
-        write(store)
-    except (
-        ValueError,
-        OSError,
-    ):  # its name is taken, or its folder was filled between two looks at it
-        if not _is_undamaged(store):
-            raise
-        log.info("another node has packed %s meanwhile: taking its pack", store)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """The time in which no other process packs into a folder. The first of the ranks that share it
-    packs, and the others wait for as long as that one lives; where it dies, the kernel lets the
-    next one go on. A folder that stays empty goes again."""
-    folder.mkdir(parents=True, exist_ok=True)
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        if not lock(fd, folder):
-            log.info("another process packs into %s: waiting for it", folder)
-            lock(fd, folder, wait=True)
-        yield
-    finally:
-        os.close(fd)
-        with suppress(OSError):  # a pack is there
-            folder.rmdir()
-
-
-def _is_undamaged(packed: Path) -> bool:
-    """Whether a store is there with the bytes that were packed, all of which are read."""
-    if not is_store(packed):
-        return False
-    try:
-        with closing(BlockStore(packed)) as store:
-            store.verify()
-    except ValueError as error:
-        log.warning("%s", error)
-        return False
-    return True
 
 
 def folder_of(model: StrPath | nn.Module, workdir: Path) -> Path:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from blockwalk.cutting.adapters import adapt, adapter_parameters, refuse_tied_lora
 from blockwalk.cutting.skeleton import persistent_buffers
 from blockwalk.cutting.verify import certified
-from blockwalk.engine.open_model import folder_of, open_model, open_source, refuse_rounded
+from blockwalk.engine.frozen_codec import refuse_rounded
+from blockwalk.engine.model_weights import folder_of, open_model, open_source
 from blockwalk.models.folder import repository
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import Layout
@@ -28,7 +29,7 @@ from blockwalk.tiers.protocols import WeightSource, as_stored
 log = logging.getLogger(__name__)
 
 
-class OpenedModel:
+class ModelHandle:
     """A cut model and the source of its weights.
 
     Args:
@@ -131,7 +132,7 @@ class OpenedModel:
             return replace(param, assembled=False)
         return as_stored(param, self.source)
 
-    def used_as(self, name: str) -> torch.dtype:
+    def compute_dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that a parameter is computed with, by its canonical name."""
         return (
             torch.promote_types(self.compute_dtype, torch.float32)
@@ -160,7 +161,7 @@ class OpenedModel:
         """Return a whole parameter; mapped where it lies in one piece."""
         found = self.stored(name)
         if not isinstance(found, Tensor):
-            found = torch.empty(shape, dtype=self.used_as(name))
+            found = torch.empty(shape, dtype=self.compute_dtype_of(name))
             self.read_into(name, found)
         return found
 
