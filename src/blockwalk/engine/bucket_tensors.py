@@ -16,8 +16,8 @@ from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.placement import Codec
-from blockwalk.plan.sizes import side_by_side
-from blockwalk.tiers.block_store.store import ALIGN, StoredUnit, crc32
+from blockwalk.program.slicing import sliced
+from blockwalk.tiers.block_store.store import StoredUnit, crc32
 from blockwalk.tiers.block_store.writer import encode
 from blockwalk.tiers.protocols import TensorSource
 
@@ -115,20 +115,22 @@ class BucketTensor:
 
 
 class BucketLayout:
-    """The places of named tensors in a bucket, one after the other."""
+    """The places of named tensors in a bucket, one after the other.
 
-    def __init__(self, layouts: Mapping[str, Layout]) -> None:
-        starts, self.nbytes = side_by_side((layout.nbytes for layout in layouts.values()), ALIGN)
-        self.places = {
-            name: (start, layout)
-            for start, (name, layout) in zip(starts, layouts.items(), strict=True)
-        }
-        """First byte and layout of each tensor."""
+    Args:
+        layouts: each tensor's, by name.
+        ranks: the ranks that hold the bucket together, each a slice of ``nbytes // ranks`` bytes.
+    """
+
+    def __init__(self, layouts: Mapping[str, Layout], ranks: int = 1) -> None:
+        self.layouts = layouts
+        self.slicing = sliced(((name, layout.nbytes) for name, layout in layouts.items()), ranks)
+        self.nbytes = self.slicing.size
 
     def parts(self, bucket_P: Tensor) -> Iterator[tuple[str, Layout, Tensor]]:
-        """Name, layout and bytes of each tensor in a bucket (uint8 [nbytes])."""
-        for name, (start, layout) in self.places.items():
-            yield name, layout, bucket_P[start : start + layout.nbytes]
+        """Yield name, layout and bytes of each tensor in a bucket (uint8 [nbytes])."""
+        for name, start, nbytes in self.slicing.parts:
+            yield name, self.layouts[name], bucket_P[start : start + nbytes]
 
 
 BucketTensors = dict[str, dict[str, BucketTensor]]

@@ -25,7 +25,6 @@ from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec, StateKind
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind
-from blockwalk.program.state_sizes import cut_bytes
 from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.tiers.host import HostTier, Staged
 from blockwalk.tiers.protocols import UnitTier
@@ -51,14 +50,14 @@ class Frozen:
         """The names of each unit's parameters that the source has; a frozen adapter's it has
         not."""
         self._on_disk = plan.frozen.on_disk
-        self._buckets = {
-            unit: BucketLayout({p.name: self._travelling(p) for p in visiting})
-            for unit, params in enumerate(self._reads)
-            if (visiting := self._visiting(unit, params))
-        }
         self._ranks = places.ranks(StateKind.FROZEN)
         self._place = group.place_of(group.rank, self._ranks)
-        largest = max(map(self._room, self._buckets), default=0)
+        self._buckets = {
+            unit: BucketLayout({p.name: self._travelling(p) for p in visitors}, self._ranks)
+            for unit, params in enumerate(self._reads)
+            if (visitors := self._visiting(unit, params))
+        }
+        largest = max((bucket.nbytes for bucket in self._buckets.values()), default=0)
         self.slots = Slots([largest] * places.slot_count, model.device) if self._buckets else None
         self._tier = self._make_tier(largest) if self._buckets else None
         self.bound: dict[str, Value] = {}
@@ -70,10 +69,6 @@ class Frozen:
                 if param.name not in self.bound:
                     self.bound[param.name] = self._as_used(param, whole=unit not in places.kept)
             model.cut.bind(unit, {p.name: self.bound[p.name] for p in params})
-
-    def _room(self, unit: int) -> int:
-        """Return bytes of a slot that a unit takes: slices of equal length."""
-        return self._ranks * cut_bytes(self._buckets[unit].nbytes, self._ranks)
 
     def _own(self, bytes_P: Tensor) -> Tensor:
         """Return the bytes of a unit (uint8 [P]) that this process keeps and fetches: its slice, or
@@ -127,23 +122,13 @@ class Frozen:
         source = self._model.source
         assert source is not None, "frozen parameters that travel have a source"
         if self._model.plan.frozen.on_host:
-            rooms = [
-                self._room(u) // self._ranks if u in self._buckets else 0
-                for u in range(len(self._reads))
-            ]
-            host = HostTier(rooms, self._model.device)
+            sizes = [0] * len(self._reads)
             for unit, bucket in self._buckets.items():
-                own_P = host.bucket(unit)
-                first = self._place * len(host.bucket(unit))
-                whole_P = (
-                    own_P if self._ranks == 1 else torch.empty(self._room(unit), dtype=torch.uint8)
-                )
-                for name, (start, layout) in bucket.places.items():
-                    if start < first + len(own_P) and first < start + layout.nbytes:
-                        self._model.fill(name, layout, whole_P[start : start + layout.nbytes])
-                if whole_P is not own_P:
-                    own_P.copy_(self._own(whole_P))
-                source.release([name for name in bucket.places if source.in_place(name)])
+                sizes[unit] = bucket.nbytes // self._ranks
+            host = HostTier(sizes, self._model.device)
+            for unit, bucket in self._buckets.items():
+                self._fill_slice(bucket, host.bucket(unit))
+                source.release([name for name in bucket.layouts if source.in_place(name)])
             return host
         from_source = _FromSource(self._model, self._buckets)
         return (
@@ -152,11 +137,22 @@ class Frozen:
             else from_source
         )
 
+    def _fill_slice(self, bucket: BucketLayout, own_P: Tensor) -> None:
+        """Read this process's slice of a unit (uint8 [nbytes // ranks]) from the source."""
+        bucket_P = own_P if self._ranks == 1 else torch.empty(bucket.nbytes, dtype=torch.uint8)
+        start = self._place * len(own_P)
+        names = {run.name for run in bucket.slicing.runs(start, start + len(own_P))}
+        for name, layout, part_P in bucket.parts(bucket_P):
+            if name in names:
+                self._model.fill(name, layout, part_P)
+        if bucket_P is not own_P:
+            own_P.copy_(self._own(bucket_P))
+
     def _arrive(self, unit: int, slot: int) -> Tensor:
         """Bind a unit's visitors where they will lie; the answer is that place."""
         assert self.slots is not None
         bucket = self._buckets[unit]
-        bytes_P = self.slots.enter(unit, slot, self._room(unit))
+        bytes_P = self.slots.enter(unit, slot, bucket.nbytes)
         arriving = {
             name: _read_as(
                 self._model.compute_dtype_of(name),
@@ -179,9 +175,8 @@ class Frozen:
             return partial(source.release, names)
         if op.kind is OpKind.GATHER:
             assert self.slots is not None
-            return partial(
-                self._group.gather_, self.slots.of(op.unit, self._room(op.unit)), self._ranks
-            )
+            slot_P = self.slots.of(op.unit, self._buckets[op.unit].nbytes)
+            return partial(self._group.gather_, slot_P, self._ranks)
         bytes_P = self._arrive(op.unit, op.slot) if op.unit in self._buckets else None
 
         def work() -> None:
@@ -199,7 +194,7 @@ class Frozen:
         return self.bound[name]
 
     def weights(self) -> Mapping[str, Value]:
-        visitors = [name for bucket in self._buckets.values() for name in bucket.places]
+        visitors = [name for bucket in self._buckets.values() for name in bucket.layouts]
         source = self._model.source
         return {**self.bound, **(source.weights(visitors) if source is not None else {})}
 

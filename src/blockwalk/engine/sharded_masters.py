@@ -15,6 +15,7 @@ from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.sharded_part import ShardedPart
 from blockwalk.plan.placement import StateKind, Tier
 from blockwalk.program.flat_layout import accumulates, has_node_slice, hosts_node_slice
+from blockwalk.program.slicing import share
 from blockwalk.ranks.groups import Groups
 from blockwalk.tiers.scratch_maps import ScratchMaps
 
@@ -83,14 +84,8 @@ class ShardedMasters:
     def _places(self, unit: int) -> list[tuple[int, str]]:
         """Return the parameters in this rank's slice of a unit: the first element of each in the
         slice, and its name."""
-        slices = self.part.units[unit]
-        held = self._groups.slice(slices.numel, self._plan.optimizer_ranks)
-        return [
-            (max(first - held.start, 0), name)
-            for name, first in slices.layout.offsets
-            if first < held.stop
-            and first + slices.width(name) * slices.params[name].numel > held.start
-        ]
+        runs = self.part.runs(self.part.units[unit], self._plan.optimizer_ranks)
+        return [(run.place, run.name) for run in runs]
 
     def changed(self, unit: int) -> None:
         """Bring the slice that gathers of a unit begin with up to date with its master."""
@@ -140,31 +135,29 @@ class ShardedMasters:
         return sums
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
-        found: dict[str, Pieces] = {}
+        pieces: dict[str, Pieces] = {}
         ranks = self._plan.optimizer_ranks
-        rank = self._groups.rank
-        world = self._plan.mesh.world
-        for unit, own in self.units.items():
+        copies = self._plan.mesh.world // ranks if to_write else 1
+        copy = self._groups.rank // ranks if to_write else 0
+        for unit, masters in self.units.items():
             slices = self.part.units[unit]
-            held = range_ = self._groups.slice(slices.numel, ranks)
-            if to_write:
-                copies = world // ranks
-                length = held.stop - held.start
-                place = rank // ranks
-                range_ = slice(
-                    held.start + length * place // copies,
-                    held.start + length * (place + 1) // copies,
-                )
-            for name, first in slices.layout.offsets:
-                numel = slices.params[name].numel
+            own = self._groups.slice(slices.numel, ranks)
+            # between pairs of elements: an exact parameter takes the first of each
+            start, stop = (2 * pair for pair in share((own.stop - own.start) // 2, copies, copy))
+            runs = {
+                run.name: run
+                for run in slices.layout.slicing.runs(own.start + start, own.start + stop)
+            }
+            for name, param in slices.params.items():
                 width = slices.width(name)
-                low = max(first, range_.start)
-                high = min(first + width * numel, range_.stop)
-                for kind, tensor in own.kept.items():
-                    elements = tensor[low - held.start : high - held.start : width]
-                    there = {(low - first) // width: elements} if low < high else {}
-                    found[f"{name}/{kind}"] = Pieces(numel, there)
-        return found
+                run = runs.get(name)
+                for kind, tensor in masters.kept.items():
+                    elements = {}
+                    if run is not None:
+                        part_P = tensor[start + run.place : start + run.end : width]
+                        elements[run.start // width] = part_P
+                    pieces[f"{name}/{kind}"] = Pieces(param.numel, elements)
+        return pieces
 
     def close(self) -> None:
         self._groups.close()

@@ -10,7 +10,7 @@ P elements of a bucket; where its matrices are encoded, an element is a byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -42,6 +42,7 @@ from blockwalk.program.flat_layout import (
     written_as,
 )
 from blockwalk.program.program import Op, OpKind
+from blockwalk.program.slicing import Run
 from blockwalk.ranks.groups import Groups
 
 
@@ -84,19 +85,17 @@ class UnitSlices:
         decoded when they are used."""
         bytes_P = bucket_P.view(torch.uint8)
         dtype = None if self.layout.codec.encoded else bucket_P.dtype
-        found: dict[str, Value] = {}
-        for name, first in self.layout.offsets:
+        values: dict[str, Value] = {}
+        for name, start, size in self.layout.slicing.parts:
             layout = self.layout_of(name, dtype)
-            start = first * bucket_P.itemsize
             width = 1 if bucket_P.dtype == self.dtype else self.width(name)
             if width > 1:  # of masters and gradients, one in as many elements
-                stop = first + width * self.params[name].numel
-                found[name] = bucket_P[first:stop:width].view(layout.shape)
+                values[name] = bucket_P[start : start + size : width].view(layout.shape)
             else:
-                found[name] = opened(
-                    layout, bytes_P[start : start + layout.nbytes], self.compute_dtype
-                )
-        return found
+                byte = start * bucket_P.itemsize
+                part_P = bytes_P[byte : byte + layout.nbytes]
+                values[name] = opened(layout, part_P, self.compute_dtype)
+        return values
 
 
 class ShardedPart:
@@ -259,16 +258,14 @@ class ShardedPart:
         self, slices: UnitSlices, ranks: int, read: Callable[[str, Layout], Tensor], out_P: Tensor
     ) -> None:
         """Copy what lies in this rank's slice (zeros) over so many ranks from whole parameters."""
-        start = self.groups.slice(slices.numel, ranks).start
-        stop = start + len(out_P)
-        ends = [first for _, first in slices.layout.offsets[1:]] + [slices.numel]
-        for (name, first), end in zip(slices.layout.offsets, ends, strict=True):
-            if max(first, start) < min(end, stop):
-                flat_P = read(name, slices.layout_of(name)).reshape(-1)
-                low = max(first, start)
-                high = min(first + len(flat_P), stop)
-                if low < high:
-                    out_P[low - start : high - start].copy_(flat_P[low - first : high - first])
+        for run in self.runs(slices, ranks):
+            flat_P = read(run.name, slices.layout_of(run.name)).reshape(-1)
+            out_P[run.place : run.end].copy_(flat_P[run.start : run.stop])
+
+    def runs(self, slices: UnitSlices, ranks: int) -> Iterator[Run]:
+        """Yield what lies of each parameter in this rank's slice over so many ranks."""
+        own = self.groups.slice(slices.numel, ranks)
+        return slices.layout.slicing.runs(own.start, own.stop)
 
     def cut_masters(self, slices: UnitSlices, ranks: int, out_P: Tensor) -> None:
         """Copy what lies in this rank's slice (zeros, float32) over so many ranks of the parameters
@@ -291,15 +288,11 @@ class ShardedPart:
         """Copy this rank's slice of masters (float32) over so many ranks into a slice as it
         travels: rounded to the compute dtype, but for parameters that keep float32's bits."""
         _copy(out_P, master_P)
-        start = self.groups.slice(slices.numel, ranks).start
-        for name, first in slices.layout.offsets:
-            width = slices.width(name)
-            low = max(first - start, 0)
-            high = min(first + width * slices.params[name].numel - start, len(out_P))
-            if (
-                width > 1 and low < high
-            ):  # borders of slices and parameters are multiples of ALIGN: no element is cut
-                _copy(out_P[low:high].view(torch.float32), master_P[low:high:width])
+        for run in self.runs(slices, ranks):
+            width = slices.width(run.name)
+            if width > 1:  # slices and parameters begin at multiples of ALIGN: no element is cut
+                exact_P = out_P[run.place : run.end].view(torch.float32)
+                _copy(exact_P, master_P[run.place : run.end : width])
 
     def inside(self, slice_P: Tensor, numel: int, outer: int, inner: int) -> Tensor:
         """Return the part of this rank's slice over ``outer`` ranks that is its slice over

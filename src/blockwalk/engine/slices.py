@@ -25,46 +25,47 @@ from blockwalk.engine.bucket_tensors import STATE, BucketTensor
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import spans
-from blockwalk.tiers.block_store.store import ALIGN, StoredParam, StoredUnit, side_by_side
+from blockwalk.program.slicing import share, slice_size, sliced
+from blockwalk.tiers.block_store.store import StoredParam, StoredUnit, side_by_side
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRun:
-    """Consecutive elements of one tensor in a slice."""
+    """Consecutive elements of one tensor in a slice: those from ``start`` to ``stop``, whole rows
+    of a codec with scales."""
 
     param: StoredParam
     """The tensor, where it lies in the unit's own bucket, in which each parameter's states follow
     it."""
-    first: int
-    last: int
-    """The elements ``first:last`` of the tensor; whole rows of a codec with scales."""
-    at: int
+    start: int
+    stop: int
+    byte: int
     """The byte of the slice at which they begin."""
 
     @property
     def layout(self) -> Layout:
         """The layout of the run by itself."""
-        whole = self.param.layout(32)
-        count = self.last - self.first
-        return replace(
-            whole, shape=(count // whole.columns, whole.columns) if whole.groups else (count,)
-        )
+        tensor = self.param.layout(32)
+        count = self.stop - self.start
+        shape = (count // tensor.columns, tensor.columns) if tensor.groups else (count,)
+        return replace(tensor, shape=shape)
 
     @property
-    def nbytes(self) -> int:
-        return self.layout.nbytes
+    def end(self) -> int:
+        """The byte of the slice from which on there is room for another run."""
+        return slice_size(self.byte + self.layout.nbytes)
 
-    def copies(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """Yield triples (place in the slice, place in a bucket whose tensor begins at ``start``,
-        bytes) of its scales and of its codes."""
-        whole = self.param.layout(32)
-        own = self.layout
-        scale = own.groups * own.scale_dtype.itemsize
-        size = own.code_dtype.itemsize
+    def copies(self, tensor_byte: int) -> Iterator[tuple[int, int, int]]:
+        """Yield triples (byte of the slice, byte of a bucket in which the tensor begins at
+        ``tensor_byte``, bytes) of its scales and of its codes."""
+        tensor = self.param.layout(32)
+        run = self.layout
+        scale = run.groups * run.scale_dtype.itemsize
         if scale:
-            yield self.at, start + self.first // whole.columns * scale, own.scale_bytes
-        codes = start + whole.scale_bytes + self.first * whole.code_columns // whole.columns * size
-        yield self.at + own.scale_bytes, codes, own.nbytes - own.scale_bytes
+            yield self.byte, tensor_byte + self.start // tensor.columns * scale, run.scale_bytes
+        code_start = self.start * tensor.code_columns // tensor.columns * run.code_dtype.itemsize
+        codes = tensor_byte + tensor.scale_bytes + code_start
+        yield self.byte + run.scale_bytes, codes, run.nbytes - run.scale_bytes
 
 
 class BucketSlices:
@@ -79,57 +80,53 @@ class BucketSlices:
         self.unit = unit
         self.count = count
         params = [param for param in unit.params if STATE not in param.name]
-        self.apart = not all(param.dense for param in params)
-        """Whether the gathered parameters must be copied into the bucket: side by side they are not
-        the bucket itself."""
-        step = ALIGN if self.apart else ALIGN * count
-        placed, end = side_by_side(params)
-        self.bucket = replace(unit, nbytes=-(-end // step) * step, params=placed)
-        parameters = [self._parameters(place) for place in range(count)]
-        self.gathered = max(
-            (_aligned(own[-1].at + own[-1].nbytes) for own in parameters if own), default=0
+        self.between_rows = not all(param.dense for param in params)
+        """Whether parameters are cut between rows. The gathered ones must then be copied into the
+        bucket: side by side they are not the bucket itself."""
+        placed, _ = side_by_side(params)
+        self._slicing = sliced(
+            ((param.name, param.nbytes) for param in params), 1 if self.between_rows else count
         )
-        if not self.apart:
-            self.gathered = self.bucket.nbytes // count
-        self.runs = [[*own, *self._states(own)] for own in parameters]
-        ends = [_aligned(each[-1].at + each[-1].nbytes) for each in self.runs if each]
+        self.bucket = replace(unit, nbytes=self._slicing.size, params=placed)
+        self._tensors = {param.name: param for param in unit.params}
+        runs_of = self._row_runs if self.between_rows else self._byte_runs
+        parameters = [list(runs_of(rank)) for rank in range(count)]
+        self.gathered = self.bucket.nbytes // count
+        if self.between_rows:
+            self.gathered = max((runs[-1].end for runs in parameters if runs), default=0)
+        self.runs = [[*runs, *self._states(runs)] for runs in parameters]
+        ends = [runs[-1].end for runs in self.runs if runs]
         self.nbytes = max([self.gathered, *ends])
         """S, bytes of a slice; ``gathered`` is G."""
 
-    def _parameters(self, place: int) -> list[TensorRun]:
-        """Return the parameters in a rank's slice."""
-        own = {param.name: param for param in self.unit.params}
-        low = place * self.bucket.nbytes // self.count
-        high = (place + 1) * self.bucket.nbytes // self.count
-        runs = []
-        end = 0
+    def _byte_runs(self, rank: int) -> Iterator[TensorRun]:
+        """Yield the parameters in a rank's slice, where the bucket is cut at equal bytes."""
+        nbytes = self.bucket.nbytes // self.count
+        for run in self._slicing.runs(rank * nbytes, (rank + 1) * nbytes):
+            param = self._tensors[run.name]
+            size = param.layout(32).code_dtype.itemsize
+            yield TensorRun(param, run.start // size, run.stop // size, run.place)
+
+    def _row_runs(self, rank: int) -> Iterator[TensorRun]:
+        """Yield the parameters in a rank's slice, where each is cut between rows."""
+        byte = 0
         for param in self.bucket.params:
             layout = param.layout(32)
-            if self.apart:
-                first, last = (
-                    layout.rows * i // self.count * layout.columns for i in (place, place + 1)
-                )
-                at = end
-            else:
-                size = layout.code_dtype.itemsize
-                first = max(low - param.offset, 0) // size
-                last = min(high - param.offset, param.nbytes) // size
-                at = param.offset + first * size - low
-            if first < last:
-                runs.append(TensorRun(own[param.name], first, last, at))
-                end = _aligned(at + runs[-1].nbytes)
-        return runs
+            start, stop = (row * layout.columns for row in share(layout.rows, self.count, rank))
+            if start < stop:
+                run = TensorRun(self._tensors[param.name], start, stop, byte)
+                byte = run.end
+                yield run
 
-    def _states(self, own: Sequence[TensorRun]) -> list[TensorRun]:
-        """Return the states beside the parameters in a slice."""
-        runs = []
-        end = self.gathered
-        for run in own:
+    def _states(self, parameters: Sequence[TensorRun]) -> Iterator[TensorRun]:
+        """Yield the states beside the parameters in a slice."""
+        byte = self.gathered
+        for parameter in parameters:
             for param in self.unit.params:
-                if param.name.startswith(run.param.name + STATE):
-                    runs.append(TensorRun(param, run.first, run.last, end))
-                    end = _aligned(end + runs[-1].nbytes)
-        return runs
+                if param.name.startswith(parameter.param.name + STATE):
+                    run = TensorRun(param, parameter.start, parameter.stop, byte)
+                    byte = run.end
+                    yield run
 
     @property
     def stored(self) -> StoredParam:
@@ -144,13 +141,13 @@ class BucketSlices:
     def room(self) -> int:
         """Bytes of a slot: the bucket, the gathered parameters where they are not the bucket, and
         the slice where it has states."""
-        gathered = self.count * self.gathered if self.apart else 0
+        gathered = self.count * self.gathered if self.between_rows else 0
         return self.bucket.nbytes + gathered + (self.nbytes if self.nbytes > self.gathered else 0)
 
     def side_by_side(self, slot_P: Tensor) -> Tensor:
         """Return the parameters of all slices in a slot (uint8 [room]), as they are gathered: uint8
         [n·G]."""
-        start = self.bucket.nbytes if self.apart else 0
+        start = self.bucket.nbytes if self.between_rows else 0
         return slot_P[start : start + self.count * self.gathered]
 
     def in_slot(self, slot_P: Tensor, place: int) -> Tensor:
@@ -170,7 +167,7 @@ class BucketSlices:
 
     def assemble(self, slot_P: Tensor) -> None:
         """Copy gathered parameters into the bucket, where they are not the bucket itself."""
-        if self.apart:
+        if self.between_rows:
             offsets = {param.name: param.offset for param in self.bucket.params}
             for place, slice_G in enumerate(self.side_by_side(slot_P).chunk(self.count)):
                 for run in self.runs[place]:
@@ -179,22 +176,22 @@ class BucketSlices:
 
     # ---- between a slice and the whole unit ------------------------------------------------------
 
-    def cut(self, whole_P: Tensor, place: int) -> Tensor:
+    def cut(self, unit_P: Tensor, place: int) -> Tensor:
         """Return a rank's slice, uint8 [S], of a unit as one process would hold it."""
         slice_S = torch.zeros(self.nbytes, dtype=torch.uint8)
         for run in self.runs[place]:
-            for at, there, nbytes in run.copies(run.param.offset):
-                slice_S[at : at + nbytes] = whole_P[there : there + nbytes]
+            for byte, unit_byte, nbytes in run.copies(run.param.offset):
+                slice_S[byte : byte + nbytes] = unit_P[unit_byte : unit_byte + nbytes]
         return slice_S
 
     def join(self, slices_P: Tensor) -> Tensor:
         """Return the unit as one process would hold it (uint8 [P]), from all slices side by side
         (uint8 [n·S])."""
-        whole_P = torch.zeros(self.unit.nbytes, dtype=torch.uint8)
+        unit_P = torch.zeros(self.unit.nbytes, dtype=torch.uint8)
         for place, slice_S in enumerate(slices_P.chunk(self.count)):
             for run in self.runs[place]:
-                _copy(run.copies(run.param.offset), slice_S, whole_P)
-        return whole_P
+                _copy(run.copies(run.param.offset), slice_S, unit_P)
+        return unit_P
 
     def updates(
         self, slice_S: Tensor, place: int, largest: int
@@ -206,27 +203,22 @@ class BucketSlices:
             name, _, state = run.param.name.partition(STATE)
             runs.setdefault(name, {})[state] = run
         for name, of_states in runs.items():
-            whole = of_states[""]
-            some = (
-                whole.last - whole.first if whole.layout.groups else largest
-            )  # scaled rows are cut by the update
-            for first, last in spans(whole.first, whole.last, some):
-                shape = whole.layout.shape if whole.layout.groups else (last - first,)
-                yield name, {s: _cell(run, first, shape, slice_S) for s, run in of_states.items()}
+            parameter = of_states[""]
+            scaled = parameter.layout.groups > 0  # its rows are cut by the update
+            size = parameter.stop - parameter.start if scaled else largest
+            for start, stop in spans(parameter.start, parameter.stop, size):
+                shape = parameter.layout.shape if scaled else (stop - start,)
+                yield name, {s: _cell(run, start, shape, slice_S) for s, run in of_states.items()}
 
 
-def _cell(run: TensorRun, first: int, shape: tuple[int, ...], slice_S: Tensor) -> BucketTensor:
-    """Return the cell of a run from element ``first`` on, in the shape that its parameter is
+def _cell(run: TensorRun, start: int, shape: tuple[int, ...], slice_S: Tensor) -> BucketTensor:
+    """Return the cell of a run from element ``start`` on, in the shape that its parameter is
     updated in."""
     layout = replace(run.layout, shape=shape)
-    at = run.at + (first - run.first) * layout.code_dtype.itemsize
-    return BucketTensor(layout, slice_S[at : at + layout.nbytes], origin=first)
+    byte = run.byte + (start - run.start) * layout.code_dtype.itemsize
+    return BucketTensor(layout, slice_S[byte : byte + layout.nbytes], origin=start)
 
 
 def _copy(copies: Iterable[tuple[int, int, int]], slice_S: Tensor, out_P: Tensor) -> None:
-    for at, there, nbytes in copies:
-        out_P[there : there + nbytes].copy_(slice_S[at : at + nbytes])
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+    for byte, out_byte, nbytes in copies:
+        out_P[out_byte : out_byte + nbytes].copy_(slice_S[byte : byte + nbytes])

@@ -126,7 +126,12 @@ def decoded_bytes(numel: int, itemsize: int, device: str, *, experts: bool) -> i
     return nbytes if at_once else min(nbytes, DECODE_BYTES[device])
 
 
-def side_by_side(sizes: Iterable[int], align: int) -> tuple[list[int], int]:
+ALIGN = 64
+"""Bytes that every tensor of a unit's state, and every rank's slice of it, begins at a multiple of:
+a line of a processor's cache."""
+
+
+def side_by_side(sizes: Iterable[int], align: int = ALIGN) -> tuple[list[int], int]:
     """Return places of parts of so many elements or bytes one after the other, each at a multiple
     of ``align``, and the end."""
     starts = []

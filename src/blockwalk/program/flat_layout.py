@@ -13,15 +13,10 @@ from dataclasses import dataclass
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec, encoded_nbytes
 from blockwalk.plan.placement import DTYPE_BYTES, Codec, StateKind
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.sizes import ALIGN
 from blockwalk.program.program import POOLS, Pool
+from blockwalk.program.slicing import Slicing, sliced
 from blockwalk.program.state_sizes import compute_dtype
-
-ALIGN = 16
-"""Elements that every parameter's place, and every rank's slice, is a multiple of: 64 bytes of
-float32."""
-
-ENCODED_ALIGN = 64
-"""Bytes that every place and slice is a multiple of, where a part's matrices are encoded."""
 
 PARTS = (StateKind.FROZEN, StateKind.TRAINABLE)
 
@@ -30,15 +25,18 @@ PARTS = (StateKind.FROZEN, StateKind.TRAINABLE)
 class FlatLayout:
     """The places of the parameters of one part of a unit in its flat buffer, its bucket."""
 
-    offsets: tuple[tuple[str, int], ...]
-    """First element of each parameter, by canonical name."""
-    numel: int
-    """Elements, padded: a multiple of ``ALIGN`` for every rank of the world."""
+    slicing: Slicing
+    """The elements of each parameter, by canonical name, and of all, padded for every rank of the
+    world."""
     itemsize: int
     """Bytes of an element; 1 where matrices are encoded."""
     codec: Codec = Codec.RAW
     """The codec of the matrices, where elements are bytes; the other parameters are in the compute
     dtype."""
+
+    @property
+    def numel(self) -> int:
+        return self.slicing.size
 
     @property
     def nbytes(self) -> int:
@@ -50,18 +48,16 @@ def flat_layout(
 ) -> FlatLayout:
     """Return the layout of one part of a unit over ``world`` ranks: elements of ``dtype``, or with
     a ``codec`` bytes."""
-    align = ALIGN if codec is Codec.RAW else ENCODED_ALIGN
-    offsets = []
-    end = 0
-    for param in unit.part(part is StateKind.TRAINABLE):
-        offsets.append((param.name, end))
-        if codec is Codec.RAW:
-            size = param.numel * (width_in(param, dtype) if param.exact else 1)
-        else:
-            size = encoded_nbytes(param.shape, travels_as(param, dtype), written_as(param, codec))
-        end += -(-size // align) * align
-    itemsize = DTYPE_BYTES[dtype] if codec is Codec.RAW else 1
-    return FlatLayout(tuple(offsets), -(-end // (world * align)) * world * align, itemsize, codec)
+    params = unit.part(part is StateKind.TRAINABLE)
+    if not codec.encoded:
+        numels = [(param.name, param.numel * width_in(param, dtype)) for param in params]
+        slicing = sliced(numels, world, ALIGN // DTYPE_BYTES["float32"])
+        return FlatLayout(slicing, DTYPE_BYTES[dtype], codec)
+    sizes = [
+        (p.name, encoded_nbytes(p.shape, travels_as(p, dtype), written_as(p, codec)))
+        for p in params
+    ]
+    return FlatLayout(sliced(sizes, world), 1, codec)
 
 
 def part_layout(plan: Plan, model: ModelSpec, unit: UnitSpec, part: StateKind) -> FlatLayout:

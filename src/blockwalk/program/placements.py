@@ -19,10 +19,10 @@ from blockwalk.program.flat_layout import (
     sharded_resident,
 )
 from blockwalk.program.program import POOLS, Bytes, Lane, Pool
+from blockwalk.program.slicing import slice_size
 from blockwalk.program.state_sizes import (
     bucket_bytes,
     compute_dtype,
-    cut_bytes,
     epilogue_reads,
     gradient_pool,
     maps_graphs,
@@ -288,7 +288,7 @@ class Placements:
         parameters in it, which are gathered."""
         if part is StateKind.TRAINABLE:
             return slice_bytes(self.plan, unit)
-        own = cut_bytes(self.memory_bytes(unit), self.ranks(part))
+        own = slice_size(self.memory_bytes(unit), self.ranks(part))
         return own, own
 
     def assembled_bytes(self, unit: int) -> int:

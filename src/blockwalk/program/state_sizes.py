@@ -10,9 +10,7 @@ from blockwalk.plan.placement import Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.program import POOLS, Pool
-
-BUCKET_ALIGN = 64
-"""Bytes that each tensor's place in a bucket is a multiple of."""
+from blockwalk.program.slicing import slice_size
 
 
 def epilogue_reads(model: ModelSpec) -> UnitSpec:
@@ -32,14 +30,9 @@ def bucket_bytes(plan: Plan, unit: UnitSpec) -> int:
 def slice_bytes(plan: Plan, unit: UnitSpec) -> tuple[int, int]:
     """Return bytes of one rank's slice of a bucket that ranks hold together, and of the parameters
     in it, which are gathered: to within the padding of rows and states."""
-    gathered, states = (cut_bytes(part, plan.parameter_ranks) for part in _bucket_parts(plan, unit))
+    ranks = plan.parameter_ranks
+    gathered, states = (slice_size(nbytes, ranks) for nbytes in _bucket_parts(plan, unit))
     return gathered + states, gathered
-
-
-def cut_bytes(nbytes: int, ranks: int) -> int:
-    """Return bytes of one rank's slice of ``nbytes`` that so many ranks hold together: to a border
-    of alignment."""
-    return -(-nbytes // (BUCKET_ALIGN * ranks)) * BUCKET_ALIGN
 
 
 def _bucket_parts(plan: Plan, unit: UnitSpec) -> tuple[int, int]:
@@ -50,13 +43,9 @@ def _bucket_parts(plan: Plan, unit: UnitSpec) -> tuple[int, int]:
     states = 0
     beside = [state for state, _ in states_beside(plan.zo, plan.optimizer).values()]
     for p in unit.part(True):
-        weights += _aligned(encoded_nbytes(p.shape, p.dtype, p.stored_in(codec)))
-        states += sum(_aligned(encoded_nbytes(p.shape, "float32", state)) for state in beside)
+        weights += slice_size(encoded_nbytes(p.shape, p.dtype, p.stored_in(codec)))
+        states += sum(slice_size(encoded_nbytes(p.shape, "float32", state)) for state in beside)
     return weights, states
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // BUCKET_ALIGN) * BUCKET_ALIGN
 
 
 def compute_dtype(plan: Plan, model: ModelSpec) -> str:

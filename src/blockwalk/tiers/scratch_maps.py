@@ -22,12 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from blockwalk.numerics.device import host_buffers, is_cpu, recorded
 from blockwalk.plan.placement import Tier
-from blockwalk.plan.sizes import side_by_side
+from blockwalk.plan.sizes import ALIGN, side_by_side
 from blockwalk.system.atomic_files import PARTIAL
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.disk import MappedFile, is_in_memory, will_need
-
-_ALIGN = 64
 
 
 class ScratchMaps:
@@ -51,7 +49,7 @@ class ScratchMaps:
         """Return one map holding a tensor for each name, side by side. The pages cost no memory
         until they are written."""
         starts, total = side_by_side(
-            (math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values()), _ALIGN
+            math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values()
         )
         if not total:
             return {}
@@ -314,7 +312,7 @@ class SavedTensors:
         elif not start and not is_in_memory(self._maps[number][: self._used[number]]):
             self._maps[number] = self._scratch.bytes(self._maps[number].numel())
             self._used[number] = 0
-        stop = min(start + -(-nbytes // _ALIGN) * _ALIGN, self._maps[number].numel())
+        stop = min(start + -(-nbytes // ALIGN) * ALIGN, self._maps[number].numel())
         self._place = (number, stop)
         self._used[number] = max(self._used[number], stop)
         self.nbytes += nbytes

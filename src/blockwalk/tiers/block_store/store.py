@@ -38,8 +38,6 @@ FORMAT = "blockwalk-store"
 VERSION = 2
 INDEX = STORE_INDEX
 MAGIC = b"BLKWUNIT"
-ALIGN = 64
-"""Bytes that a parameter's offset in its unit is a multiple of."""
 HEADER_PAGE = 4096
 """Bytes of a header page; the areas of a unit file are multiples of it."""
 DATA_START = 2 * HEADER_PAGE
@@ -170,7 +168,7 @@ def read_unit_headers(
 def side_by_side(params: Iterable[StoredParam]) -> tuple[tuple[StoredParam, ...], int]:
     """Return the parameters of a unit, one after the other; and the bytes of all."""
     params = tuple(params)
-    starts, end = sizes.side_by_side((param.nbytes for param in params), ALIGN)
+    starts, end = sizes.side_by_side(param.nbytes for param in params)
     return tuple(
         replace(param, offset=start) for param, start in zip(params, starts, strict=True)
     ), end
