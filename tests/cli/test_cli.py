@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from blockwalk.cli import main
+from blockwalk.cli.commands import COMMANDS
 from tests.conftest import TinyRun
 from tests.support.messages import says
 
@@ -56,7 +57,7 @@ def test_help_imports_no_torch() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    for command in main.COMMANDS:
+    for command in COMMANDS:
         assert f"\n    {command.name} " in done.stdout
     assert "--optimizer.learning_rate X\n" in done.stdout
 

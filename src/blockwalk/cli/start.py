@@ -192,22 +192,18 @@ def settings(arguments: argparse.Namespace) -> None:
 
 def complete(arguments: argparse.Namespace) -> None:
     """Print a script that completes commands, flags and settings in a shell."""
-    from blockwalk.cli import main
-
     try:
         import shtab
     except ImportError:
         raise ValueError(f"completion is written by shtab: {INSTALL}") from None
-    parser = main.parser(None)
+    parser = arguments.parser
     (subparsers,) = (
         action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     )
-    for command in main.COMMANDS:
-        for group, names, commands in settings_help.GROUPS if command.takes_settings else ():
-            for name in settings_help.settings_of(names) if command.name in commands else ():
-                values = settings_help.described(name)[0]
-                choices = values.split("|") if "|" in values else None
-                subparsers.choices[command.name].add_argument(
-                    f"--{name}", choices=choices, help=group
-                )
+    for title, names, commands in settings_help.GROUPS:
+        for name in settings_help.settings_of(names):
+            values = settings_help.described(name)[0]
+            choices = values.split("|") if "|" in values else None
+            for command in commands:
+                subparsers.choices[command].add_argument(f"--{name}", choices=choices, help=title)
     say(shtab.complete(parser, arguments.shell))
