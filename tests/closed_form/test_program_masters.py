@@ -18,8 +18,8 @@ from tests.support.messages import refused
 
 pytestmark = pytest.mark.fast
 
-ADAPTED = llama()
-WHOLE = llama(rank=0)
+ADAPTED = llama(4)
+WHOLE = llama(4, rank=0)
 TRAINED = WHOLE.numel(trainable=True)
 ON_HOST = {"trainable": "host × fp32", "optimizer_state": "host × fp32", "recompute": "all"}
 

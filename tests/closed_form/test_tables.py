@@ -20,7 +20,7 @@ from blockwalk.simulate import hardware
 from blockwalk.simulate.planner import Task, candidates
 from tests.given import costs as costs_of
 from tests.given import decoder
-from tests.golden.programs import MESHES, SHAPE, cases, variants, whole
+from tests.golden.programs import CASES, MESHES, SHAPE, programs, whole
 from tests.support.rows import registered
 
 pytestmark = pytest.mark.fast
@@ -65,19 +65,20 @@ def test_no_module_but_the_table_and_its_own_names_a_zeroth_order_kind_or_its_st
 
 @pytest.mark.parametrize("name", METHODS)
 def test_nothing_hangs_on_a_methods_name(name: str) -> None:
-    """The plans and programs of a row, in every variant of it that is kept, are those of the same
-    row under another name."""
+    """The plans and programs of a row, in every case of it that is kept, are those of the same row
+    under another name."""
     given: list[dict[str, Any]] = [
         {"mesh": m, "zo.kind": k} for m in MESHES.values() for k in ("spsa", "hizoo")
     ]
     given = given if METHODS[name]().spread else []
-    own = [(title, replace(plan, method="")) for title, plan in variants(name)]
+    cases = CASES[name]
+    plans = [replace(case.plan(name), method="") for case in cases]
     meshed = [replace(method(name, **settings), method="") for settings in given]
-    programs = list(cases(name, "llama"))
+    compiled = list(programs(name, cases))
     with registered(METHODS, "x", lambda: replace(METHODS[name](), method="x")):
-        assert [(title, replace(plan, method="")) for title, plan in variants("x")] == own
+        assert [replace(case.plan("x"), method="") for case in cases] == plans
         assert [replace(method("x", **settings), method="") for settings in given] == meshed
-        for (title, one), (other_title, other) in zip(programs, cases("x", "llama"), strict=True):
+        for (title, one), (other_title, other) in zip(compiled, programs("x", cases), strict=True):
             assert title == other_title
             assert list(whole(one)) == list(whole(other)), title
 

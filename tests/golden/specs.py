@@ -8,9 +8,10 @@ from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 
 HIDDEN = 64
 VOCABULARY = 1000
+BLOCKS = 2
 
 
-def llama(layers: int = 4, rank: int = 4) -> ModelSpec:
+def llama(layers: int = BLOCKS, rank: int = 4) -> ModelSpec:
     """An untied Llama in bfloat16 with a LoRA of ``rank`` on its query and value projections; rank
     0 trains everything."""
     linears = {
@@ -61,7 +62,7 @@ def llama(layers: int = 4, rank: int = 4) -> ModelSpec:
     )
 
 
-def opt(layers: int = 3) -> ModelSpec:
+def opt(layers: int = BLOCKS) -> ModelSpec:
     """A tied OPT in float16 whose every parameter is trained."""
 
     def param(name: str, shape: tuple[int, ...]) -> ParamSpec:
@@ -108,7 +109,7 @@ def opt(layers: int = 3) -> ModelSpec:
     )
 
 
-def mixtral(layers: int = 2, experts: int = 4) -> ModelSpec:
+def mixtral(layers: int = BLOCKS, experts: int = 4) -> ModelSpec:
     """A mixture of experts in bfloat16, its experts stored one by one, of which the attention's
     norms are trained."""
 
