@@ -1,5 +1,5 @@
-"""The walker: a model and a plan, ready to train. The user's handle, and the executor of programs
-on this machine."""
+"""The walker: a model and a plan, ready to train. It is the user's handle; programs are run by
+:mod:`blockwalk.walk.executor`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from blockwalk.data.batching import (
     share,
 )
 from blockwalk.engine import frozen_codec
-from blockwalk.engine.engine import MOVES, Engine
+from blockwalk.engine.engine import Engine
 from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.estimators.asked import Asked
 from blockwalk.estimators.backprop import Backprop
@@ -44,7 +44,7 @@ from blockwalk.plan.schedules import schedule_of
 from blockwalk.plan.words import counted
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs, Pending
-from blockwalk.program.program import Lane, Op, Program, Shape, StepKind
+from blockwalk.program.program import Lane, Program, Shape, StepKind
 from blockwalk.program.state_sizes import maps_graphs
 from blockwalk.ranks.agreement import (
     facts_of,
@@ -60,7 +60,8 @@ from blockwalk.ranks.watch import Watch, begin_watch
 from blockwalk.system.paths import StrPath
 from blockwalk.system.process_memory import page_cache
 from blockwalk.walk import generation
-from blockwalk.walk.lanes import Lanes, Mark
+from blockwalk.walk.executor import Executor, Timeline
+from blockwalk.walk.lanes import Lanes
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -201,7 +202,7 @@ class Walker:
             )
         self.lanes = Lanes(self.device)
         self._reads_padding = objective is not None  # it may read any logits
-        self.timeline: list[tuple[Program, list[tuple[Op, float, float]]]] | None = None
+        self.timeline: Timeline | None = None
         """Programs that ran, with the host seconds of their ops; None records none (see
         ``simulate.trace``)."""
         self._lora = lora or next(
@@ -402,7 +403,7 @@ class Walker:
 
     generate = generation.generate
 
-    # ---- the executor ----------------------------------------------------------------------------
+    # ---- programs --------------------------------------------------------------------------------
 
     def costs(self, shape: Shape) -> Costs:
         """Return costs of each kind of unit while it computes, see
@@ -499,27 +500,8 @@ class Walker:
             raise
         return program
 
-    def _execute(self, program: Program) -> list[Mark]:
-        """Run a program's ops, each on its lane, in the program's order."""
-        marks: list[Mark] = []
-        self.lanes.timed = self.timeline is not None
-        self.lanes.begin()
-        try:
-            for op in program.ops:
-                prepare = self.engine.prepare if op.kind in MOVES else self.estimator.prepare
-                marks.append(
-                    self.lanes.submit(op.lane, prepare(op), (marks[dep] for dep in op.deps))
-                )
-        finally:
-            self.lanes.drain(marks)
-        self.engine.dirty = program.dirty
-        if self.timeline is not None:
-            done = [
-                (op, *times)
-                for op, times in zip(program.ops, self.lanes.seconds(marks), strict=True)
-            ]
-            self.timeline.append((program, done))
-        return marks
+    def _execute(self, program: Program) -> None:
+        Executor(self.engine, self.lanes).run(program, self.estimator, self.timeline)
 
     def _sent(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a micro-batch on the device."""
