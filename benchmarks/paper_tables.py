@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.common_models import MODELS
 from benchmarks.published import CONTEXT_MB, megabytes, phone_terms, terms, with_eager_attention
 
-from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.choices import AUTO, LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.plan.model_spec import ModelSpec, UnitSpec
 from blockwalk.plan.placement import DTYPE_BYTES
-from blockwalk.plan.plan import AUTO, Plan
+from blockwalk.plan.plan import Plan
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs
 from blockwalk.program.program import Lane, OpKind, Pool, Program, Shape, StepKind

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from blockwalk.plan.choices import AUTO
 from blockwalk.plan.methods import method
-from blockwalk.plan.plan import AUTO
 from blockwalk.program.program import Lane, Pool, Shape
 from blockwalk.simulate import hardware
 from blockwalk.simulate.hardware import Link

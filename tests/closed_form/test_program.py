@@ -11,7 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from blockwalk.plan.estimators import Estimator, Timing
+from blockwalk.plan.choices import Timing
+from blockwalk.plan.estimators import Estimator
 from blockwalk.plan.methods import METHODS, method
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.placement import Codec, Placement, StateKind, Tier

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from blockwalk.plan.choices import AUTO
 from blockwalk.plan.methods import method
-from blockwalk.plan.plan import AUTO, Plan
+from blockwalk.plan.plan import Plan
 from blockwalk.program.compile import compile
 from blockwalk.program.program import Pool, Shape, StepKind
 from blockwalk.program.settling import Room, Settled, begins, settle, settled_before

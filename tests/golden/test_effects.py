@@ -11,7 +11,8 @@ import torch
 
 from blockwalk import LoraSettings, Walker, method
 from blockwalk.estimators.zeroth_order.mezo_original import SIGNS
-from blockwalk.plan.estimators import Estimator, Timing
+from blockwalk.plan.choices import Timing
+from blockwalk.plan.estimators import Estimator
 from blockwalk.plan.mesh import make_axes, named, reach
 from blockwalk.plan.placement import StateKind, Tier
 from blockwalk.program.program import COMPUTES, Op, OpKind, Program, StepKind

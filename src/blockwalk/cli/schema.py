@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from blockwalk.cli import settings_help
-from blockwalk.plan import plan, run_config
+from blockwalk.plan import ranges, run_config
 from blockwalk.plan.codecs import CODECS
 from blockwalk.plan.data_source import Source
 from blockwalk.plan.parsing import OPEN, names_words, placement_pattern
@@ -137,8 +137,8 @@ _BY_TYPE: dict[Any, Schema] = {
 
 def _number(name: str, *, whole: bool) -> Schema:
     """Return the range of a setting that is a number."""
-    most = plan.SMALLER.get(name, plan.MOST[int if whole else float])
+    most = ranges.SMALLER.get(name, ranges.MOST[int if whole else float])
     part: Schema = {"type": "integer" if whole else "number", "maximum": most}
-    least = {**plan.LEAST, **run_config.LEAST}.get(name)
+    least = {**ranges.LEAST, **run_config.LEAST}.get(name)
     part["minimum"] = -most if least is None else least
     return part

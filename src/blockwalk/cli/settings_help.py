@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator
 from itertools import pairwise
 from typing import Any
 
-from blockwalk.plan import choices, plan, run_config
+from blockwalk.plan import choices, ranges, run_config
 from blockwalk.plan.codecs import CODECS
 from blockwalk.plan.methods import METHODS
 from blockwalk.plan.parsing import READERS, did_you_mean, filled, flat, hints_of, names_words
@@ -154,7 +154,7 @@ def described(name: str) -> tuple[str, str]:
 
 def choices_of(name: str) -> Collection[str]:
     """Return the words that a setting takes; none where it takes others than a few."""
-    return ("auto", *METHODS) if name == "method" else plan.CHOICES.get(name, ())
+    return ("auto", *METHODS) if name == "method" else ranges.CHOICES.get(name, ())
 
 
 def hint_of(name: str) -> Any:

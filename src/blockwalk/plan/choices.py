@@ -6,10 +6,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from blockwalk.plan.estimators import Timing
 from blockwalk.plan.placement import Codec
+
+AUTO = -1
+"""The value of ``resident`` that leaves it to the compiler."""
 
 OF_PEFT = {
     "r": "rank",
@@ -96,6 +99,15 @@ Adapters = LoraSettings | PrefixSettings
 """Adapters of either kind, which are trained in place of the model's own parameters."""
 
 
+class Timing(StrEnum):
+    """The time at which an update is applied: inside the backward walk, after it, or at the next
+    step's fetch."""
+
+    BLOCK = "block"
+    STEP = "step"
+    DEFERRED = "deferred"
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
     """The update rule and its schedule (``optimizer.*``)."""
@@ -174,8 +186,7 @@ class ZerothOrderSettings:
     kind: str = "spsa"
     """The forwards of a step, and what is made of their losses: {choices}."""
     target: str = "weights"
-    """The values that are trained: weights, or scales. scales: those of matrices whose 4- or 8-bit
-    codes stay as they are."""
+    """The values that are trained: {choices}."""
     epsilon: float = 1e-3
     """The size of the perturbation: losses are taken at the parameters plus and minus epsilon times
     the noise."""

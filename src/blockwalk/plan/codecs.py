@@ -5,7 +5,9 @@ A codec is a row here and, where its elements are codes, a file of its name besi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from blockwalk.plan.table import Table
 
@@ -41,15 +43,59 @@ class CodecFacts:
     """True where a trainable parameter may be kept in these codes, rounded stochastically (zeroth
     order only)."""
 
+    def refuses(self, plan: Any, kind: str) -> Iterator[str]:
+        """Yield what speaks against a plan with a kind of state in this codec."""
+        placement = getattr(plan, kind)
+        codec = placement.codec
+        if kept := _KEPT_AS.get(kind):
+            if codec not in ("raw", kept):
+                because = "as blocks compute it" if kept == "raw" else "in 32 bits"
+                tier = placement.tier
+                yield f"{kind} is {placement}, and is kept {because}; set {kind}: {tier} × {kept}"
+            return
+        if self.chosen_later:
+            if kind != "frozen" or placement.tier.facts.resident:
+                yield (
+                    f"{kind} is {placement}; {codec} is for frozen weights on disk or the host:"
+                    " name a codec, such as raw"
+                )
+        elif not self.written:
+            yield (
+                f"{kind} is {placement}; {codec} is read from files that have it, and not"
+                " written: set raw"
+            )
+        if not self.encoded:
+            return
+        if kind == "frozen" and plan.compile:
+            yield (
+                "compile is true, and a compiled block needs its weights whole, where frozen:"
+                f" {placement} decodes a range at a time; set compile: false, or frozen: device"
+            )
+        if kind == "trainable" and not (self.trains or plan.target.scales):
+            codecs = (name for name, facts in CODECS.items() if facts.trains)
+            yield (
+                f"a trainable parameter cannot be kept in {codec}, which has no stochastic"
+                f" rounding; use {', '.join(codecs)}"
+            )
+
     @property
     def written(self) -> bool:
         """True where Blockwalk writes it; others are read from files that have it."""
         return not (self.block_bytes or self.parted or self.chosen_later)
 
     @property
+    def trains(self) -> bool:
+        """True where a trainable parameter may be kept in it."""
+        return not self.chosen_later and (self.trainable or not self.encoded)
+
+    @property
     def encoded(self) -> bool:
         """True where a matrix is codes and scales, which are decoded when they are read."""
         return self.bits > 0
+
+
+_KEPT_AS = {"gradient": "fp32", "optimizer_state": "fp32", "activation": "raw"}
+"""The one codec, beside raw, of kinds of state that are no parameters."""
 
 
 def _blocks(bits: int, elements: int, nbytes: int) -> CodecFacts:

@@ -5,19 +5,16 @@ trainables live, and what ranks share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Any
 
+from blockwalk.plan.choices import AUTO, Timing
+from blockwalk.plan.mesh import group_sizes
+from blockwalk.plan.refusal import Refusals, must_be, nothing
 from blockwalk.plan.table import RowName, Table
-
-
-class Timing(StrEnum):
-    """The time at which an update is applied: inside the backward walk, after it, or at the next
-    step's fetch."""
-
-    BLOCK = "block"
-    STEP = "step"
-    DEFERRED = "deferred"
+from blockwalk.plan.words import counted
+from blockwalk.plan.zeroth_order_kinds import KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +32,82 @@ class HomeFacts:
     slices_streams: bool = False
     """True where ranks of a machine may hold one copy of the streamed units together, each a
     slice."""
+    refuses: Refusals = nothing
+
+
+def _against_masters(plan: Any) -> Iterator[str]:
+    alone = "one process gathers no parameters that it could keep"
+    yield from must_be(plan, "cache.tier", "none", alone)
+    if plan.mesh.world > 1:
+        yield (
+            f"it trains on one rank, and there are {plan.mesh.world}; use fcdp or hzp (or zero3,"
+            " zeropp, mics), or start one"
+        )
+
+
+def _against_gathered(plan: Any) -> Iterator[str]:
+    """Yield what speaks against parameters that are gathered from ranks before each use."""
+    uncompiled = "blocks whose parameters are gathered from other ranks run uncompiled"
+    yield from must_be(plan, "compile", False, uncompiled)
+    if plan.caches_nothing and not plan.on_one_node:
+        nowhere = (
+            f"trainable is {plan.trainable} and optimizer_state {plan.optimizer_state}: no slice"
+            " lies between the two that could be kept. Spread trainable and frozen over fewer"
+            " ranks (method fcdp: a node)"
+        )
+        yield from must_be(plan, "cache.tier", "none", nowhere)
+    on_host = "cache.tier: host (method fcdp) is what keeps its slices on the host"
+    yield from must_be(plan, "trainable.tier", "device", on_host)
+    if plan.gradient.tier.facts.mapped:
+        yield from must_be(plan, "gradient.tier", "host", "slices of gradients wait in memory")
+    one_slice = "ranks update slices of a block, in which A and B are one"
+    yield from must_be(plan, "optimizer.lora_b_ratio", 1, one_slice)
+    kept = "blocks that ranks hold together are kept by cache.tier and cache.threshold"
+    yield from must_be(plan, "resident", AUTO, kept)
+    if not plan.frozen.tier.facts.resident:
+        yield (
+            f"frozen is {plan.frozen}: where parameters are spread over ranks cache.tier: host"
+            " (method fcdp) keeps their slices in host memory; set frozen: device ×"
+            f" {plan.frozen.codec} × {plan.frozen.group}"
+        )
+
+
+def _against_buckets(plan: Any) -> Iterator[str]:
+    """Yield what speaks against slices of the units that a machine's ranks hold together."""
+    node = plan.mesh.ranks_per_node
+    for kind, ranks in (("frozen", plan.frozen_ranks), ("trainable", plan.parameter_ranks)):
+        if node % ranks:
+            yield (
+                f"{kind} is {getattr(plan, kind)}, {counted(ranks, 'rank')}, and slices are"
+                f" gathered inside a node, whose ranks (mesh.ranks_per_node={node}) these do not"
+                " divide; name a smaller group"
+            )
+    codec = plan.frozen.codec
+    group = plan.frozen.group
+    if group_sizes(plan.mesh)[group] > 1 and not plan.sliceable("frozen"):
+        yield (
+            f"frozen is {plan.frozen}, and slices are of blocks that are fetched; set frozen:"
+            f" host × {codec} × {group}, or device × {codec} × nobody"
+        )
+    if plan.parameter_ranks > 1 and not plan.sliceable("trainable"):
+        kinds = " or ".join(name for name, facts in KINDS.items() if not facts.states)
+        trainable = plan.trainable
+        yield (
+            f"trainable is {trainable}, {plan.parameter_ranks} ranks: slices are of blocks that"
+            " are fetched, with their updates. Use trainable: host or disk, update.timing:"
+            " deferred, and a zo.kind whose forwards read no state beside the weights:"
+            f" {kinds}; or set trainable: {trainable.tier} × {trainable.codec} × nobody"
+        )
 
 
 HOMES = Table(
     "home",
     {
-        "masters": HomeFacts(),
-        "gathered": HomeFacts(gathered=True),
-        "buckets": HomeFacts(rewritten=True, states_inside=True, slices_streams=True),
+        "masters": HomeFacts(refuses=_against_masters),
+        "gathered": HomeFacts(gathered=True, refuses=_against_gathered),
+        "buckets": HomeFacts(
+            rewritten=True, states_inside=True, slices_streams=True, refuses=_against_buckets
+        ),
     },
 )
 """Homes of trainables by name."""
@@ -70,7 +135,62 @@ class EstimatorFacts:
     (``mesh.data``), and exchange losses; else all of them cut the batch."""
     ledger: bool = False
     """True where a step is a few scalars: a ledger of them is its checkpoint, and is replayed."""
+    refuses: Refusals = nothing
     help: str = ""
+
+
+def _against_backprop(plan: Any) -> Iterator[str]:
+    if plan.update.deferred:
+        yield "update.timing: deferred belongs to zeroth order; use block or step"
+    if plan.compute_dtype == "float16":
+        yield (
+            "compute_dtype is float16, and backpropagation does not scale its losses: most"
+            " gradients lie below float16's smallest number; set compute_dtype: bfloat16 (as many"
+            " bytes) or float32"
+        )
+    if plan.trainable.codec.encoded:
+        yield (
+            f"backpropagation keeps trainables in 16 or 32 bits, not {plan.trainable.codec}; use"
+            " fp32 or bf16"
+        )
+
+
+def _against_zeroth_order(plan: Any) -> Iterator[str]:
+    alone = "a step's losses must differ by its perturbation alone"
+    for setting, value, because in (
+        ("cache.tier", "none", "zeroth order has no backward walk to keep parameters for"),
+        ("optimizer.lora_b_ratio", 1, "a ledger has one learning rate a step"),
+        ("optimizer.decay", "matrices", "zeroth order spares the names that the original spares"),
+        ("neftune_noise_alpha", 0, alone),
+    ):
+        yield from must_be(plan, setting, value, because)
+    if plan.zo.epsilon <= 0:
+        yield (
+            f"zo.epsilon is {plan.zo.epsilon}; the two losses must differ: set it above 0 (1e-3"
+            " for full fine-tuning)"
+        )
+    if plan.update.at_turn:
+        yield (
+            "update.timing: block needs gradients at the block's turn; zeroth order knows its"
+            " scalar only after the walk: use deferred or step"
+        )
+    if not 0 <= plan.zo.hessian_alpha < 1:
+        yield (
+            f"zo.hessian_alpha is {plan.zo.hessian_alpha}; it is the share that a step renews,"
+            " from 0 to 1"
+        )
+    mesh = plan.mesh
+    places = mesh.data * mesh.perturb
+    if places != mesh.world:
+        yield (
+            f"mesh.data × mesh.perturb = {mesh.data}×{mesh.perturb} = {places}, but there are"
+            f" {mesh.world} ranks"
+        )
+    if mesh.perturb > max(plan.forward_passes, 1):
+        yield (
+            f"mesh.perturb is {mesh.perturb}, and a step has {plan.forward_passes} forwards;"
+            " lower it, or raise zo.queries"
+        )
 
 
 ESTIMATORS = Table(
@@ -83,6 +203,7 @@ ESTIMATORS = Table(
             spreads=("frozen", "trainable", "gradient", "optimizer_state"),
             timings=(Timing.BLOCK, Timing.STEP),
             walks_back=True,
+            refuses=_against_backprop,
             help="exact gradients",
         ),
         "zeroth-order": EstimatorFacts(
@@ -93,6 +214,7 @@ ESTIMATORS = Table(
             timings=(Timing.DEFERRED, Timing.STEP),
             shares_forwards=True,
             ledger=True,
+            refuses=_against_zeroth_order,
             help="losses alone",
         ),
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from blockwalk.plan.refusal import Refusals, nothing
 from blockwalk.plan.table import Table
 
 
@@ -15,6 +16,7 @@ class LossFacts:
     """True where it is computed over chunks of tokens and of the vocabulary, and never holds all
     logits: padding is cut, the head is read once for each chunk of tokens, and a sequence may hold
     several documents."""
+    refuses: Refusals = nothing
     help: str = ""
 
 

@@ -26,10 +26,11 @@ from typing import Any
 from blockwalk.plan.choices import (
     CacheSettings,
     OptimizerSettings,
+    Timing,
     UpdateSettings,
     ZerothOrderSettings,
 )
-from blockwalk.plan.estimators import Estimator, Timing
+from blockwalk.plan.estimators import Estimator
 from blockwalk.plan.parsing import coerce, flat
 from blockwalk.plan.placement import NOBODY, NODE, WORLD, Codec, Placement, Tier
 from blockwalk.plan.plan import Plan

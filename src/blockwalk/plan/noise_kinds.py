@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from blockwalk.plan.choices import Timing
+from blockwalk.plan.placement import Placement
+from blockwalk.plan.refusal import Refusals, must_be, nothing
 from blockwalk.plan.table import Table
 
 
@@ -28,12 +33,39 @@ class NoiseFacts:
     """The distribution of an element that is drawn by itself, as kernels know it."""
     draws_whole: bool = False
     """True where all of a parameter's draws lie in memory at once."""
+    against: Refusals = nothing
+    """The refusals of plans with it, beside those for settings that it does not read."""
     help: str = ""
+
+    def refuses(self, plan: Any) -> Iterator[str]:
+        """Yield what speaks against a plan with this noise."""
+        no_use = f"zo.noise: {plan.zo.noise} has no use for it"
+        for setting, unset in (("seed_pool", 0), ("noise_rank", 1), ("noise_interval", 1)):
+            if setting not in self.settings:
+                yield from must_be(plan, f"zo.{setting}", unset, no_use)
+        yield from self.against(plan)
 
     @property
     def drawn_in_forwards(self) -> bool:
         """True where a forward draws z in the weight's size."""
         return not (self.in_place or self.beside)
+
+
+def _against_in_place(plan: Any) -> Iterator[str]:
+    """Yield the settings that differ from those of the original, whose arithmetic is reproduced."""
+    original = "zo.noise: mezo reproduces the original's"
+    in_place = "zo.noise: mezo perturbs the weights"
+    for setting, value, because in (
+        ("update.timing", Timing.STEP, f"{original} arithmetic, in place over the whole model"),
+        ("zo.kind", "spsa", f"{original} two-point estimate"),
+        ("zo.queries", 1, f"{original} two-point estimate"),
+        ("trainable", Placement(), f"{in_place} where they lie"),
+        ("optimizer.name", "sgd", f"{original} update"),
+        ("optimizer.max_grad_norm", 0, f"{original} update"),
+        ("zo.rounding", "nearest", f"{original} arithmetic"),
+        ("mesh.perturb", 1, f"{in_place} one forward after the other"),
+    ):
+        yield from must_be(plan, setting, value, because)
 
 
 NOISES = Table(
@@ -54,6 +86,7 @@ NOISES = Table(
             elementwise=False,
             own_seeds=True,
             in_place=True,
+            against=_against_in_place,
             help="its draws and its in-place arithmetic",
         ),
     },

@@ -15,7 +15,8 @@ from blockwalk.plan.data_source import Source, Sources, listed, weights_of
 from blockwalk.plan.methods import method
 from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.parsing import fields_of, host_and_port, plain_values
-from blockwalk.plan.plan import Plan, beyond, by_name, refuse_dropout
+from blockwalk.plan.plan import Plan, refuse_dropout
+from blockwalk.plan.ranges import beyond, by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +234,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in PATHS:
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
-        for message in beyond(self):
+        for message in beyond(self, checked=("plan",)):
             raise ValueError(message)
         for name, least in LEAST.items():
             if (value := operator.attrgetter(name)(self)) < least:

@@ -127,7 +127,7 @@ class RowName(str, metaclass=_Members):
 
     def __new__(cls, name: str) -> Self:
         if name not in cls.table:
-            raise UnknownName(cls.table.unknown(name))
+            raise ValueError(cls.table.unknown(name))
         if name not in cls._members:
             cls._members[str(name)] = str.__new__(cls, name)
         member: Self = cls._members[name]  # type: ignore[assignment]

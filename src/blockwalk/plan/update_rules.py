@@ -6,8 +6,11 @@ Nothing else names a rule: plans, programs, estimates and the engines read its r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from blockwalk.plan.refusal import Refusals, nothing
 from blockwalk.plan.table import Table
 
 
@@ -24,10 +27,26 @@ class RuleFacts:
     """True where the update is θ ← (1 − lr·weight_decay)·θ − lr·g: a sum of directions may be
     applied one by one."""
     zeroth_order_only: bool = False
+    against: Refusals = nothing
+    """Further refusals of plans with it."""
     help: str = ""
 
+    def refuses(self, plan: Any) -> Iterator[str]:
+        """Yield what speaks against a plan with this rule."""
+        name = plan.optimizer.name
+        if self.zeroth_order_only and plan.estimator.facts.walks_back:
+            first_order = (rule for rule, facts in RULES.items() if not facts.zeroth_order_only)
+            yield f"optimizer.name: {name} is a zeroth-order rule; use {', '.join(first_order)}"
+        if plan.home.states_inside and len(self.states) > 1 and plan.trainable.tier.facts.durable:
+            stateless = (rule for rule, facts in RULES.items() if not facts.states)
+            yield (
+                f"{name} keeps {' and '.join(self.states)} beside each trainable: use it with"
+                f" resident trainables (LoRA), or optimizer.name: {' or '.join(stateless)}"
+            )
+        yield from self.against(plan)
 
-RULES = Table(
+
+RULES: Table[RuleFacts] = Table(
     "optimizer.name",
     {
         "adamw": RuleFacts(("exp_avg", "exp_avg_sq"), ("betas", "eps", "weight_decay")),

@@ -6,11 +6,13 @@ losses are turned into."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from blockwalk.plan.choices import OptimizerSettings, ZerothOrderSettings
 from blockwalk.plan.placement import Codec
+from blockwalk.plan.refusal import Refusals, nothing
 from blockwalk.plan.table import Table
 from blockwalk.plan.update_rules import RULES
 
@@ -34,7 +36,28 @@ class KindFacts:
     says its codec, and the value that it begins with."""
     settings: tuple[str, ...] = ()
     """Further fields of ``zo.*`` that an update reads."""
+    against: Refusals = nothing
+    """Further refusals of plans with it."""
     help: str = ""
+
+    def refuses(self, plan: Any) -> Iterator[str]:
+        """Yield what speaks against a plan with this kind."""
+        zo = plan.zo
+        if plan.estimator.facts.walks_back:
+            return
+        if zo.queries < self.least_queries:
+            yield (
+                f"zo.queries is {zo.queries}, and {zo.kind} needs at least {self.least_queries}:"
+                f" it {self.because}"
+            )
+        for setting, _ in self.states.values():
+            codec = getattr(zo, setting)
+            if codec.facts.dtype is None:
+                yield (
+                    f"zo.{setting} is {codec}; what forwards read beside the weights is kept in"
+                    " fp32, bf16 or fp16"
+                )
+        yield from self.against(plan)
 
     def passes(self, queries: int) -> tuple[tuple[int, float], ...]:
         """(query, sign) of each forward of a step, in the program's order."""
@@ -59,6 +82,42 @@ KINDS = Table(
     },
 )
 """Zeroth-order kinds by ``zo.kind``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """One target of zeroth order: the values that are trained."""
+
+    scales: bool = False
+    """True where the scales of codes are perturbed and trained, and the codes stay."""
+    refuses: Refusals = nothing
+    help: str = ""
+
+
+def _against_scales(plan: Any) -> Iterator[str]:
+    one_scale = len(plan.trainable.codec.facts.scales) == 1
+    states = plan.kind.states or plan.update_rule.states
+    if not one_scale or not plan.noise.elementwise or states:
+        yield (
+            "zo.target: scales is of codes with one scale a row or group, and of noise and rules"
+            f" without more beside them; it has trainable: {plan.trainable}, {plan.zo.noise},"
+            f" {plan.zo.kind}, {plan.optimizer.name}; use int8, fp8, int4 or nf4, gaussian or"
+            " rademacher, spsa or fzoo, sgd or sign"
+        )
+
+
+TARGETS = Table(
+    "zo.target",
+    {
+        "weights": TargetFacts(),
+        "scales": TargetFacts(
+            scales=True,
+            refuses=_against_scales,
+            help="those of matrices whose 4- or 8-bit codes stay as they are",
+        ),
+    },
+)
+"""Targets by ``zo.target``."""
 
 
 def states_beside(

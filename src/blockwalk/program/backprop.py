@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from blockwalk.plan.estimators import Timing
+from blockwalk.plan.choices import Timing
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.program.lower import Builder, Turn
 from blockwalk.program.program import Bytes, Lane, OpKind, Pool

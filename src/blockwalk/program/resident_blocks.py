@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from blockwalk.plan.choices import AUTO
 from blockwalk.plan.model_spec import ModelSpec
-from blockwalk.plan.plan import AUTO, Plan
+from blockwalk.plan.plan import Plan
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs
 from blockwalk.program.placements import Placements

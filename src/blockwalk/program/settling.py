@@ -10,9 +10,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from blockwalk.plan.choices import AUTO
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import Tier
-from blockwalk.plan.plan import AUTO, Plan
+from blockwalk.plan.plan import Plan
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs
 from blockwalk.program.program import Pool, Shape, StepKind, human_bytes

@@ -12,8 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
-from blockwalk.plan.estimators import Timing
+from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings, Timing
 from blockwalk.plan.model_spec import ModelSpec, encoded_nbytes
 from blockwalk.plan.parsing import plain_values
 from blockwalk.plan.placement import NOBODY, Codec, Placement, Tier

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from blockwalk.plan.choices import AUTO
 from blockwalk.plan.methods import METHODS, method
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import NOBODY
-from blockwalk.plan.plan import AUTO, Plan
+from blockwalk.plan.plan import Plan
 from blockwalk.program.compile import compile_ranks, resident
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import COMPUTES, Lane, Pool, Program, Shape, StepKind, human_bytes

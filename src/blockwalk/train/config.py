@@ -185,6 +185,10 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
     if name == "auto":
         asked = lora if lora_given and wants_lora else None
         return RunConfig(plan=_chosen(own, data, asked, settings), data=data, lora=asked, **own)
+    if name not in METHODS:
+        raise ValueError(
+            f"unknown method {name!r}{METHODS.nearest(name)}; known: auto, {METHODS.choices}"
+        )
     plan = method(name, **settings)
     named = {"frozen", "frozen.codec"} & settings.keys()
     if not named:
