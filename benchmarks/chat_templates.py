@@ -23,8 +23,9 @@ import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from blockwalk.data.encode import Encoded, encode, first_example
-from blockwalk.data.formats import Record
+from blockwalk.data.dataset import Encoded
+from blockwalk.data.encode import encode, first_example
+from blockwalk.data.records import Record
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 MARK = re.compile(

@@ -146,7 +146,7 @@ def with_tokenizer(store: Path, name: str) -> Path:
 def read_tokenizer(store: Path) -> None:
     """Read a store's tokenizer and some text with it, and let go of it before a model is opened, as
     a run does."""
-    from blockwalk.data.encode import load_tokenizer
+    from blockwalk.data.tokenizer import load_tokenizer
     from blockwalk.system.heap import give_back, large_returned
 
     with large_returned():

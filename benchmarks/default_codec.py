@@ -30,7 +30,7 @@ from benchmarks.quality import fold
 from benchmarks.real_model import steps, watched
 
 from blockwalk.data.corpus import sample
-from blockwalk.data.encode import load_tokenizer
+from blockwalk.data.tokenizer import load_tokenizer
 from blockwalk.engine.pack import pack
 from blockwalk.plan.placement import Codec
 

@@ -37,8 +37,10 @@ from benchmarks.zo_converge_plot import draw
 from blockwalk import Plan, Walker, method
 from blockwalk.data.batching import Batches
 from blockwalk.data.corpus import asks_of
-from blockwalk.data.encode import Choices, encode_choices, load_tokenizer
+from blockwalk.data.dataset import Choices
+from blockwalk.data.encode import encode_choices
 from blockwalk.data.sources import read_records
+from blockwalk.data.tokenizer import load_tokenizer
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.train.evaluation import HeldOut
 

@@ -143,7 +143,8 @@ def train(run: Run, model: str, data: str) -> dict[str, float]:
     from blockwalk import Walker, method
     from blockwalk.data.batching import Batches
     from blockwalk.data.corpus import training_set
-    from blockwalk.data.encode import Encoded, load_tokenizer
+    from blockwalk.data.dataset import Encoded
+    from blockwalk.data.tokenizer import load_tokenizer
     from blockwalk.plan.choices import LoraSettings
     from blockwalk.train.evaluation import HeldOut
 

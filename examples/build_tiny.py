@@ -24,9 +24,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import blockwalk
-from blockwalk.data.batching import Batch, Batches
+from blockwalk.data.batch import Batch
+from blockwalk.data.batching import Batches
 from blockwalk.data.encode import encode
-from blockwalk.data.formats import Format, Record
+from blockwalk.data.formats import Format
+from blockwalk.data.records import Record
 
 VOCABULARY = 1024
 SPECIAL = ["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockwalk import method
-from blockwalk.data.batching import loss_tokens, pack_batch
+from blockwalk.data.batch import loss_tokens
+from blockwalk.data.packing import pack_batch
 from blockwalk.numerics.documents import ByDocument, by_document
 from blockwalk.plan.choices import LoraSettings, PrefixSettings
 from blockwalk.program.program import Shape

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from blockwalk import method
-from blockwalk.data.batching import cut_padding, loss_tokens
+from blockwalk.data.batch import loss_tokens
+from blockwalk.data.packing import cut_padding
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.program.program import Shape
 from blockwalk.walk.unit_costs import UnitCosts

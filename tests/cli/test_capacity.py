@@ -22,7 +22,7 @@ from benchmarks.memory_limit import run_limited, why_not
 from safetensors.torch import save_file
 
 from blockwalk.cli import main
-from blockwalk.data.encode import load_tokenizer
+from blockwalk.data.tokenizer import load_tokenizer
 from blockwalk.engine.engine import Engine
 from blockwalk.plan.methods import method
 from blockwalk.plan.plan import Plan

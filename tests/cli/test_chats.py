@@ -175,7 +175,7 @@ def test_the_pattern_of_mistral_is_mended(tmp_path: Path) -> None:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import AutoTokenizer
 
-    from blockwalk.data.encode import load_tokenizer
+    from blockwalk.data.tokenizer import load_tokenizer
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = ["<unk>", "<s>", "</s>", *letters, *(f"filler{number}" for number in range(100_100))]

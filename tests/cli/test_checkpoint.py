@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from blockwalk.checkpoints import marks, run_checkpoint, sweeping
+from blockwalk.checkpoints import marks, run_checkpoint, run_start, sweeping
+from blockwalk.checkpoints.changed_settings import changed_settings
 from blockwalk.checkpoints.ledger import LedgerPosition
 from blockwalk.plan.choices import PrefixSettings
 from blockwalk.plan.parsing import plain_values
@@ -74,7 +75,7 @@ def test_latest_sees_whole_checkpoints_only(tmp_path: Path) -> None:
         (tmp_path / name / "rank-00000.safetensors").write_bytes(b"")
     (tmp_path / "checkpoint-old").mkdir()
     with sweeping.one_run(tmp_path):
-        found = run_checkpoint.prepare(tmp_path, "latest", overwrite=False)
+        found = run_start.prepare(tmp_path, "latest", overwrite=False)
         assert found.checkpoint == str(good)
         (said,) = found.damaged
         assert said.endswith(
@@ -98,10 +99,10 @@ def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
     second = write(tmp_path, 10)
     for resume in ("", str(first)):
         with refused(ValueError, "overwrite_output_dir: true"):
-            run_checkpoint.prepare(tmp_path, resume, overwrite=False)
+            run_start.prepare(tmp_path, resume, overwrite=False)
 
     def start(resume: str, overwrite: bool) -> str | None:
-        found = run_checkpoint.prepare(tmp_path, resume, overwrite=overwrite)
+        found = run_start.prepare(tmp_path, resume, overwrite=overwrite)
         assert run_checkpoint.whole(tmp_path) == there, "nothing is touched before the run starts"
         found.clear()
         return found.checkpoint
@@ -123,7 +124,7 @@ def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
         "what it replaced goes when it is whole"
     )
     with refused(ValueError, "nowhere"):
-        run_checkpoint.prepare(tmp_path, str(tmp_path / "nowhere"), overwrite=True)
+        run_start.prepare(tmp_path, str(tmp_path / "nowhere"), overwrite=True)
 
 
 def test_settings_that_give_the_state_its_meaning_must_agree() -> None:
@@ -133,30 +134,28 @@ def test_settings_that_give_the_state_its_meaning_must_agree() -> None:
         "data": {"train": "x", "max_length": 8},
         "output_dir": "o",
     }
-    assert not run_checkpoint.changed_settings(
-        saved, {**saved, "prefix": plain_values(PrefixSettings())}
-    ), "an older checkpoint"
+    assert not changed_settings(saved, {**saved, "prefix": plain_values(PrefixSettings())}), (
+        "an older checkpoint"
+    )
     older = {**saved, "lora": {"rank": 4}, "data": {"train": "x", "max_length": 8}}
     newer = {
         **older,
         "lora": {"rank": 4, "dropout": 0.0},
         "data": {**older["data"], "packing": False},
     }
-    assert not run_checkpoint.changed_settings(older, newer), (
+    assert not changed_settings(older, newer), (
         "an older checkpoint knows fewer settings of a section"
     )
     with refused(ValueError, "data.packing False True"):
-        run_checkpoint.changed_settings(
-            older, {**newer, "data": {**newer["data"], "packing": True}}
-        )
+        changed_settings(older, {**newer, "data": {**newer["data"], "packing": True}})
     with refused(ValueError, "prefix.num_virtual_tokens 0 5"):
-        run_checkpoint.changed_settings(saved, {**saved, "prefix": plain_values(PrefixSettings(5))})
-    changed = run_checkpoint.changed_settings(saved, {**saved, "max_steps": 9, "output_dir": "p"})
+        changed_settings(saved, {**saved, "prefix": plain_values(PrefixSettings(5))})
+    changed = changed_settings(saved, {**saved, "max_steps": 9, "output_dir": "p"})
     assert changed == ["max_steps: 5 → 9"]
     with refused(ValueError, "data.max_length 8 9"):
-        run_checkpoint.changed_settings(saved, {**saved, "data": {"train": "x", "max_length": 9}})
+        changed_settings(saved, {**saved, "data": {"train": "x", "max_length": 9}})
     with refused(ValueError, "model a b"):
-        run_checkpoint.changed_settings(saved, {**saved, "model": "b"})
+        changed_settings(saved, {**saved, "model": "b"})
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:

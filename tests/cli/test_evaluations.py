@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from blockwalk.cli import main
-from blockwalk.data.encode import Choices, load_tokenizer
+from blockwalk.data.dataset import Choices
+from blockwalk.data.tokenizer import load_tokenizer
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.train import progress
 from blockwalk.train.evaluation import HeldOut

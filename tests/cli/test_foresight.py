@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from blockwalk.cli import main
-from blockwalk.data.encode import tokenizer_of
+from blockwalk.data.tokenizer import tokenizer_of
 from blockwalk.engine import model_weights
 from blockwalk.plan.methods import method
 from blockwalk.program.program import OpKind, Pool, Shape, StepKind

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from blockwalk.checkpoints import run_checkpoint
+from blockwalk.checkpoints.changed_settings import changed_settings
 from blockwalk.cli import main
 from blockwalk.tiers.model_folder.identity import same_weights, weights_digest
 from tests.conftest import TinyRun
@@ -193,12 +193,10 @@ def test_words_that_training_ranks_must_stay() -> None:
         "data": {"label_words": ["good", "bad"], "train": "a"},
     }
     now = {**saved, "data": {**saved["data"], "train": "b"}}
-    assert run_checkpoint.changed_settings(saved, now, same_data=True) == [
-        "data.train: a → b; the same examples"
-    ]
+    assert changed_settings(saved, now, same_data=True) == ["data.train: a → b; the same examples"]
     now = {**saved, "data": {"label_words": ["good", "worse"], "train": "a"}}
     with refused(ValueError, "data.label_words"):
-        run_checkpoint.changed_settings(saved, now, same_data=True)
+        changed_settings(saved, now, same_data=True)
 
 
 def test_a_gguf_file_of_another_name_is_the_same_model(

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from blockwalk.data.batching import Batches
-from blockwalk.data.encode import Encoded, encode, first_example, require_rows
-from blockwalk.data.formats import Record
+from blockwalk.data.dataset import Encoded
+from blockwalk.data.encode import encode, first_example
+from blockwalk.data.records import Record
 from blockwalk.data.sources import read_records
+from blockwalk.data.tokenizer import require_rows
 from tests.support.messages import refused
 
 END = "{% if add_generation_prompt %}<|assistant|>{% endif %}"

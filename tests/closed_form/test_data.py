@@ -23,22 +23,16 @@ from transformers import PreTrainedTokenizerFast
 
 from blockwalk.checkpoints import run_checkpoint, sweeping
 from blockwalk.data import encode as data_encode
-from blockwalk.data.batching import (
-    Batch,
-    Batches,
-    by_length,
-    collate,
-    epoch_order,
-    label_word_batch,
-    loss_tokens,
-    micro_batches,
-    pack_batch,
-    row_losses,
-    share,
-)
-from blockwalk.data.encode import Encoded, encode, encode_choices, load_tokenizer
-from blockwalk.data.formats import Format, Record, Template, detect_format
+from blockwalk.data.batch import Batch, loss_tokens, micro_batches, share
+from blockwalk.data.batching import Batches, by_length, collate, epoch_order
+from blockwalk.data.dataset import Encoded
+from blockwalk.data.encode import encode, encode_choices
+from blockwalk.data.formats import Format, detect_format
+from blockwalk.data.label_words import label_word_batch, row_losses
+from blockwalk.data.packing import pack_batch
+from blockwalk.data.records import Record, Template
 from blockwalk.data.sources import read_records
+from blockwalk.data.tokenizer import load_tokenizer
 from blockwalk.estimators.zeroth_order.objectives import ranked
 from blockwalk.train import config
 from blockwalk.train.evaluation import HeldOut
@@ -508,7 +502,7 @@ def test_jsonl_and_parquet_hold_the_same_records(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "b.parquet")
     jsonl(tmp_path / "a.jsonl", rows[0], "", rows[1])
     assert [record.fields for record in read_records(tmp_path / "a.jsonl")] == rows
-    assert [record.where[-6:] for record in read_records(tmp_path / "a.jsonl")] == [
+    assert [record.place[-6:] for record in read_records(tmp_path / "a.jsonl")] == [
         "line 1",
         "line 3",
     ]

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from blockwalk.data.encode import encode, encode_choices, load_tokenizer
-from blockwalk.data.formats import Template
+from blockwalk.data.encode import encode, encode_choices
+from blockwalk.data.records import Template
 from blockwalk.data.sources import read_records
+from blockwalk.data.tokenizer import load_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DATA = EXAMPLES / "data"

@@ -13,9 +13,10 @@ import pytest
 from blockwalk.cutting.adapters import load_adapter
 from blockwalk.cutting.skeleton import load_config
 from blockwalk.data.corpus import held_out_set, training_set
-from blockwalk.data.encode import encode, load_tokenizer
-from blockwalk.data.formats import Record
+from blockwalk.data.encode import encode
+from blockwalk.data.records import Record
 from blockwalk.data.sources import read_records
+from blockwalk.data.tokenizer import load_tokenizer
 from blockwalk.models import gguf
 from blockwalk.models.folder import require_weights
 from blockwalk.models.quantised import quantisation

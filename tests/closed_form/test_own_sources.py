@@ -13,7 +13,7 @@ import yaml
 
 from blockwalk.cli import main
 from blockwalk.data.corpus import eval_numbers, held_out_set, training_set
-from blockwalk.data.encode import Encoded
+from blockwalk.data.dataset import Encoded
 from blockwalk.plan.data_source import Source
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.train import config

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from blockwalk.data.formats import Template
+from blockwalk.data.records import Template
 from blockwalk.models.hub import without_password
 from blockwalk.plan.parsing import hints_of
 from blockwalk.plan.run_config import RunConfig

@@ -11,7 +11,7 @@ import pytest
 
 from blockwalk.cutting.verify import require_positions
 from blockwalk.data.batching import Batches
-from blockwalk.data.encode import Encoded
+from blockwalk.data.dataset import Encoded
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.report import card
 from blockwalk.system import atomic_files

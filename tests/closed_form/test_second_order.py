@@ -9,7 +9,7 @@ import torch
 
 from blockwalk.cli.main import main
 from blockwalk.data.corpus import sample
-from blockwalk.data.encode import load_tokenizer
+from blockwalk.data.tokenizer import load_tokenizer
 from blockwalk.engine.calibrate import Calibrated
 from blockwalk.engine.pack import pack
 from blockwalk.engine.second_order import (

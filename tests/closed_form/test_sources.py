@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blockwalk.data.batching import pack
 from blockwalk.data.corpus import held_out_set, mixture, training_set
-from blockwalk.data.encode import Choices, Encoded, encode, first_example
-from blockwalk.data.formats import Format, Record, detect_format, turns_of
+from blockwalk.data.dataset import Choices, Encoded
+from blockwalk.data.encode import encode, first_example
+from blockwalk.data.formats import Format, detect_format
+from blockwalk.data.packing import pack
+from blockwalk.data.records import Record
 from blockwalk.data.sources import read_records
+from blockwalk.data.turns import turns_of
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.train import config
 from blockwalk.train.progress import Progress
@@ -65,7 +68,7 @@ def test_an_array_and_lines_hold_the_same_records(tmp_path: Path) -> None:
     for name, place in (("array.json", "record 2"), ("lines.json", "line 2")):
         found = list(read_records(tmp_path / name))
         assert [record.fields for record in found] == rows
-        assert found[1].where.endswith(place)
+        assert found[1].place.endswith(place)
 
 
 def test_csv_has_commas_quotes_and_line_breaks(tmp_path: Path) -> None:
@@ -143,7 +146,7 @@ def test_a_hub_name_is_read_by_datasets_and_its_records_are_named(
         "owner/cards", split="test", subset="easy", columns=["prompt=text"]
     )
     assert asked == [("owner/cards", "easy", "test")]
-    assert (first.text("prompt"), second.where) == ("a", "owner/cards[test] row 2")
+    assert (first.text("prompt"), second.place) == ("a", "owner/cards[test] row 2")
     with refused(ValueError, "nobody/nothing hub train", "the hub is not there"):
         next(read_records("nobody/nothing"))
 

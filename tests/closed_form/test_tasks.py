@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from blockwalk.data.corpus import held_out_set, training_set
-from blockwalk.data.encode import Answers, Choices, Encoded
-from blockwalk.data.formats import Record
+from blockwalk.data.dataset import Answers, Choices, Encoded
 from blockwalk.data.metrics import exact_match, macro_f1, token_f1
+from blockwalk.data.records import Record
 from blockwalk.data.tasks import TASKS, demonstrations, part_of
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from tests.closed_form import test_data

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 COUNT = """
 import os, sys
-from blockwalk.data.encode import load_tokenizer
+from blockwalk.data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer(sys.argv[1])
 before = len(os.listdir("/proc/self/task"))
 tokenizer(["A hundred words, or some of them. " * 20] * 600)

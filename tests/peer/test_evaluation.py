@@ -11,7 +11,7 @@ import torch
 
 import blockwalk
 from blockwalk.data.batching import collate, left_padded
-from blockwalk.data.encode import Answers, Choices, Encoded
+from blockwalk.data.dataset import Answers, Choices, Encoded
 from blockwalk.data.metrics import exact_match, token_f1
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.program.program import Lane

@@ -14,7 +14,7 @@ from peft import PeftConfig
 
 from blockwalk.cli import main
 from blockwalk.cutting.skeleton import build_skeleton, load_config
-from blockwalk.data.encode import load_tokenizer
+from blockwalk.data.tokenizer import load_tokenizer
 from blockwalk.models import hub as hub_files
 from blockwalk.models.folder import (
     checkpoint_files,

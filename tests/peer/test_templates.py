@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from blockwalk.data.encode import encode
-from blockwalk.data.formats import Record
+from blockwalk.data.records import Record
 from tests.support.messages import refused
 
 WORDS = [

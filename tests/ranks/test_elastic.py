@@ -14,7 +14,7 @@ import torch
 
 from blockwalk import method
 from blockwalk.cli import main
-from blockwalk.data.batching import LabelWordBatch
+from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.ranks.elastic import Elastic, Lent, elastic
 from blockwalk.ranks.place import LOST

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from blockwalk import method
-from blockwalk.data.batching import LabelWordBatch
+from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.plan.choices import MeshSettings

@@ -15,7 +15,7 @@ import torch
 
 from blockwalk.checkpoints import run_checkpoint
 from blockwalk.cli import main
-from blockwalk.data.encode import load_tokenizer
+from blockwalk.data.tokenizer import load_tokenizer
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.train import loop

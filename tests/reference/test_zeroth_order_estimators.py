@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from blockwalk import method
-from blockwalk.data.batching import LabelWordBatch
+from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.reference.zeroth_order import fzoo_step, hizoo_step, masters_of, spsa_step
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model

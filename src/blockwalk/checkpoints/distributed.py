@@ -119,16 +119,16 @@ class Saver:
     def _read(self, folder: Path) -> int:
         """Copy this rank's pieces into the engine; returns the number of steps that had been
         done."""
-        own = self.engine.pieces()
+        local_pieces = self.engine.pieces()
         with pieces.Saved(folder) as saved:
-            numel = {name: piece.numel for name, piece in own.items()}
+            numel = {name: piece.numel for name, piece in local_pieces.items()}
             if different := sorted(dict(saved.numel.items() ^ numel.items())):
                 raise ValueError(
                     f"{folder} is not of this model and optimizer; it differs in {different[:5]}"
                 )
-            for name, piece in own.items():
-                for first, held in piece.held.items():
-                    saved.read_into(name, first, held)
+            for name, piece in local_pieces.items():
+                for start, elements in piece.ranges.items():
+                    saved.read_into(name, start, elements)
         self.engine.resume_facts(saved.facts)
         return saved.steps_done
 
@@ -161,7 +161,7 @@ def write_folder(
     rank, ranks = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size(group))
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; save to another folder")
-    failed = ""
+    failure = ""
     if rank == 0:
         try:
             links.remove(partial)
@@ -171,22 +171,22 @@ def write_folder(
         except OSError as error:
             if group is None:
                 raise
-            failed = f"{error.strerror or error}"
-    if problems := _told(failed, group):
+            failure = f"{error.strerror or error}"
+    if problems := _told(failure, group):
         raise OSError(
             f"{folder} could not be written: "
             + "; ".join(f"rank {r}: {t}" for r, t in problems.items())
         )
     _require(partial, group)
-    failed = ""
+    failure = ""
     try:
         pieces.write(partial, state, steps_done=steps_done, rank=rank, ranks=ranks, facts=facts)
     except OSError as error:
         if group is None:
             atomic_files.discard(partial)
             raise
-        failed = f"{error.strerror or error}"
-    if problems := _told(failed, group):
+        failure = f"{error.strerror or error}"
+    if problems := _told(failure, group):
         if rank == 0:
             atomic_files.discard(partial)
         raise OSError(
@@ -217,5 +217,5 @@ def _require(folder: Path, group: dist.ProcessGroup | None) -> None:
 def _told(text: str, group: dist.ProcessGroup | None) -> dict[int, str]:
     """Return every rank's text that is not empty, by rank and on every rank; all ranks wait for one
     another."""
-    said = [text] if group is None else gather_json(text, group)
-    return {rank: each for rank, each in enumerate(said) if each}
+    texts = [text] if group is None else gather_json(text, group)
+    return {rank: said for rank, said in enumerate(texts) if said}

@@ -2,16 +2,18 @@
 bit.
 
     ledger.jsonl
-        {"format": "blockwalk-ledger", "version": 2, "run": ..., "base": ..., "rule": {...}, ..., "digest": ...}    the header
-        {"step": 1, "seed": 0, "learning_rate": 1e-06, "epsilon": 0.001, "projected_grads": [...], ..., "digest": ...}
+        {"format": "blockwalk-ledger", "version": 2, "run": ..., "base": ..., "rule": {...}, ...,
+         "digest": ...}                       the header, one line
+        {"step": 1, "seed": 0, "learning_rate": 1e-06, "epsilon": 0.001, "projected_grads": [...],
+         ..., "digest": ...}                  a step, one line
         ...
 
 A line is on the disk before its step counts. A process killed in the middle of a line leaves a torn
 one, which is cut off when the ledger is opened again: at most the step in flight is lost. Numbers
 are written so that reading them gives the same float64. A step's digest is of the digest before it
 and of its line: a line that was changed, removed or moved breaks the chain there, and a checkpoint
-that knows the digest of its step (:class:`LedgerPosition`) knows every step up to it. The header has a digest
-of its own, so that runs with the same steps have the same lines.
+that knows the digest of its step (:class:`LedgerPosition`) knows every step up to it. The header
+has a digest of its own, so that runs with the same steps have the same lines.
 
 :func:`write_exported` makes a file to hand on of it: the same lines, compressed (gzip), without the
 losses, which no update reads; its header tells their number, so that it is whole or refused."""
@@ -108,7 +110,7 @@ class Ledger:
             atomic_files.write_bytes(
                 self.path, _lines([{"format": FORMAT, "version": VERSION, **header}])[0]
             )
-        self.header, self.entries, self._digests, whole = _read(self.path)
+        self.header, self.entries, self._digests, nbytes = _read(self.path)
         if "exported" in self.header:
             raise ValueError(
                 f"{self.path} is an exported ledger, and no step is added to one: train what it"
@@ -120,8 +122,8 @@ class Ledger:
                 " output_dir"
             )
         self._fd = open_own(self.path, os.O_WRONLY)
-        if whole < os.fstat(self._fd).st_size:
-            os.ftruncate(self._fd, whole)
+        if nbytes < os.fstat(self._fd).st_size:
+            os.ftruncate(self._fd, nbytes)
             os.fsync(self._fd)
         os.lseek(self._fd, 0, os.SEEK_END)
 
@@ -148,14 +150,13 @@ class Ledger:
         start = os.lseek(self._fd, 0, os.SEEK_CUR)
         try:
             with atomic_files.naming(self.path):
-                done = 0
-                while done < len(line):
-                    done += os.write(self._fd, line[done:])
+                written = 0
+                while written < len(line):
+                    written += os.write(self._fd, line[written:])
                 getattr(os, "fdatasync", os.fsync)(self._fd)  # macOS has the latter alone
         except OSError:
-            os.ftruncate(
-                self._fd, start
-            )  # a full disk: the step does not count, and the next one starts a fresh line
+            # a full disk: the step does not count, and the next one starts a fresh line
+            os.ftruncate(self._fd, start)
             os.lseek(self._fd, start, os.SEEK_SET)
             raise
         self.entries.append(entry)
@@ -205,7 +206,8 @@ def require(path: Path, position: LedgerPosition, checkpoint: Path) -> None:
     remedy = "put that ledger back, or begin a new run in another output_dir"
     if not path.exists():
         raise ValueError(
-            f"{path} is missing, and {checkpoint} was saved at step {position.steps} of it: {remedy}"
+            f"{path} is missing, and {checkpoint} was saved at step {position.steps} of it:"
+            f" {remedy}"
         )
     _, entries, digests, _ = _read(path)
     if len(entries) < position.steps:
@@ -233,21 +235,20 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the settings in which two headers differ, as ``name: saved, now``; the run's own name
     is none of them."""
     names = [name for name in now if name != "run" and saved.get(name) != _plain(now[name])]
-    out = []
+    lines = []
     for name in names:
-        before = saved.get(name)
-        after = _plain(now[name])
-        if isinstance(before, dict) and isinstance(after, dict):
-            keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-            out += [
-                f"{name}.{key} is {before.get(key)!r} there and {after.get(key)!r} here"
-                for key in keys
+        old = saved.get(name)
+        new = _plain(now[name])
+        if isinstance(old, dict) and isinstance(new, dict):
+            keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+            lines += [
+                f"{name}.{key} is {old.get(key)!r} there and {new.get(key)!r} here" for key in keys
             ]
-        elif isinstance(before, list | dict) or isinstance(after, list | dict):
-            out.append(f"{name} differs")
+        elif isinstance(old, list | dict) or isinstance(new, list | dict):
+            lines.append(f"{name} differs")
         else:
-            out.append(f"{name} is {before!r} there and {after!r} here")
-    return out
+            lines.append(f"{name} is {old!r} there and {new!r} here")
+    return lines
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[LedgerEntry], list[str], int]:
@@ -278,14 +279,14 @@ def _read(path: Path) -> tuple[dict[str, Any], list[LedgerEntry], list[str], int
         values.append(value)
         if number > 1:
             digests.append(digest)
-    header, *rest = values
+    header, *steps = values
     seal = header.get("exported")
-    if seal and seal != {"steps": len(rest)}:
+    if seal and seal != {"steps": len(steps)}:
         raise Damaged(
-            f"{path} is damaged: it has {counted(len(rest), 'step')} of the {seal.get('steps')} it"
+            f"{path} is damaged: it has {counted(len(steps), 'step')} of the {seal.get('steps')} it"
             " was written with"
         )
-    entries = [entry_of(value, number, path) for number, value in enumerate(rest, 1)]
+    entries = [entry_of(value, number, path) for number, value in enumerate(steps, 1)]
     return header, entries, digests, sum(len(line) + 1 for line in lines)
 
 
@@ -326,11 +327,12 @@ def entry_of(value: Any, number: int, path: Path | str = "the store of ranks") -
     lists: Sequence[str] = ("losses", "projected_grads", "curvatures")
     try:
         fields: dict[str, Any] = {
-            key: tuple(map(float, each)) if key in lists else each for key, each in value.items()
+            key: tuple(map(float, number_value)) if key in lists else number_value
+            for key, number_value in value.items()
         }
         entry = LedgerEntry(**{"losses": (), **fields})
         numbers = (entry.learning_rate, entry.epsilon, entry.projected_grad)
-        if not all(isinstance(each, int | float) for each in numbers):
+        if not all(isinstance(number_value, int | float) for number_value in numbers):
             raise TypeError("a learning rate or an epsilon is no number")
         operator.index(entry.seed)
     except (TypeError, ValueError, AttributeError) as error:

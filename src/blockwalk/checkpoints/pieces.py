@@ -1,10 +1,10 @@
 """The tensors of a checkpoint on disk: pieces of one-dimensional tensors, which any number of ranks
 wrote and any reads.
 
-    rank-00000.safetensors    the pieces that a rank wrote
-    rank-00000.json           steps done, ranks that wrote, and of each piece: its tensor, that tensor's elements, the first
-                              of the piece's, its dtype and place in the file, and a CRC-32 of each
-                              4 MiB
+    rank-00000.safetensors   the pieces that a rank wrote
+    rank-00000.json          steps done, ranks that wrote, and of each piece: its tensor, that
+                             tensor's elements, the first of the piece's, its dtype and place in the
+                             file, and a CRC-32 of each 4 MiB
 
 The files do not say how they will be read: a rank that wants a range of a tensor copies what
 overlaps it. Nothing of it is code, and every byte that is read is compared with its checksum first.
@@ -43,12 +43,14 @@ class Pieces:
     are read one after the other."""
 
     numel: int
-    held: Mapping[int, Any]
+    ranges: Mapping[int, Any]
 
     def copied(self) -> Pieces:
         """Return these elements, copied to the host."""
-        held = {first: piece.detach().to("cpu", copy=True) for first, piece in self.held.items()}
-        return Pieces(self.numel, held)
+        ranges = {
+            start: piece.detach().to("cpu", copy=True) for start, piece in self.ranges.items()
+        }
+        return Pieces(self.numel, ranges)
 
 
 def write(
@@ -63,28 +65,28 @@ def write(
     """Write this rank's files of a checkpoint, synced, holding one piece's rows at a time.
     ``facts`` go into its table."""
     keys = {
-        f"{name}@{first}": (name, first)
+        f"{name}@{origin}": (name, origin)
         for name, tensor in tensors.items()
-        for first in tensor.held
+        for origin in tensor.ranges
     }
     entries = {}
     sums: dict[str, list[int]] = {key: [] for key in keys}
-    for key, (name, first) in keys.items():
-        held = tensors[name].held[first]
-        entries[key] = Entry((prod(held.shape),), held.dtype)
+    for key, (name, origin) in keys.items():
+        elements = tensors[name].ranges[origin]
+        entries[key] = Entry((prod(elements.shape),), elements.dtype)
 
     def summed() -> Iterator[Tensor]:
-        for key, (name, first) in keys.items():
-            done = 0
-            for part in safetensors.pieces(tensors[name].held[first]):
+        for key, (name, origin) in keys.items():
+            summed_bytes = 0
+            for part in safetensors.pieces(tensors[name].ranges[origin]):
                 bytes_P = part.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
                 start = 0
                 while start < len(bytes_P):
-                    if done % CHUNK == 0:
+                    if summed_bytes % CHUNK == 0:
                         sums[key].append(0)
-                    stop = min(len(bytes_P), start + CHUNK - done % CHUNK)
+                    stop = min(len(bytes_P), start + CHUNK - summed_bytes % CHUNK)
                     sums[key][-1] = crc32(bytes_P[start:stop], sums[key][-1])
-                    done = done + stop - start
+                    summed_bytes = summed_bytes + stop - start
                     start = stop
                 yield bytes_P
 
@@ -96,13 +98,13 @@ def write(
         {
             "tensor": name,
             "numel": tensors[name].numel,
-            "first": first,
+            "first": origin,
             "dtype": str(entries[key].dtype).removeprefix("torch."),
             "offset": stored[key].offset,
             "nbytes": stored[key].nbytes,
             "crc32": sums[key],
         }
-        for key, (name, first) in keys.items()
+        for key, (name, origin) in keys.items()
     ]
     head = {
         "steps_done": steps_done,
@@ -128,13 +130,13 @@ def _file(folder: Path, rank: int, kind: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _StoredPiece:
     """One piece of a tensor in a file: ``nbytes`` bytes from ``offset`` on, the tensor's elements
-    from ``first`` on."""
+    from ``start`` on."""
 
     file: MappedFile
     name: str
-    first: int
+    start: int
     dtype: torch.dtype
     offset: int
     nbytes: int
@@ -143,7 +145,7 @@ class _Place:
     @property
     def stop(self) -> int:
         """The element of the tensor that follows the piece's last."""
-        return self.first + self.nbytes // self.dtype.itemsize
+        return self.start + self.nbytes // self.dtype.itemsize
 
     def elements(self, first: int, stop: int) -> Tensor:
         """Return a range of the tensor's elements, mapped, all inside the piece.
@@ -151,16 +153,14 @@ class _Place:
         Raises:
             Damaged: a checksum differs.
         """
-        size = self.dtype.itemsize
-        low = (first - self.first) * size
-        high = (stop - self.first) * size
-        for number in range(low // CHUNK, -(-high // CHUNK)):
-            start = number * CHUNK
-            end = min((number + 1) * CHUNK, self.nbytes)
-            chunk_P = self.file.bytes_P[self.offset + start : self.offset + end]
+        begin = (first - self.start) * self.dtype.itemsize
+        nbytes = (stop - first) * self.dtype.itemsize
+        for number in range(begin // CHUNK, -(-(begin + nbytes) // CHUNK)):
+            chunk_end = min((number + 1) * CHUNK, self.nbytes)
+            chunk_P = self.file.bytes_P[self.offset + number * CHUNK : self.offset + chunk_end]
             if crc32(chunk_P) != self.crc32[number]:
                 raise Damaged(f"{self.file.path} is damaged: {self.name} has another checksum")
-        return self.file.view(self.offset + low, high - low, self.dtype, (stop - first,))
+        return self.file.view(self.offset + begin, nbytes, self.dtype, (stop - first,))
 
 
 class Saved:
@@ -180,7 +180,7 @@ class Saved:
         self.steps_done = 0
         self.facts: dict[str, str] = {}
         """Facts that the tensors were made by; none where an older version wrote them."""
-        self._places: dict[str, list[_Place]] = {}
+        self._pieces: dict[str, list[_StoredPiece]] = {}
         self._files: list[MappedFile] = []
         refuse_format_1(folder)
         rank = 0
@@ -194,11 +194,12 @@ class Saved:
                     self.facts = dict(table.get("facts", {}))
                     self._open(_file(folder, rank, "safetensors"), table)
                 rank += 1
-            for name, places in self._places.items():
-                if (found := sum(place.stop - place.first for place in places)) != self.numel[name]:
-                    path = places[0].file.path
+            for name, pieces in self._pieces.items():
+                count = sum(piece.stop - piece.start for piece in pieces)
+                if count != self.numel[name]:
+                    path = pieces[0].file.path
                     raise Damaged(
-                        f"{path} is damaged: {found} elements of {name}, which has"
+                        f"{path} is damaged: {count} elements of {name}, which has"
                         f" {self.numel[name]}"
                     )
         except BaseException:
@@ -208,35 +209,33 @@ class Saved:
     def _open(self, path: Path, table: Mapping[str, Any]) -> None:
         size = path.stat().st_size if path.is_file() else None
         if size is None or size != table["nbytes"]:
-            found = "missing" if size is None else f"damaged: {size} bytes of {table['nbytes']}"
-            raise Damaged(f"{path} is {found}")
+            fault = "missing" if size is None else f"damaged: {size} bytes of {table['nbytes']}"
+            raise Damaged(f"{path} is {fault}")
         file = MappedFile(path)
         self._files.append(file)
-        for piece in table["pieces"]:
-            name = piece["tensor"]
-            dtype = _DTYPES[piece["dtype"]]
-            place = _Place(
+        for row in table["pieces"]:
+            name = row["tensor"]
+            dtype = _DTYPES[row["dtype"]]
+            piece = _StoredPiece(
                 file,
                 name,
-                piece["first"],
-                dtype,
-                piece["offset"],
-                piece["nbytes"],
-                tuple(piece["crc32"]),
+                start=row["first"],
+                dtype=dtype,
+                offset=row["offset"],
+                nbytes=row["nbytes"],
+                crc32=tuple(row["crc32"]),
             )
-            inside = 0 <= place.offset <= place.offset + place.nbytes <= size
-            inside = inside and 0 <= place.first <= place.stop <= piece["numel"]
-            if (
-                not inside
-                or place.nbytes % dtype.itemsize
-                or len(place.crc32) != -(-place.nbytes // CHUNK)
-            ):
+            lies_in_file = 0 <= piece.offset <= piece.offset + piece.nbytes <= size
+            lies_in_tensor = 0 <= piece.start <= piece.stop <= row["numel"]
+            whole_elements = piece.nbytes % dtype.itemsize == 0
+            all_sums = len(piece.crc32) == -(-piece.nbytes // CHUNK)
+            if not (lies_in_file and lies_in_tensor and whole_elements and all_sums):
                 raise Damaged(
-                    f"{path} is damaged: {name} has {place.nbytes} bytes at {place.offset} of"
+                    f"{path} is damaged: {name} has {piece.nbytes} bytes at {piece.offset} of"
                     f" {size}"
                 )
-            self.numel[name] = piece["numel"]
-            self._places.setdefault(name, []).append(place)
+            self.numel[name] = row["numel"]
+            self._pieces.setdefault(name, []).append(piece)
 
     def read_into(self, name: str, first: int, out_P: Tensor) -> None:
         """Copy the elements from ``first`` on of a tensor into ``out_P``, of any dtype on any
@@ -247,13 +246,13 @@ class Saved:
         """
         missing = len(out_P)
         stop = first + len(out_P)
-        for place in self._places[name]:
-            low = max(first, place.first)
-            high = min(stop, place.stop)
-            if low < high:
-                out_P[low - first : high - first].copy_(place.elements(low, high))
-                place.file.dont_need([(place.offset, place.nbytes)])
-                missing -= high - low
+        for piece in self._pieces[name]:
+            begin = max(first, piece.start)
+            end = min(stop, piece.stop)
+            if begin < end:
+                out_P[begin - first : end - first].copy_(piece.elements(begin, end))
+                piece.file.dont_need([(piece.offset, piece.nbytes)])
+                missing -= end - begin
         if missing:
             raise Damaged(
                 f"{self.folder} is damaged: {missing} elements of {name} from {first} to {stop} are"
@@ -267,15 +266,15 @@ class Saved:
         Raises:
             Damaged: a checksum differs.
         """
-        (place,) = self._places[name]
-        return place.elements(0, self.numel[name])
+        (piece,) = self._pieces[name]
+        return piece.elements(0, self.numel[name])
 
     def verify(self) -> None:
         """Read every byte. Raises Damaged where a checksum differs."""
-        for places in self._places.values():
-            for place in places:
-                place.elements(place.first, place.stop)
-                place.file.dont_need([(place.offset, place.nbytes)])
+        for pieces in self._pieces.values():
+            for piece in pieces:
+                piece.elements(piece.start, piece.stop)
+                piece.file.dont_need([(piece.offset, piece.nbytes)])
 
     def close(self) -> None:
         for file in self._files:

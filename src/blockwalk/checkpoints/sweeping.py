@@ -44,16 +44,15 @@ def one_run(output_dir: Path) -> Iterator[None]:
         ValueError: another run is at work in it.
     """
     with atomic_files.locked(output_dir):
-        before = set(leftovers(output_dir))
-        if (
-            marks.run_of(output_dir) is None
-        ):  # no run of ours was here: empty folders are somebody's
-            before.update(folder for folder in _working_folders(output_dir) if folder.is_dir())
+        kept = set(leftovers(output_dir))
+        # no run of ours was here: empty folders are somebody's
+        if marks.run_of(output_dir) is None:
+            kept.update(folder for folder in _working_folders(output_dir) if folder.is_dir())
         try:
             yield
         finally:
-            _remove(leftovers(output_dir), before)
-            _remove_empty(output_dir, before)
+            _remove(leftovers(output_dir), kept)
+            _remove_empty(output_dir, kept)
 
 
 def sweep(output_dir: Path) -> None:
@@ -127,8 +126,8 @@ def working_files(output_dir: Path) -> list[Path]:
         for folder in (scratch, *_matching(scratch, _RANK))
         for path in _matching(folder, store)
     ]
-    left = [path for path in leftovers(output_dir) if scratch in path.parents]
-    return list(dict.fromkeys([*stores, *left]))
+    ended = [path for path in leftovers(output_dir) if scratch in path.parents]
+    return list(dict.fromkeys([*stores, *ended]))
 
 
 def _matching(folder: Path, name: re.Pattern[str]) -> list[Path]:
@@ -157,8 +156,8 @@ def _kept_weights(output_dir: Path) -> set[str] | None:
     names = set()
     with suppress(ValueError):  # a damaged ledger is for whoever reads it to report
         ledger = output_dir / ledger_module.NAME
-        last = run_checkpoint.latest(output_dir)
-        if not ledger.exists() and last is not None and run_checkpoint.has_ledger(last):
+        newest = run_checkpoint.latest(output_dir)
+        if not ledger.exists() and newest is not None and run_checkpoint.has_ledger(newest):
             return None
         for path in (ledger, output_dir / REPLACED / ledger_module.NAME):
             if path.exists():

@@ -111,7 +111,7 @@ def refuse_unfinished(folder: Path) -> None:
 def _write_template(checkpoint: Path, model: str, out: Path) -> None:
     """Write the chat template that a checkpoint's run gave its model, where it gave one."""
     from blockwalk.checkpoints import run_checkpoint
-    from blockwalk.data.encode import tokenizer_of
+    from blockwalk.data.tokenizer import tokenizer_of
 
     data = run_checkpoint.load(checkpoint, weights=False).config["data"]
     if template := data.get("chat_template"):

@@ -39,7 +39,7 @@ def _prompt(arguments: argparse.Namespace) -> str:
     Raises:
         ValueError: neither is given, or the text is no text.
     """
-    from blockwalk.data.formats import half_character
+    from blockwalk.data.records import half_character
 
     if arguments.prompt is None and not arguments.messages:
         raise ValueError(

@@ -33,7 +33,7 @@ def pack(arguments: argparse.Namespace) -> None:
     sequences = []
     if arguments.calibrate:
         from blockwalk.data.corpus import sample
-        from blockwalk.data.encode import load_tokenizer
+        from blockwalk.data.tokenizer import load_tokenizer
 
         sequences = sample(arguments.calibrate, load_tokenizer(arguments.model), *CALIBRATION)
     with _bar("packing") as progress:

@@ -100,7 +100,7 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
     is over these as they are: what ``merge`` deploys."""
     from blockwalk.cutting.skeleton import vocabulary_rows
     from blockwalk.cutting.verify import require_borders
-    from blockwalk.data.encode import require_rows, tokenizer_of
+    from blockwalk.data.tokenizer import require_rows, tokenizer_of
     from blockwalk.tiers.block_store.store import is_store
     from blockwalk.train.evaluation import HeldOut
     from blockwalk.walk.walker import Walker

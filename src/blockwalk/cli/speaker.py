@@ -36,7 +36,7 @@ class Speaker:
             ValueError: the text is no text, or the model has no row for one of its tokens.
         """
         from blockwalk.cutting.skeleton import vocabulary_rows
-        from blockwalk.data.encode import require_rows
+        from blockwalk.data.tokenizer import require_rows
 
         begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)
         ids_BS = self.tokenizer(
@@ -112,7 +112,7 @@ class Speaker:
 def opened(run: RunConfig, arguments: argparse.Namespace) -> Iterator[Speaker]:
     """Open the model of a run with the adapter that the command line names, or that the run has
     trained."""
-    from blockwalk.data.encode import tokenizer_of
+    from blockwalk.data.tokenizer import tokenizer_of
     from blockwalk.models.folder import model_folder
     from blockwalk.models.stops import stop_ids
     from blockwalk.tiers.block_store.store import is_store

@@ -1,2 +1,2 @@
-"""Data: records from files (formats), tokens and loss masks (encode), batches in a resumable order
-(batching)."""
+"""Data: records (sources, formats), texts (render), tokens and loss masks (encode), batches in a
+resumable order (batching)."""

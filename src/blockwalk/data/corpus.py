@@ -11,17 +11,12 @@ from typing import Any
 
 import torch
 
-from blockwalk.data.batching import epoch_order, pack
-from blockwalk.data.encode import (
-    Answers,
-    Choices,
-    Encoded,
-    Tokenizer,
-    encode,
-    encode_answers,
-    encode_choices,
-)
-from blockwalk.data.formats import Format, Record, Template
+from blockwalk.data.batching import epoch_order
+from blockwalk.data.dataset import Answers, Choices, Encoded
+from blockwalk.data.encode import Tokenizer, encode, encode_answers, encode_choices
+from blockwalk.data.formats import Format
+from blockwalk.data.packing import pack
+from blockwalk.data.records import Record, Template
 from blockwalk.data.sources import INSTALL, read_records
 from blockwalk.data.tasks import TASKS, Task, demonstrations, part_of
 from blockwalk.plan.data_source import joined, listed
@@ -50,7 +45,7 @@ def training_set(
     parts: list[Any] = []
     held_out = eval_numbers(settings, seed)
     numbers = itertools.count()
-    for source, source_settings, source_records in _found(settings, "train"):
+    for source, source_settings, source_records in _sources(settings, "train"):
         named = f"{source} (data.train)"
         kept = (
             (record for record in source_records if next(numbers) not in held_out)
@@ -78,12 +73,12 @@ def eval_numbers(settings: DataSettings, seed: int) -> frozenset[int]:
     """
     if not settings.eval_share:
         return frozenset()
-    count = sum(1 for _, _, records in _found(settings, "train") for _ in records)
+    count = sum(1 for _, _, records in _sources(settings, "train") for _ in records)
     share_count = max(1, round(settings.eval_share * count))
     if share_count >= count:
         raise ValueError(
-            f"data.eval_share is {settings.eval_share}: {share_count} of {count} records are held out,"
-            " and none is left to train on"
+            f"data.eval_share is {settings.eval_share}: {share_count} of {count} records are held"
+            " out, and none is left to train on"
         )
     return frozenset(random.Random(seed).sample(range(count), share_count))
 
@@ -95,50 +90,54 @@ def held_out_set(
     number of all: ``limit`` of them (0: all) are taken, drawn at random, the same in every run.
     ``seed`` draws those of ``data.eval_share``."""
     asks = asks_of(settings)
-    name = "data.eval"
-    if share := eval_numbers(settings, seed):
-        name = f"data.eval_share of {joined(settings.train)}"
-        order = itertools.count()
-        parts_of_train = _found(settings, "train")
-        read = [
-            (each, [record for record in records if next(order) in share])
-            for _, each, records in parts_of_train
-        ]
-    else:
-        part = settings.task_part if settings.task else "test"
-        read = [(each, list(records)) for _, each, records in _found(settings, part)]
-    found = [records for _, records in read]
-    count = sum(map(len, found))
+    sources, named = _held_out_records(settings, seed)
+    count = sum(len(records) for _, records in sources)
     chosen = set(range(count))
     if 0 < limit < count:
-        chosen = set(
-            random.Random(0).sample(range(count), limit)
-        )  # every n-th would miss what alternates
-    numbers = itertools.count()
-    kept = [[record for record in records if next(numbers) in chosen] for records in found]
-    if not any(kept):
+        # every n-th would miss what alternates
+        chosen = set(random.Random(0).sample(range(count), limit))
+    if not chosen:
         raise ValueError(
             f"{joined(settings.eval)}: the data set is empty: no record was found (data.eval)"
         )
+    numbers = itertools.count()
+    kept = [
+        (source, [record for record in records if next(numbers) in chosen])
+        for source, records in sources
+    ]
     if asks is None or settings.format not in ("", Format.CLASSIFICATION):
-        named = name if share else f"{joined(settings.eval)} ({name})"
-        parts = [
-            _learnt(each, records, tokenizer, named)
-            for (each, _), records in zip(read, kept, strict=True)
-            if records
-        ]
+        parts = [_learnt(source, records, tokenizer, named) for source, records in kept if records]
         return _packed(settings, _joined(parts)), count
-    before = ""
-    if settings.shots:
-        known = itertools.chain.from_iterable(
-            records for _, _, records in _found(settings, "known")
-        )
-        before = demonstrations(
-            [asks.question(record) for record in itertools.islice(known, settings.shots)]
-        )
-    records = [record for part in kept for record in part]
+    records = [record for _, part in kept for record in part]
     encoder: Any = encode_answers if asks.question(records[0]).answers else encode_choices
-    return encoder(records, tokenizer, asks, max_length=settings.max_length, before=before), count
+    shots = _shots(settings, asks)
+    return encoder(records, tokenizer, asks, max_length=settings.max_length, shots=shots), count
+
+
+def _held_out_records(
+    settings: DataSettings, seed: int
+) -> tuple[list[tuple[DataSettings, list[Record]]], str]:
+    """Return the held-out records of each source, with the settings that it is read with, and the
+    name of all of them in an error."""
+    if share := eval_numbers(settings, seed):
+        order = itertools.count()
+        held_out = [
+            (source, [record for record in records if next(order) in share])
+            for _, source, records in _sources(settings, "train")
+        ]
+        return held_out, f"data.eval_share of {joined(settings.train)}"
+    part = settings.task_part if settings.task else "test"
+    held_out = [(source, list(records)) for _, source, records in _sources(settings, part)]
+    return held_out, f"{joined(settings.eval)} (data.eval)"
+
+
+def _shots(settings: DataSettings, asks: Template | Task) -> str:
+    """Return the demonstrations of ``data.shots``, taken from what a run may know."""
+    if not settings.shots:
+        return ""
+    records = itertools.chain.from_iterable(part for _, _, part in _sources(settings, "known"))
+    examples = itertools.islice(records, settings.shots)
+    return demonstrations([asks.question(record) for record in examples])
 
 
 def sample(source: str, tokenizer: Tokenizer, count: int, max_length: int) -> list[torch.Tensor]:
@@ -191,7 +190,7 @@ def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list
     return list(mixed["row"])
 
 
-def _found(
+def _sources(
     settings: DataSettings, part: str
 ) -> Iterator[tuple[str, DataSettings, Iterable[Record]]]:
     """Yield each source, the settings that it is read with, and its records of a part: train, test,
@@ -233,9 +232,8 @@ def _learnt(
         return encode_choices(
             records, tokenizer, asks, max_length=settings.max_length, source=source
         ).answered()
-    length = (
-        None if settings.packing else settings.max_length
-    )  # a packed record goes on in another row
+    # a packed record goes on in another row
+    length = None if settings.packing else settings.max_length
     kind = settings.format or None
     return encode(
         records, tokenizer, max_length=length, format=kind, source=source, prompts=settings.prompt

@@ -7,7 +7,7 @@ import itertools
 import string
 from collections.abc import Iterator
 
-from blockwalk.data.formats import Record, Template
+from blockwalk.data.records import Record, Template
 from blockwalk.plan.data_source import listed
 from blockwalk.plan.parsing import fields_of
 from blockwalk.plan.run_config import DataSettings

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from blockwalk.data.formats import Record, half_character
+from blockwalk.data.records import Record, half_character
 from blockwalk.system.lfs import refuse_pointer
 
 INSTALL = "pip install 'blockwalk[data]'"
@@ -52,9 +52,9 @@ def read_records(
         fields = record.fields
         if missing := next((column for _, column in pairs if column not in fields), None):
             raise ValueError(
-                f"{record.where}: no column {missing!r} (data.columns); it has {record.names}"
+                f"{record.place}: no column {missing!r} (data.columns); it has {record.names}"
             )
-        yield Record({**fields, **{field: fields[column] for field, column in pairs}}, record.where)
+        yield Record({**fields, **{field: fields[column] for field, column in pairs}}, record.place)
 
 
 def _refuse_halves(record: Record) -> None:
@@ -66,7 +66,7 @@ def _refuse_halves(record: Record) -> None:
         if isinstance(value, str):
             if half := half_character(value):
                 raise ValueError(
-                    f"{record.where}: field {name!r} holds half a character, \\u{ord(half):04x} (a"
+                    f"{record.place}: field {name!r} holds half a character, \\u{ord(half):04x} (a"
                     " lone surrogate): write the character whole, or U+FFFD"
                 )
         elif isinstance(value, dict):
@@ -133,16 +133,16 @@ def _read_json(path: Path) -> Iterator[Record]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            where = f"{path} line {number}"
+            place = f"{path} line {number}"
             try:
                 fields = json.loads(line)
             except RecursionError:
                 raise ValueError(
-                    f"{where}: not JSON that can be read: it is nested too deeply"
+                    f"{place}: not JSON that can be read: it is nested too deeply"
                 ) from None
             except UnicodeDecodeError as error:
                 raise ValueError(
-                    f"{where}: not UTF-8 text ({_reason(error)}): save the file as UTF-8"
+                    f"{place}: not UTF-8 text ({_reason(error)}): save the file as UTF-8"
                 ) from None
             except ValueError as error:
                 hint = (
@@ -150,8 +150,8 @@ def _read_json(path: Path) -> Iterator[Record]:
                     if number == 1
                     else ""
                 )
-                raise ValueError(f"{where}: not JSON: {error}{hint}") from None
-            yield _record(fields, where)
+                raise ValueError(f"{place}: not JSON: {error}{hint}") from None
+            yield _record(fields, place)
 
 
 def _reason(error: UnicodeDecodeError) -> str:
@@ -159,10 +159,10 @@ def _reason(error: UnicodeDecodeError) -> str:
     return f"byte 0x{error.object[error.start]:02x} at {error.start}: {error.reason}"
 
 
-def _record(fields: Any, where: str) -> Record:
+def _record(fields: Any, place: str) -> Record:
     if not isinstance(fields, dict):
-        raise ValueError(f"{where}: expected a JSON object, not {type(fields).__name__}")
-    return Record(fields, where)
+        raise ValueError(f"{place}: expected a JSON object, not {type(fields).__name__}")
+    return Record(fields, place)
 
 
 def _read_csv(path: Path) -> Iterator[Record]:
@@ -171,13 +171,13 @@ def _read_csv(path: Path) -> Iterator[Record]:
         for number, fields in enumerate(
             csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ","), 1
         ):
-            where = f"{path} record {number}"
+            place = f"{path} record {number}"
             if None in fields:
                 raise ValueError(
-                    f"{where}: {len(fields[None])} cells more than the header has; quote texts with"
+                    f"{place}: {len(fields[None])} cells more than the header has; quote texts with"
                     " commas"
                 )
-            yield Record({name: cell for name, cell in fields.items() if cell is not None}, where)
+            yield Record({name: cell for name, cell in fields.items() if cell is not None}, place)
 
 
 def _read_text(path: Path) -> Iterator[Record]:

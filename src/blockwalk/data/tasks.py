@@ -1,10 +1,8 @@
 """Tasks of MeZO's experiments by name: prompts, label words, candidates and splits (``data.task``).
 
 Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (2023), appendix E.2
-and E.4 (tables 13 and
-14) and its code's sampling. TREC is posed to masked models alone there ("[MASK]: <S1>"); a causal
-model needs the word
-last, so its wording here is our own.
+and E.4 (tables 13 and 14) and its code's sampling. TREC is posed to masked models alone there
+("[MASK]: <S1>"); a causal model needs the word last, so its wording here is our own.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from blockwalk.data.formats import Question, Record, Template
+from blockwalk.data.records import Question, Record, Template
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.plan.words import counted
 
@@ -52,7 +50,7 @@ def _copa(record: Record) -> Question:
     label = record.fields.get("label")
     if kind not in kinds or label not in (0, 1):
         raise ValueError(
-            f"{record.where}: 'question' must be cause or effect, and 'label' 0 or 1; they are"
+            f"{record.place}: 'question' must be cause or effect, and 'label' 0 or 1; they are"
             f" {kind!r}, {label!r}"
         )
     choices = [record.text(name) for name in ("choice1", "choice2")]
@@ -61,7 +59,7 @@ def _copa(record: Record) -> Question:
         for choice in choices
     )
     premise = record.text("premise").rstrip().removesuffix(".")
-    return Question(f"{premise} {kinds[kind]}", words, (label,), where=record.where)
+    return Question(f"{premise} {kinds[kind]}", words, (label,), place=record.place)
 
 
 def _record(record: Record) -> Question:
@@ -72,13 +70,13 @@ def _record(record: Record) -> Question:
     words = tuple(" " + query.replace("@placeholder", entity) for entity in entities)
     right = tuple(i for i, entity in enumerate(entities) if entity in answers)
     if not right:
-        raise ValueError(f"{record.where}: no answer of {answers} is among the entities")
+        raise ValueError(f"{record.place}: no answer of {answers} is among the entities")
     right = tuple(sorted(right, key=lambda i: answers.index(entities[i])))
     return Question(
         record.text("passage").replace("@highlight\n", "- ") + "\n-",
         words,
         right,
-        where=record.where,
+        place=record.place,
     )
 
 
@@ -89,7 +87,7 @@ def _texts(record: Record, name: str, *inner: str) -> list[str]:
         texts = texts.get(key) if isinstance(texts, Mapping) else texts
     listed = isinstance(texts, Sequence) and not isinstance(texts, str)
     if not listed or not texts or not all(isinstance(entry, str) for entry in texts):
-        raise ValueError(f"{record.where}: field {name!r} must hold a list of texts, not {texts!r}")
+        raise ValueError(f"{record.place}: field {name!r} must hold a list of texts, not {texts!r}")
     return list(texts)
 
 
@@ -97,7 +95,7 @@ def _squad(record: Record) -> Question:
     title, context, question = (record.text(name) for name in ("title", "context", "question"))
     answers = _texts(record, "answers", "text")
     prompt = f"Title: {title}\nContext: {context}\nQuestion: {question.strip()}\nAnswer:"
-    return Question.asked(prompt, answers, record.where)
+    return Question.asked(prompt, answers, record.place)
 
 
 def _drop(record: Record) -> Question:
@@ -105,7 +103,7 @@ def _drop(record: Record) -> Question:
     prompt = (
         f"Passage: {record.text('passage')}\nQuestion: {record.text('question').strip()}\nAnswer:"
     )
-    return Question.asked(prompt, answers, record.where)
+    return Question.asked(prompt, answers, record.place)
 
 
 @dataclass(frozen=True)
@@ -163,18 +161,21 @@ TASKS: dict[str, Task] = {
     "boolq": _super("boolq", "{passage} {question}", "No", "Yes", prepare=_boolq),
     "wsc": _super(
         "wsc.fixed",
-        '{text}\nIn the previous sentence, does the pronoun "{span2_text}" refer to {span1_text}? Yes or No?',
+        '{text}\nIn the previous sentence, does the pronoun "{span2_text}" refer to'
+        " {span1_text}? Yes or No?",
         *("No", "Yes"),
         prepare=_wsc,
     ),
     "wic": _super(
         "wic",
-        'Does the word "{word}" have the same meaning in these two sentences? Yes, No?\n{sentence1}\n{sentence2}',
+        'Does the word "{word}" have the same meaning in these two sentences? Yes, No?\n'
+        "{sentence1}\n{sentence2}",
         *("No", "Yes"),
     ),
     "multirc": _super(
         "multirc",
-        '{paragraph}\nQuestion: {question}\nI found this answer "{answer}". Is that correct? Yes or No?',
+        '{paragraph}\nQuestion: {question}\nI found this answer "{answer}". Is that correct?'
+        " Yes or No?",
         *("No", "Yes"),
     ),
     "copa": Task("aps/super_glue", "copa", _copa),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from blockwalk.data.render import Tokenizer
+from blockwalk.data.rendered import Tokenizer
 
 HALF = "\ufffd"
 """The sign that stands for bytes which are no whole character yet."""
@@ -28,7 +28,8 @@ class TextStream:
         piece = self._rest()
         if not piece or piece.endswith(HALF):
             return ""
-        self._begin, self._shown = self._shown, len(self.token_ids)
+        self._begin = self._shown
+        self._shown = len(self.token_ids)
         return piece
 
     def end(self) -> str:

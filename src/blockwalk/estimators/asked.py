@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from blockwalk.data.batching import LabelWordBatch
+from blockwalk.data.label_words import LabelWordBatch
 
 
 @dataclass(frozen=True, slots=True)

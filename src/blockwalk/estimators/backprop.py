@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.cutting.calls import BlockCall, Prologue, tensors_of
-from blockwalk.data.batching import Batch, loss_tokens
+from blockwalk.data.batch import Batch, loss_tokens
 from blockwalk.engine.engine import Engine
 from blockwalk.estimators.asked import Asked
 from blockwalk.estimators.head import Answers, Ending, OwnLoss, factors, own_loss

@@ -14,7 +14,7 @@ from torch import Tensor
 from blockwalk.cutting.anatomy import HeadSpec
 from blockwalk.cutting.calls import Prologue
 from blockwalk.cutting.cut_model import CutModel
-from blockwalk.data.batching import row_losses
+from blockwalk.data.label_words import row_losses
 from blockwalk.estimators.asked import Asked
 from blockwalk.numerics.codecs.weights import DenseWeight, JoinedWeight, LowRankSum, Weight
 from blockwalk.numerics.loss import chunked_losses, head_logits

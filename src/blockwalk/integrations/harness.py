@@ -15,7 +15,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from blockwalk.cutting.skeleton import build_skeleton
-from blockwalk.data.encode import tokenizer_of
+from blockwalk.data.tokenizer import tokenizer_of
 from blockwalk.plan.methods import method as plan_of
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.walk.walker import Walker

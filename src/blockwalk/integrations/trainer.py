@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from blockwalk.data.batching import IGNORE, filled
+from blockwalk.data.batch import IGNORE, filled
 from blockwalk.integrations.trainer_table import PASSED, read_arguments, refuse_methods
 from blockwalk.plan.methods import method
 from blockwalk.plan.plan import Plan

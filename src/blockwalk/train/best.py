@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.checkpoints.run_checkpoint import path_of
-from blockwalk.data.encode import Choices
+from blockwalk.data.dataset import Choices
 from blockwalk.models.run_folder import SETTINGS
 from blockwalk.plan.parsing import Loader
 from blockwalk.plan.run_config import RunConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from blockwalk.checkpoints.run_checkpoint import ONLY_EVALUATION
+from blockwalk.checkpoints.changed_settings import ONLY_EVALUATION
 from blockwalk.models.saved_template import FILE as TEMPLATE
 from blockwalk.plan.data_source import names_of
 from blockwalk.plan.run_config import RunConfig

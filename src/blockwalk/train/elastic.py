@@ -15,7 +15,8 @@ from torch.distributed import DistError
 from blockwalk.checkpoints import marks
 from blockwalk.checkpoints.ledger import differences
 from blockwalk.checkpoints.run_checkpoint import JOINED, SCRATCH
-from blockwalk.data.batching import Batch, LabelWordBatch
+from blockwalk.data.batch import Batch
+from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.engine.frozen_codec import already_said, refuse_rounded
 from blockwalk.estimators.zeroth_order.ledger_header import header
 from blockwalk.numerics.device import chosen, is_cpu, model_of

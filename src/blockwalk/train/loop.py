@@ -27,11 +27,12 @@ from typing import Any
 
 import torch
 
-from blockwalk.checkpoints import marks, run_checkpoint, sweeping
+from blockwalk.checkpoints import marks, run_checkpoint, run_start, sweeping
+from blockwalk.checkpoints.changed_settings import changed_settings
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.data import prompt_layout
-from blockwalk.data.batching import Batch, loss_tokens, tokens_read
+from blockwalk.data.batch import Batch, loss_tokens, tokens_read
 from blockwalk.engine.frozen_codec import already_said, refuse_rounded
 from blockwalk.models.places import adapter_paths, data_paths, model_paths, refuse_overlap
 from blockwalk.numerics.device import chosen, described, is_cpu
@@ -113,9 +114,7 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
     with steady(), PeakMemory() as memory, stop_signals() as stop, ExitStack() as folder:
         first(lambda: folder.enter_context(sweeping.one_run(output_dir)))
         begin = (run.output_dir, run.resume_from_checkpoint, run.overwrite_output_dir)
-        start = run_checkpoint.Start(
-            **first(lambda: dataclasses.asdict(run_checkpoint.prepare(*begin)))
-        )
+        start = run_start.Start(**first(lambda: dataclasses.asdict(run_start.prepare(*begin))))
         first(lambda: _refuse_places(run, start, trace))
         shared = (
             elastic(run.plan.mesh, run.elastic, run.start_timeout, joins=False)
@@ -214,7 +213,7 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
                     ) from error
 
 
-def _refuse_places(run: RunConfig, start: run_checkpoint.Start, trace: str | Path | None) -> None:
+def _refuse_places(run: RunConfig, start: run_start.Start, trace: str | Path | None) -> None:
     """Refuse a run that would write over what it reads, or over trained weights that it did not
     make.
 
@@ -242,7 +241,7 @@ def _refuse_places(run: RunConfig, start: run_checkpoint.Start, trace: str | Pat
             f"{output_dir} is a folder of records, and the run's logs would be read as some:"
             " choose another output_dir"
         )
-    run_checkpoint.refuse_result(start, result)
+    run_start.refuse_result(start, result)
 
 
 def _opening(
@@ -330,7 +329,7 @@ class _Loop:
         memory: PeakMemory,
         stop: Stop,
         weights: str,
-        start: run_checkpoint.Start,
+        start: run_start.Start,
         callbacks: Sequence[Callback],
     ) -> None:
         self.config = run
@@ -389,7 +388,7 @@ class _Loop:
                 f" {'; '.join(changed)}. Put those back,"
                 " or begin a new run in another output_dir"
             )
-        self.changes = run_checkpoint.changed_settings(
+        self.changes = changed_settings(
             saved.config,
             settings,
             any_method=saved.slices is not None and not self.config.plan.zeroth_order,

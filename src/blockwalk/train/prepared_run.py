@@ -13,20 +13,15 @@ import numpy as np
 
 from blockwalk.cutting.skeleton import vocabulary_rows
 from blockwalk.cutting.verify import require_borders, require_positions
-from blockwalk.data.batching import Batch, Batches, LabelWordBatch, label_word_batch
+from blockwalk.data.batch import Batch
+from blockwalk.data.batching import Batches
 from blockwalk.data.corpus import training_set
-from blockwalk.data.encode import (
-    Choices,
-    Encoded,
-    EncodeReport,
-    Tokenizer,
-    first_example,
-    mapped,
-    require_rows,
-    tokenizer_files,
-    tokenizer_of,
-)
+from blockwalk.data.dataset import Choices, Encoded, mapped
+from blockwalk.data.encode import Tokenizer, first_example
+from blockwalk.data.encode_report import EncodeReport
 from blockwalk.data.given_template import missing_marks
+from blockwalk.data.label_words import LabelWordBatch, label_word_batch
+from blockwalk.data.tokenizer import require_rows, tokenizer_files, tokenizer_of
 from blockwalk.engine.frozen_codec import as_it_comes, refuse_rounded
 from blockwalk.engine.model_weights import require_weights
 from blockwalk.models.folder import model_folder

@@ -30,7 +30,7 @@ from blockwalk.cutting.calls import BlockCall, Handed, Prologue, rebuild
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class, model_config
 from blockwalk.cutting.verify import certified
-from blockwalk.data.batching import LONGEST_PACKED_ROW
+from blockwalk.data.packing import LONGEST_PACKED_ROW
 from blockwalk.engine.frozen_codec import comes_in
 from blockwalk.numerics import lazy_linear, row_tiles
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
@@ -72,7 +72,7 @@ class UnitCosts:
             needs no GPU.
         padded: whether batches hold padding on the right, so that a processor makes a mask [B, 1,
             S, S].
-        cut: whether long rows are rid of it (:func:`blockwalk.data.batching.cut_padding`).
+        cut: whether long rows are rid of it (:func:`blockwalk.data.packing.cut_padding`).
 
     Raises:
         ValueError: there is no such model, or it cannot be cut; at the first question for what is

@@ -18,16 +18,9 @@ from torch import Tensor, nn
 from blockwalk.checkpoints.ledger import Ledger, LedgerCopy, entry_of
 from blockwalk.cutting.adapters import as_adapters
 from blockwalk.cutting.batch_facts import BatchFacts, note
-from blockwalk.data.batching import (
-    Batch,
-    LabelWordBatch,
-    cut_padding,
-    loss_tokens,
-    micro_batches,
-    pack_batch,
-    require_ids,
-    share,
-)
+from blockwalk.data.batch import Batch, loss_tokens, micro_batches, require_ids, share
+from blockwalk.data.label_words import LabelWordBatch
+from blockwalk.data.packing import cut_padding, pack_batch
 from blockwalk.engine import frozen_codec
 from blockwalk.engine.engine import Engine
 from blockwalk.engine.model_handle import ModelHandle

@@ -23,7 +23,7 @@ import torch
 
 from blockwalk.checkpoints.ledger import Ledger, LedgerEntry
 from blockwalk.cutting.calls import joined_call
-from blockwalk.data.batching import Batch, loss_tokens
+from blockwalk.data.batch import Batch, loss_tokens
 from blockwalk.engine.bucket_tensors import STATE
 from blockwalk.engine.engine import Engine
 from blockwalk.estimators.asked import Asked

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockwalk.data.batching import LabelWordBatch
+from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.data.metrics import macro_f1
 from blockwalk.estimators.head import OwnLoss
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.cutting.calls import Prologue
-from blockwalk.data.batching import Batch
+from blockwalk.data.batch import Batch
 from blockwalk.estimators.asked import Asked
 from blockwalk.estimators.head import Answers, Factors, Matrix, Vector
 

@@ -1,0 +1,115 @@
+"""A batch: its tensors, the tokens in it, and its parts for micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from blockwalk.plan.words import counted
+
+Batch = Mapping[str, Tensor]
+"""``input_ids``, ``attention_mask`` and ``labels``, each int64 [B, S]; labels are −100 where
+nothing is learnt. Packed rows have ``position_ids`` in place of the mask: where these restart a
+document begins, and transformers lets no attention cross."""
+IGNORE = -100
+
+
+def tokens_read(batch: Batch) -> int:
+    """Return tokens of a batch without its padding. A packed document has two tokens or more, one
+    of them at position 1; a token of padding is at position 0."""
+    if "attention_mask" in batch:
+        return int(batch["attention_mask"].sum())
+    positions_BS = batch["position_ids"]
+    return int((positions_BS > 0).sum() + (positions_BS == 1).sum())
+
+
+def loss_tokens(batch: Batch) -> int:
+    """Return tokens that the loss is a mean over: labels from the second on, since a model predicts
+    the next one."""
+    return int((batch["labels"][:, 1:] != IGNORE).sum())
+
+
+def micro_batches(batch: Batch, count: int) -> list[Batch]:
+    """Return a batch, tensors [B, S], cut into ``count`` equal parts, in order.
+
+    Raises:
+        ValueError: something is missing, of another shape, or B is no multiple of ``count``.
+    """
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"a batch is a mapping with input_ids and labels, not a {type(batch).__name__}"
+        )
+    for key, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{key} of the batch is a {type(value).__name__}; it must be a tensor, int64"
+                " [batch, sequence]"
+            )
+    if "input_ids" not in batch or "labels" not in batch:
+        raise ValueError(
+            f"a batch needs input_ids and labels; this one has {', '.join(batch) or 'nothing'}"
+        )
+    shape = batch["input_ids"].shape
+    if len(shape) != 2 or not shape[0] or any(value.shape != shape for value in batch.values()):
+        shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items())
+        raise ValueError(
+            "every tensor of a batch must be [batch, sequence] of one shape, not empty; got"
+            f" {shapes}"
+        )
+    if shape[0] % count:
+        raise ValueError(
+            f"the batch has {counted(shape[0], 'sequence')}, which gradient_accumulation_steps ×"
+            f" mesh.data = {count} does not divide"
+        )
+    parts = {key: value.chunk(count) for key, value in batch.items()}
+    return [{key: parts[key][m] for key in parts} for m in range(count)]
+
+
+def share(batch: Batch, micro_batches: int, world: int, rank: int) -> list[Batch]:
+    """Return a rank's rows of each micro-batch of the global batch: tensors [B, S], cut first into
+    micro-batches, then over ranks.
+
+    Where B is no multiple of micro-batches × ranks, it is :func:`filled` up.
+    """
+    padded = filled(batch, micro_batches * world)
+    parts = {
+        name: [part.chunk(world)[rank] for part in rows.chunk(micro_batches)]
+        for name, rows in padded.items()
+    }
+    return [{name: part[m] for name, part in parts.items()} for m in range(micro_batches)]
+
+
+def filled(batch: Batch, multiple: int) -> dict[str, Tensor]:
+    """Return the batch with as many copies of its last row, every label ignored, as it lacks to a
+    multiple of so many rows."""
+    lacks = -len(batch["input_ids"]) % multiple
+    rows = {
+        name: torch.cat([tensor, tensor[-1:].expand(lacks, *tensor.shape[1:])])
+        for name, tensor in batch.items()
+    }
+    rows["labels"][len(rows["labels"]) - lacks :] = IGNORE
+    return rows
+
+
+def require_ids(ids: Tensor, rows: int) -> None:
+    """Check that a model has a row for every token, before a device is asked for one: an
+    accelerator that is asked for another ends all of its process's work.
+
+    Args:
+        ids: int64, of any shape.
+        rows: of the model's embeddings.
+
+    Raises:
+        ValueError: an id is below 0 or has no row; that id is named, and the number of rows.
+    """
+    if not ids.numel():
+        return
+    least, largest = (int(value) for value in torch.aminmax(ids))
+    if least < 0 or largest >= rows:
+        raise ValueError(
+            f"input_ids has the token id {least if least < 0 else largest}, and the model has"
+            f" {rows} rows of embeddings: take the model's own tokenizer, or save the model with"
+            " resize_token_embeddings"
+        )

@@ -1,0 +1,132 @@
+"""Counts of what was kept, cut or dropped when a data set became tokens, and digests of its origin."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from blockwalk.data.rendered import Rendered
+from blockwalk.plan.words import counted, is_or_are
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Digests of what a data set's tokens are made of, by which a resumed run says what changed."""
+
+    records: str = ""
+    template: str = ""
+    tokenizer: str = ""
+    dated: bool = False
+    """Whether the chat template writes the day on which it is asked."""
+
+    def __add__(self, other: Origin) -> Origin:
+        """Return the origin of two sources together."""
+        return replace(self, records=digest_of(f"{self.records} {other.records}".encode()))
+
+
+def digest_of(content: bytes) -> str:
+    """Return 16 hexadecimal digits of a content."""
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+@dataclass(slots=True)
+class EncodeReport:
+    """Counts of the records, turns and tokens that were kept, cut or dropped when a data set became
+    tokens."""
+
+    records: int = 0
+    truncated: int = 0
+    answers_cut: int = 0
+    """Records whose last learnt token was cut away."""
+    dropped: int = 0
+    turns_left_out: int = 0
+    longest: int = 0
+    turns_marked: int = 0
+    turns_of_others: int = 0
+    turns_unwritten: int = 0
+    unwritten: str = ""
+    """Place and role of the first turn whose content the chat template dropped."""
+    largest: tuple[int, str] = (-1, "")
+    """The largest token id, and the place of a record that holds it."""
+    turn_ends: Counter[int] = field(default_factory=Counter)
+    """The last learnt token of each turn that a chat template wrote, and how often it is that."""
+    stops: tuple[int, ...] = ()
+    """Tokens that turns are learnt to end with, at which the model's generation does not stop of
+    itself."""
+    end_note: str = ""
+    """A sentence where turns are learnt to end with no token that generation stops at."""
+    origin: Origin = field(default_factory=Origin)
+    max_length: int | None = None
+    """Tokens that a row may have; None: as many as its record has."""
+
+    def __add__(self, other: EncodeReport) -> EncodeReport:
+        """Return the counts of two sources together."""
+        counts = ("records", "truncated", "answers_cut", "dropped")
+        turns = ("turns_left_out", "turns_marked", "turns_of_others", "turns_unwritten")
+        names = (*counts, *turns, "turn_ends", "origin")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return EncodeReport(
+            **sums,
+            longest=max(self.longest, other.longest),
+            unwritten=self.unwritten or other.unwritten,
+            stops=tuple(dict.fromkeys((*self.stops, *other.stops))),
+            end_note=self.end_note or other.end_note,
+            largest=max(self.largest, other.largest),
+            max_length=self.max_length,
+        )
+
+    def count(self, rendered: Rendered, length: int) -> None:
+        """Count a record whose text has ``length`` tokens before it is cut."""
+        self.records += 1
+        self.turns_left_out += rendered.turns_left_out
+        self.turns_marked += rendered.turns_marked
+        self.turns_of_others += rendered.turns_of_others
+        self.turns_unwritten += len(rendered.unwritten)
+        if rendered.unwritten and not self.unwritten:
+            self.unwritten = f"{rendered.place} (role {rendered.unwritten[0]!r})"
+        self.longest = max(self.longest, length)
+
+    def warnings(self) -> list[str]:
+        """Return one sentence for each thing that a user should know of."""
+        lines = []
+        if self.truncated:
+            lines.append(
+                f"{self.truncated} of {self.records} records were longer than max_length ="
+                f" {self.max_length} tokens (the longest: {self.longest}) and were cut; raise"
+                " data.max_length to keep them whole"
+            )
+        if 2 * self.answers_cut > self.records:
+            lines.append(
+                f"{self.answers_cut} of {self.records} records, more than half, lose the end of"
+                " what is learnt: the model does not learn to stop there. Set data.max_length to"
+                f" {self.longest}, or leave long records out"
+            )
+        if self.dropped:
+            lines.append(
+                f"{self.dropped} of {self.records} records had no token to learn, after cutting,"
+                " and were dropped"
+            )
+        if self.turns_left_out:
+            lines.append(
+                f"{counted(self.turns_left_out, 'assistant turn')} {is_or_are(self.turns_left_out)}"
+                " not learnt: they open the conversation, or the chat template writes them"
+                " differently once it goes on"
+            )
+        if self.end_note:
+            lines.append(self.end_note)
+        if self.turns_marked:
+            turns = f"{counted(self.turns_marked, 'assistant turn')} {is_or_are(self.turns_marked)}"
+            lines.append(f"{turns} not learnt: their records mark them so")
+        if self.turns_of_others:
+            lines.append(
+                f"{counted(self.turns_of_others, 'turn')} of other roles than the assistant's"
+                f" {is_or_are(self.turns_of_others)} marked as to be learnt, and not learnt: the"
+                " assistant's alone are"
+            )
+        if self.turns_unwritten:
+            lines.append(
+                "the chat template drops content, reasoning or a call of"
+                f" {counted(self.turns_unwritten, 'turn')}, the first in {self.unwritten}"
+            )
+        return lines

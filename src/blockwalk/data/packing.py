@@ -1,0 +1,132 @@
+"""Rows without padding: documents of a data set, or examples of a batch, one after the other."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from blockwalk.data.batch import IGNORE, Batch
+from blockwalk.data.dataset import Encoded, Integers
+from blockwalk.plan.sizes import ROW_TILE
+
+LONGEST_PACKED_ROW = 2048
+"""The most tokens of a row that a batch's examples are laid side by side in: transformers makes its
+mask in 17 MB. Longer rows are rid of their padding or of what hides it, so that they have no mask
+(:func:`cut_padding`)."""
+
+
+def pack(dataset: Encoded, length: int) -> Encoded:
+    """Return documents side by side in rows of at most ``length`` tokens: each by itself, for
+    positions restart at its beginning and attention does not cross it; and each whole.
+
+    A document that is longer than a row becomes several, of which each begins with the last token
+    of the one before, so that every token is learnt once; a part with nothing to learn is left out.
+    The longest go first, each into the fullest row that has room (best fit, decreasing: Ding et
+    al., "Fewer Truncations Improve Language Modeling", 2024, section 3). Documents of a row, and
+    rows by their first, stay in the data set's order."""
+    if length < 2:
+        raise ValueError(f"packed rows must hold at least 2 tokens, not {length}")
+    spans: list[tuple[int, int]] = []
+    for begin, end in zip(dataset.starts[:-1].tolist(), dataset.starts[1:].tolist(), strict=True):
+        parts = [(start, min(start + length, end)) for start in range(begin, end - 1, length - 1)]
+        spans += [(start, stop) for start, stop in parts if dataset.in_loss[start + 1 : stop].any()]
+    rows: list[list[int]] = []
+    rooms: list[int] = []  # of rows that are not full, each once, sorted
+    rows_by_room: dict[int, list[int]] = defaultdict(list)
+    for number in sorted(range(len(spans)), key=lambda i: spans[i][0] - spans[i][1]):
+        size = spans[number][1] - spans[number][0]
+        index = bisect_left(rooms, size)
+        if index < len(rooms):
+            room = rooms[index]
+            row = rows_by_room[room].pop()
+            if not rows_by_room[room]:
+                del rooms[index]
+        else:
+            room = length
+            row = len(rows)
+            rows.append([])
+        rows[row].append(number)
+        if spare := room - size:
+            if not rows_by_room[spare]:
+                insort(rooms, spare)
+            rows_by_room[spare].append(row)
+    return dataset.cut(
+        [[spans[number] for number in sorted(row)] for row in sorted(rows, key=min)], borders=True
+    )
+
+
+def row_length(tokens: Any, padded: Any) -> Integers:
+    """Return tokens of the row that examples of so many ``tokens`` in all are laid in, one after
+    the other. ``padded``, their tokens with padding, where the row would pass
+    :data:`LONGEST_PACKED_ROW` or nothing is gained."""
+    filled = -(-np.asarray(tokens) // ROW_TILE) * ROW_TILE
+    return np.where((filled > LONGEST_PACKED_ROW) | (filled >= padded), padded, filled)
+
+
+def pack_batch(batch: Batch, groups: int) -> Batch:
+    """Return a batch without its padding, tensors [groups, N]: each row holds the examples of one
+    of ``groups`` equal parts, one after the other.
+
+    The batch comes back as it is where :func:`row_length` says so, where its attention mask hides
+    anything but the right end of its rows, and where something hidden is learnt."""
+    plain = batch.keys() == {"input_ids", "attention_mask", "labels"}
+    if not plain or len(batch["input_ids"]) % groups:
+        return batch
+    real_BS = batch["attention_mask"] != 0
+    places_BS = torch.arange(batch["input_ids"].shape[1])[None]
+    tokens_G = real_BS.view(groups, -1).sum(1)
+    length = int(row_length(tokens_G.max(), padded := real_BS.numel() // groups))
+    learnt_beyond = bool(((batch["labels"] != IGNORE) & ~real_BS)[:, 1:].any())
+    if length == padded or learnt_beyond:
+        return batch
+    if not torch.equal(real_BS, places_BS < real_BS.sum(1, keepdim=True)):
+        return batch
+    # nothing predicts a document's first token
+    labels_BS = batch["labels"].masked_fill(places_BS == 0, IGNORE)
+    sources = {
+        "input_ids": (batch["input_ids"], 0),
+        "position_ids": (places_BS, 0),
+        "labels": (labels_BS, IGNORE),
+    }
+    real_GN = torch.arange(length) < tokens_G[:, None]
+    return {
+        name: source_BS.new_full((groups, length), fill).masked_scatter_(
+            real_GN, source_BS.expand_as(real_BS)[real_BS]
+        )
+        for name, (source_BS, fill) in sources.items()
+    }
+
+
+def cut_padding(batch: Batch, *, unmask: bool = False) -> Batch:
+    """Cut the padding off that ends all rows of a micro-batch, tensors [B, S], where they have more
+    than :data:`LONGEST_PACKED_ROW` tokens and hold one document each.
+
+    Rows that end together hide nothing then, so that transformers makes no mask of S × S. With
+    ``unmask`` shorter rows hide nothing either: no token of a causal model attends to the padding
+    behind it, and nothing is learnt of the padding itself. Without it they keep their mask (a
+    model's own loss may read it). The batch itself where something in the padding is learnt, and in
+    every other case."""
+    length = batch["input_ids"].shape[1]
+    if length <= LONGEST_PACKED_ROW or not batch.keys() & {"attention_mask", "position_ids"}:
+        return batch
+    places_S = torch.arange(length, device=batch["input_ids"].device)
+    real_BS = (
+        batch["attention_mask"] != 0
+        if "attention_mask" in batch
+        else batch["position_ids"] == places_S
+    )
+    lengths_B = real_BS.sum(1)
+    stop = int(lengths_B.max())
+    equal = bool((lengths_B == stop).all())
+    if int(lengths_B.min()) == 0 or not torch.equal(real_BS, places_S < lengths_B.unsqueeze(1)):
+        return batch
+    if (stop == length and equal) or not (equal or (unmask and "attention_mask" in batch)):
+        return batch
+    if bool((batch["labels"] != IGNORE)[~real_BS].any()):
+        return batch
+    cut = {name: tensor_BS[:, :stop] for name, tensor_BS in batch.items()}
+    return cut if equal else {**cut, "attention_mask": torch.ones_like(cut["attention_mask"])}

@@ -1,0 +1,100 @@
+"""The tokenizer of a model as a run uses it: loaded, with its template, checked against the model."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from blockwalk.data.given_template import set_template
+from blockwalk.data.rendered import Tokenizer as Tokenizer
+from blockwalk.models.folder import require_config
+from blockwalk.models.saved_template import saved_with
+from blockwalk.plan.run_config import DataSettings
+from blockwalk.system.lfs import refuse_pointers
+from blockwalk.system.paths import StrPath
+
+TOKENIZER_FILES = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.json")
+"""The files that a tokenizer's vocabulary may lie in."""
+
+
+def tokenizer_of(
+    model: str | Path, settings: DataSettings, adapter: StrPath | None = None
+) -> Tokenizer:
+    """Return the tokenizer of a model as a run uses it: with the chat template that was saved with
+    the adapter, else the one that the settings name, and with the settings' arguments.
+
+    Raises:
+        ValueError: there is no tokenizer, or no such template.
+    """
+    tokenizer = load_tokenizer(model)
+    saved = saved_with(adapter)
+    set_template(
+        tokenizer, "" if saved else settings.chat_template, settings.chat_template_arguments
+    )
+    if saved:
+        tokenizer.chat_template = saved
+    return tokenizer
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Return the tokenizer saved in a model's folder.
+
+    Raises:
+        ValueError: there is none, or none that transformers reads.
+    """
+    from transformers import AutoTokenizer
+
+    folder = require_config(path)
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, fix_mistral_regex=True
+        )
+    except MemoryError:
+        raise
+    except (
+        Exception
+    ) as error:  # tokenizers raises no class of its own, and a file that is cut may lack any key
+        refuse_pointers(folder)
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{path}: the tokenizer needs code of its own (auto_map in tokenizer_config.json),"
+                " which is never run here: save it as a tokenizer.json"
+            ) from None
+        readable_files = (
+            "read are tokenizer.json and what else transformers saves of one, and a GGUF file's own"
+        )
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        cause = kind + " ".join(str(error).split())
+        files = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+        source = f" from {' or '.join(files)}, which may be cut off" if files else ""
+        raise ValueError(
+            f"{path}: no tokenizer could be loaded{source} ({readable_files}): {cause}"
+        ) from error
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[Path, np.ndarray]:
+    """Return the bytes of the files that a tokenizer is saved in, by their paths below its
+    folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = (path for path in Path(folder).rglob("*") if path.is_file())
+        return {path.relative_to(folder): np.fromfile(path, np.uint8) for path in files}
+
+
+def require_rows(largest: tuple[int, str], tokenizer: Tokenizer, rows: int, setting: str) -> None:
+    """Check that a model has a row for the largest token of a data set, which comes with the place
+    of its record.
+
+    Raises:
+        ValueError: it has not; the token, the record and the number of rows are named.
+    """
+    token, place = largest
+    if token >= rows:
+        raise ValueError(
+            f"{place}: the token {tokenizer.convert_ids_to_tokens(token)!r} has the id {token}, and"
+            f" the model has {rows} rows of embeddings ({setting}): save the model with"
+            f" resize_token_embeddings({len(tokenizer)}), or take the token out of the tokenizer or"
+            " the data"
+        )
