@@ -77,7 +77,7 @@ def readers(where: Place) -> dict[str, Reader]:
     from blockwalk.checkpoints import pieces, run_checkpoint
     from blockwalk.checkpoints.ledger import read_ledger
     from blockwalk.engine.pack import pack
-    from blockwalk.models.folder import checkpoint_files
+    from blockwalk.models.model_source import model_source
     from blockwalk.plan.placement import Codec
     from blockwalk.report import html
     from blockwalk.simulate import hardware
@@ -135,7 +135,9 @@ def readers(where: Place) -> dict[str, Reader]:
             where.folder / "pytorch_model.bin",
             lambda: torch_file.read_header(where.folder / "pytorch_model.bin"),
         ),
-        "index": Reader(model / "model.safetensors.index.json", lambda: checkpoint_files(model)),
+        "index": Reader(
+            model / "model.safetensors.index.json", lambda: model_source(model).checkpoint_files()
+        ),
         "yaml": Reader(run / "config.yaml", lambda: config.load(run / "config.yaml")),
         "hardware": Reader(
             where.folder / "machine.yaml", lambda: hardware.load(where.folder / "machine.yaml")

@@ -486,12 +486,12 @@ def difference(path: Path) -> float:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from blockwalk.cutting.skeleton import build_skeleton
-    from blockwalk.models.folder import model_folder
+    from blockwalk.models.model_source import model_source
     from blockwalk.tiers.model_folder.folder import CheckpointFolder
 
     os.environ["BLOCKWALK_CACHE"] = str(path.parent / "cache")
     source = CheckpointFolder(path, build_skeleton(path))
-    config = AutoConfig.from_pretrained(model_folder(path))
+    config = AutoConfig.from_pretrained(model_source(path).weights_folder)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         state = model.state_dict(keep_vars=True)

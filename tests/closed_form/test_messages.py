@@ -18,7 +18,7 @@ from blockwalk.data.records import Record
 from blockwalk.data.sources import read_records
 from blockwalk.data.tokenizer import load_tokenizer
 from blockwalk.models import gguf
-from blockwalk.models.folder import require_weights
+from blockwalk.models.model_source import model_source
 from blockwalk.models.quantised import quantisation
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.tiers.model_folder import safetensors, torch_file
@@ -46,7 +46,7 @@ def _adapter(path: Path) -> None:
         ("model.gguf", gguf.read_header),
         ("config.json", lambda path: load_config(path.parent)),
         ("config.json", lambda path: quantisation(path.parent)),
-        ("model.safetensors.index.json", lambda path: require_weights(path.parent)),
+        ("model.safetensors.index.json", lambda path: model_source(path.parent).require_weights()),
         ("tokenizer.json", lambda path: load_tokenizer(path.parent)),
         ("tokenizer_config.json", lambda path: load_tokenizer(path.parent)),
         ("adapter_model.safetensors", _adapter),
@@ -86,7 +86,7 @@ def test_parts_without_their_index_are_named(tmp_path: Path, name: str, suffix: 
     for number in (1, 2):
         (tmp_path / f"{name}-0000{number}-of-00002.{suffix}").write_bytes(b"")
     with refused(ValueError, f"{name}-00001-of-00002.{suffix} 1 {name}.{suffix}.index.json"):
-        require_weights(tmp_path)
+        model_source(tmp_path).require_weights()
 
 
 def test_a_source_without_records_is_named_with_its_setting(tmp_path: Path) -> None:

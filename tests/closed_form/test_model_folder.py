@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from blockwalk.models.folder import (
-    INDEX,
-    STORE_INDEX,
-    checkpoint_files,
-    require_config,
-    require_weights,
-)
+from blockwalk.models.model_source import INDEX, STORE_INDEX, ModelSource, model_source
 from tests.support.messages import refused
 
 pytestmark = pytest.mark.fast
@@ -38,13 +32,13 @@ def test_weights_are_one_file_or_those_of_the_index_or_a_block_store(tmp_path: P
         tmp_path / "parts", "config.json", INDEX, "part-1.safetensors", "part-2.safetensors"
     )
     packed = write(tmp_path / "packed", "config.json", STORE_INDEX)
-    assert checkpoint_files(one) == ["model.safetensors"]
-    assert checkpoint_files(parts) == ["part-1.safetensors", "part-2.safetensors"]
+    assert model_source(one).checkpoint_files() == ["model.safetensors"]
+    assert model_source(parts).checkpoint_files() == ["part-1.safetensors", "part-2.safetensors"]
     pickled = write(tmp_path / "pickled", "config.json", "pytorch_model.bin")
-    assert checkpoint_files(pickled) == ["pytorch_model.bin"]
+    assert model_source(pickled).checkpoint_files() == ["pytorch_model.bin"]
     for folder in (one, parts, packed, pickled):
-        require_weights(folder)
-        assert require_config(str(folder)) == folder
+        model_source(folder).require_weights()
+        assert model_source(str(folder)).require_config() == folder
 
 
 @pytest.mark.parametrize(
@@ -60,7 +54,7 @@ def test_a_folder_that_is_no_whole_model(
     tmp_path: Path, files: tuple[str, ...], message: str
 ) -> None:
     with refused(ValueError, message):
-        require_weights(write(tmp_path / "model", *files))
+        model_source(write(tmp_path / "model", *files)).require_weights()
 
 
 def test_what_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +68,10 @@ def test_what_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("weights.safetensors", "weights.safetensors"),
         ("no/such/folder", "no/such/folder model"),
     ):
-        for check in (require_config, require_weights, checkpoint_files):
+        for check in (
+            ModelSource.require_config,
+            ModelSource.require_weights,
+            ModelSource.checkpoint_files,
+        ):
             with refused(ValueError, message):
-                check(name)
+                check(model_source(name))

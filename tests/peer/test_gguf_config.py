@@ -12,7 +12,7 @@ import pytest
 from benchmarks import gguf_metadata
 
 from blockwalk.models import gguf
-from blockwalk.models.folder import model_folder
+from blockwalk.models.model_source import model_source
 from tests.support import gguf_files
 from tests.support.messages import refused
 
@@ -52,7 +52,7 @@ def test_a_key_that_is_not_read_is_refused_by_its_name(
                 tmp_path / "tiny.gguf", model, "F32", vectors=case.vectors, **case.keys
             )
             with refused(ValueError, "model tiny.gguf") as error:
-                model_folder(path)
+                _ = model_source(path).weights_folder
             assert case.refusal in str(error.value), name
     assert not list(tmp_path.rglob("config.json"))
 
@@ -68,7 +68,7 @@ def test_a_key_of_another_kind_is_one_line_with_the_file(
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
     path = gguf_files.write(tmp_path / "tiny.gguf", gguf_files.tiny("llama"), "F32", **{key: value})
     with refused(ValueError, "model tiny.gguf"):
-        model_folder(path)
+        _ = model_source(path).weights_folder
 
 
 def test_a_tensor_that_is_not_used_is_refused(
@@ -102,7 +102,7 @@ def test_published_factors_become_llama3_by_name(
     path = gguf_files.write(
         tmp_path / "tiny.gguf", model, "F32", vectors={"rope_freqs.weight": factors}
     )
-    assert AutoConfig.from_pretrained(model_folder(path)).rope_parameters == rotary
+    assert AutoConfig.from_pretrained(model_source(path).weights_folder).rope_parameters == rotary
 
 
 def test_a_padding_token_beyond_the_rows_is_none(
@@ -124,12 +124,12 @@ def test_a_folder_of_older_rules_is_made_again(
     model = gguf_files.tiny("llama")
     keys = gguf_metadata.scaling("linear", factor=4.0)
     path = gguf_files.write(tmp_path / "tiny.gguf", model, "F32", **keys)
-    folder = model_folder(path)
+    folder = model_source(path).weights_folder
     right = (folder / "config.json").read_text()
     (folder / "config.json").write_text(right.replace("linear", "default"))
     seen = json.loads((folder / gguf.MADE).read_text())
     (folder / gguf.MADE).write_text(json.dumps([part[:3] for part in seen]))
-    assert (model_folder(path) / "config.json").read_text() == right
+    assert (model_source(path).weights_folder / "config.json").read_text() == right
 
 
 def _altered(path: Path, **changes: Any) -> None:
@@ -163,4 +163,4 @@ def test_another_kind_of_file_is_called_by_its_name(
     path = gguf_files.write(tmp_path / "tiny.gguf", gguf_files.tiny("llama"), "F32")
     _altered(path, **changes)
     with refused(ValueError, words):
-        model_folder(path)
+        _ = model_source(path).weights_folder

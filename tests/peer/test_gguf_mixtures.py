@@ -14,7 +14,7 @@ import torch
 import blockwalk
 from blockwalk.cli import main
 from blockwalk.cutting.skeleton import build_skeleton
-from blockwalk.models.folder import lies_in, model_folder
+from blockwalk.models.model_source import model_source
 from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.plan.placement import Codec
@@ -176,9 +176,13 @@ def test_a_model_in_parts_is_named_by_any_of_them(
         assert main.main([str(part) for part in arguments]) == 0, capsys.readouterr().err
         losses.append(capsys.readouterr().out.split('"loss"')[1])
     assert len(set(losses)) == 1
-    assert lies_in(parts[1]) is Codec.Q8_0
-    folder = model_folder(parts[3])
-    assert folder == model_folder(tmp_path / "parts") == model_folder(folder)
+    assert model_source(parts[1]).codec is Codec.Q8_0
+    folder = model_source(parts[3]).weights_folder
+    assert (
+        folder
+        == model_source(tmp_path / "parts").weights_folder
+        == model_source(folder).weights_folder
+    )
     assert sorted(path.name for path in folder.glob("*.gguf")) == [part.name for part in parts]
     source = CheckpointFolder(parts[1], build_skeleton(parts[1]))
     assert {stored.file for name in source.names() for stored in source._recipes[name].sources} == {

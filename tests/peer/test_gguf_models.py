@@ -15,7 +15,7 @@ from blockwalk.cli import main
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.data.batching import collate
 from blockwalk.models import gguf as gguf_header
-from blockwalk.models.folder import lies_in, model_folder
+from blockwalk.models.model_source import model_source
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from blockwalk.train.evaluation import HeldOut
@@ -72,7 +72,7 @@ def test_every_type_is_read_as_it_lies(kind: str, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     assert source.in_place(name)
     codec = dict(gguf_header.TYPES.values())[kind]
-    assert lies_in(path) == (codec if codec.encoded else None)
+    assert model_source(path).codec == (codec if codec.encoded else None)
     (info,) = (
         t for t in gguf_header.read_header(path).tensors if t.name == "blk.1.ffn_down.weight"
     )
@@ -278,7 +278,7 @@ def test_a_folder_of_several_files_asks_which(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     with refused(ValueError, "GGUF a.gguf b.gguf"):
-        model_folder(tmp_path)
+        _ = model_source(tmp_path).weights_folder
 
 
 def test_a_codec_has_the_name_of_the_format() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from blockwalk.cli import main
 from blockwalk.models import gguf_splits
-from blockwalk.models.folder import model_folder
+from blockwalk.models.model_source import model_source
 from tests.support import llama_cpp
 from tests.support.messages import refused, says
 
@@ -92,7 +92,7 @@ def test_texts_are_split_as_the_tokenizer_splits_them(
     folder = folder_with(tmp_path / "model", pre_tokenizer=splitting)
     assert main.main(["gguf", str(folder), str(tmp_path / "model.gguf"), "--dtype", "f32"]) == 0
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    again = AutoTokenizer.from_pretrained(model_folder(tmp_path / "model.gguf"))
+    again = AutoTokenizer.from_pretrained(model_source(tmp_path / "model.gguf").weights_folder)
     ask = llama_cpp.serve(tmp_path / "model.gguf")
     for text in TEXTS:
         assert (
@@ -192,7 +192,7 @@ def test_the_blank_before_a_text_is_the_tokenizers(
         *([" the"] if twice else []),
     ):  # a Metaspace adds no blank to a blank
         assert llama_cpp.tokens(ask, text) == tokenizer(text)["input_ids"], text
-    again = AutoTokenizer.from_pretrained(model_folder(tmp_path / "model.gguf"))
+    again = AutoTokenizer.from_pretrained(model_source(tmp_path / "model.gguf").weights_folder)
     for text in (*TEXTS, " the", "<s>the</s> the"):
         assert again(text)["input_ids"] == llama_cpp.tokens(ask, text), text
     assert again.decode(again(" the")["input_ids"]) == " the"
@@ -226,7 +226,9 @@ def test_a_word_that_no_merges_make_is_a_token_where_it_is_one_in_llama_cpp(
     theirs = llama_cpp.tokens(llama_cpp.serve(tmp_path / "model.gguf"), "a zqx")
     assert (number in theirs) is whole
     assert (
-        AutoTokenizer.from_pretrained(model_folder(tmp_path / "model.gguf"))("a zqx")["input_ids"]
+        AutoTokenizer.from_pretrained(model_source(tmp_path / "model.gguf").weights_folder)(
+            "a zqx"
+        )["input_ids"]
         == theirs
     )
     model["ignore_merges"] = not model["ignore_merges"]
@@ -247,7 +249,7 @@ def test_a_split_of_unknown_name_is_refused_when_it_is_read(
     folder = folder_with(tmp_path / "model")
     assert main.main(["gguf", str(folder), str(tmp_path / "model.gguf"), "--dtype", "f32"]) == 0
     with refused(ValueError, "model.gguf of-tomorrow tokenizer.ggml.pre"):
-        model_folder(tmp_path / "model.gguf")
+        _ = model_source(tmp_path / "model.gguf").weights_folder
 
 
 def test_pieces_of_changed_text_are_refused(

@@ -16,13 +16,7 @@ from blockwalk.cli import main
 from blockwalk.cutting.skeleton import build_skeleton, load_config
 from blockwalk.data.tokenizer import load_tokenizer
 from blockwalk.models import hub as hub_files
-from blockwalk.models.folder import (
-    checkpoint_files,
-    model_folder,
-    repository,
-    require_config,
-    require_weights,
-)
+from blockwalk.models.model_source import model_source
 from blockwalk.plan.methods import method
 from blockwalk.report import card
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
@@ -90,7 +84,7 @@ def test_a_name_of_the_hub_is_its_folder(
     """Oracle: the folder that was handed out, read by its path: weights bit for bit, tokenizer,
     digest."""
     name = "ours/safetensors"
-    require_weights(name)
+    model_source(name).require_weights()
     source, original = (CheckpointFolder(n, build_skeleton(n)) for n in (name, tiny_run.model))
     assert source.names() == original.names()
     for parameter in source.names():
@@ -99,8 +93,8 @@ def test_a_name_of_the_hub_is_its_folder(
         )
     assert load_tokenizer(name).get_vocab() == load_tokenizer(tiny_run.model).get_vocab()
     assert weights_digest(name) == weights_digest(tiny_run.model)
-    assert load_config(name).name_or_path == repository(f"{name}@{'a' * 40}")[0] == name
-    fetched = {p.name for p in model_folder(name).rglob("*") if p.is_file()}
+    assert load_config(name).name_or_path == model_source(f"{name}@{'a' * 40}").repository == name
+    fetched = {p.name for p in model_source(name).weights_folder.rglob("*") if p.is_file()}
     assert fetched == {p.name for p in tiny_run.model.iterdir()}, (
         "neither other folders nor the same weights twice"
     )
@@ -117,7 +111,7 @@ def test_any_part_of_a_gguf_brings_the_others(
         gguf_files.write(folder / name, gguf_files.tiny("llama"), "Q8_0", tensors_in_a_part=most)
     monkeypatch.setitem(repos, "ours/gguf", {"main": folder})
     name = "ours/gguf/tiny-00003-of-00004.gguf"
-    found = sorted(path.name for path in model_folder(name).glob("*.gguf"))
+    found = sorted(path.name for path in model_source(name).weights_folder.glob("*.gguf"))
     assert found == sorted(path.name for path in folder.glob("tiny*.gguf"))
     source = CheckpointFolder(name, build_skeleton(name))
     assert torch.equal(
@@ -163,7 +157,7 @@ def test_an_adapter_names_the_file_of_its_base(
 
 def test_a_configuration_is_read_without_the_weights(hub: Hub) -> None:
     """Oracle: what the server was asked for."""
-    assert (require_config("ours/safetensors") / "config.json").is_file()
+    assert (model_source("ours/safetensors").require_config() / "config.json").is_file()
     assert not any(path.endswith((".safetensors", ".bin")) for path in hub.asked)
 
 
@@ -174,7 +168,7 @@ def test_every_form_and_revision(hub: Hub, repos: dict[str, dict[str, Path]], na
     """Oracle: the folder of that revision, and its files."""
     repo, _, revision = name.partition("@")
     folder = repos[repo]["other" if revision else "main"]
-    assert checkpoint_files(name) == checkpoint_files(folder)
+    assert model_source(name).checkpoint_files() == model_source(folder).checkpoint_files()
     assert weights_digest(name) == weights_digest(folder)
 
 
@@ -193,9 +187,9 @@ def test_an_adapter_names_the_revision_of_its_base(hub: Hub, tmp_path: Path) -> 
 def test_a_token_opens_what_its_owners_gated(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the server's refusal without the token, and the folder with it."""
     with refused(ValueError, "ours/gated /ours/gated HF_TOKEN"):
-        model_folder("ours/gated")
+        _ = model_source("ours/gated").weights_folder
     monkeypatch.setenv("HF_TOKEN", "hf_known")
-    require_weights("ours/gated")
+    model_source("ours/gated").require_weights()
 
 
 def test_what_the_hub_does_not_have(hub: Hub) -> None:
@@ -205,7 +199,7 @@ def test_what_the_hub_does_not_have(hub: Hub) -> None:
         ("ours/parts@absent", "revision absent"),
     ):
         with refused(ValueError, message) as error:
-            require_config(name)
+            model_source(name).require_config()
         assert "\n" not in str(error.value)
 
 
@@ -216,13 +210,13 @@ def test_without_a_network_the_cache_is_read(
     not."""
     from huggingface_hub import constants
 
-    model_folder("ours/parts")
-    require_config("ours/pickled")
+    _ = model_source("ours/parts").weights_folder
+    model_source("ours/pickled").require_config()
     hub_files.download.cache_clear()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert weights_digest("ours/parts") == weights_digest(repos["ours/parts"]["main"])
-    assert require_config("ours/pickled").is_dir()
+    assert model_source("ours/pickled").require_config().is_dir()
     for name in ("ours/gated", "ours/pickled"):
         with refused(ValueError, "http://127.0.0.1:9 cache") as error:
-            require_weights(name)
+            model_source(name).require_weights()
         assert "\n" not in str(error.value)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import blockwalk
 from blockwalk.cli import main
 from blockwalk.cutting.skeleton import build_skeleton
-from blockwalk.models.folder import lies_in
+from blockwalk.models.model_source import model_source
 from blockwalk.models.quantised import METHODS
 from blockwalk.numerics.codecs.weights import EncodedWeight, opened
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
@@ -87,7 +87,7 @@ def test_every_form_is_read_as_it_lies(kind: str, family: str, made: Folders) ->
     folder, model = made(kind, family)
     source = same_weights(folder, model)
     method = KINDS[kind][0]["quant_method"]
-    assert lies_in(folder) is METHODS[method]
+    assert model_source(folder).codec is METHODS[method]
     name = "model.layers.1." + (
         "mlp.experts.gate_up_proj" if kind == "mxfp4" else "self_attn.o_proj.weight"
     )
@@ -260,7 +260,7 @@ def test_one_command_trains_and_the_others_take_the_folder(
 
     assert main.main(["merge", str(folder), str(adapter), str(tmp_path / "merged")]) == 2
     asked = capsys.readouterr().err
-    says(asked, f"{lies_in(folder)} --dtype")
+    says(asked, f"{model_source(folder).codec} --dtype")
     assert not (tmp_path / "merged").exists()
     command(capsys, "merge", folder, adapter, tmp_path / "merged", "--dtype", "float32")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").state_dict()

@@ -12,7 +12,7 @@ from pathlib import Path
 from blockwalk.checkpoints import ledger as ledger_module
 from blockwalk.checkpoints import marks, run_checkpoint
 from blockwalk.checkpoints.run_checkpoint import JOINED, LOGS, REPLACED, RESULTS, SCRATCH
-from blockwalk.models.folder import STORE_INDEX
+from blockwalk.models.model_source import STORE_INDEX
 from blockwalk.system import atomic_files, links
 
 _HEX8 = "[0-9a-f]{8}"

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from blockwalk.cli.commands import Command
-from blockwalk.models import folder, run_folder
+from blockwalk.models import run_folder
+from blockwalk.models.model_source import model_source
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.ranks import place
 from blockwalk.system.temporary import require_temporary
@@ -55,9 +56,9 @@ def configuration(
         if not (operator.attrgetter(name)(run) or has_task or holds_out):
             raise ValueError(f"{name} is missing; give it in the YAML file or as --{name}")
     if runs_here and command.reads_weights:
-        folder.require_weights(run.model)
+        model_source(run.model).require_weights()
     elif runs_here and not os.path.isfile(run.model):  # the file of a configuration is enough
-        folder.require_config(run.model)
+        model_source(run.model).require_config()
     return run
 
 

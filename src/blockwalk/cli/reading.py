@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from blockwalk.checkpoints import run_checkpoint
-from blockwalk.models.folder import model_folder
+from blockwalk.models.model_source import model_source
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
@@ -47,11 +47,11 @@ def packed_model(run: RunConfig, plan: Plan) -> str | Path:
     change."""
     from blockwalk.cutting.skeleton import build_skeleton
     from blockwalk.engine.pack_cache import packed
-    from blockwalk.tiers.block_store.store import is_store
 
-    path = model_folder(run.model).resolve()
-    if is_store(path) or not plan.frozen.codec.encoded:
+    model = model_source(run.model)
+    if model.packed or not plan.frozen.codec.encoded:
         return run.model
+    path = model.weights_folder.resolve()
     try:
         packs = cache.folder() / "packed" / cache.key(os.fsencode(path))
         packs.mkdir(parents=True, exist_ok=True)

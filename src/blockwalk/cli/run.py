@@ -12,7 +12,7 @@ from pathlib import Path
 
 from blockwalk.cli.adapters import opened_adapter, trained_by
 from blockwalk.cli.reading import packed_model, plan_to_read
-from blockwalk.models.folder import model_folder
+from blockwalk.models.model_source import model_source
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
 from blockwalk.plan.words import counted
@@ -101,7 +101,6 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
     from blockwalk.cutting.skeleton import vocabulary_rows
     from blockwalk.cutting.verify import require_borders
     from blockwalk.data.tokenizer import require_rows, tokenizer_of
-    from blockwalk.tiers.block_store.store import is_store
     from blockwalk.train.evaluation import HeldOut
     from blockwalk.walk.walker import Walker
 
@@ -120,7 +119,7 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
             require_borders(run.model)
         plans = [plan_to_read(run, adapter, arguments, as_trained=arguments.as_trained)]
         codec = plans[0].frozen.codec
-        if codec.encoded and not is_store(model_folder(run.model)):
+        if codec.encoded and not model_source(run.model).packed:
             both = not arguments.as_trained
             more = (
                 ", then over the model's own; --as-trained leaves these out"

@@ -113,9 +113,8 @@ def opened(run: RunConfig, arguments: argparse.Namespace) -> Iterator[Speaker]:
     """Open the model of a run with the adapter that the command line names, or that the run has
     trained."""
     from blockwalk.data.tokenizer import tokenizer_of
-    from blockwalk.models.folder import model_folder
+    from blockwalk.models.model_source import model_source
     from blockwalk.models.stops import stop_ids
-    from blockwalk.tiers.block_store.store import is_store
     from blockwalk.walk.walker import Walker
 
     run, named = trained_by(run, arguments)
@@ -124,7 +123,7 @@ def opened(run: RunConfig, arguments: argparse.Namespace) -> Iterator[Speaker]:
         tokenizer = tokenizer_of(run.model, run.data, None if own_template else adapter)
         stops = frozenset(stop_ids(run.model, tokenizer, adapter))
         plan = plan_to_read(run, adapter, arguments)
-        if plan.frozen.codec.encoded and not is_store(model_folder(run.model)):
+        if plan.frozen.codec.encoded and not model_source(run.model).packed:
             say(
                 f"note: over weights in {plan.frozen.codec}; --frozen disk reads the model's own",
                 file=sys.stderr,

@@ -14,7 +14,7 @@ from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.cutting.adapters import adapt, save_adapter
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.skeleton import build_skeleton
-from blockwalk.models.folder import model_folder
+from blockwalk.models.model_source import model_source
 from blockwalk.models.stops import GENERATION, with_stops
 from blockwalk.plan.choices import Adapters
 from blockwalk.plan.parsing import adapter_settings
@@ -65,9 +65,7 @@ def write_adapter(model: StrPath, checkpoint: StrPath, out: Path) -> None:
             values[name] = values[name].view(shape)
     save_adapter(wrapped, values, out)
     if stops := state.data.get("stops"):  # none in a checkpoint of an older version
-        atomic_files.write_bytes(
-            out / GENERATION, with_stops(model_folder(model, weights=False), stops)
-        )
+        atomic_files.write_bytes(out / GENERATION, with_stops(model_source(model).folder, stops))
 
 
 def _adapters_of(state: run_checkpoint.Checkpoint, folder: Path) -> Adapters:

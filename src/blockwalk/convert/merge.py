@@ -7,7 +7,6 @@ whole."""
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from blockwalk.cutting.adapters import RESIZED, present_names, refuse_parted
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.engine.model_weights import open_source
 from blockwalk.engine.pack import CHUNK_ELEMENTS, Progress
-from blockwalk.models.folder import form_of, lies_in
+from blockwalk.models.model_source import model_source
 from blockwalk.models.places import adapter_paths, model_paths, refuse_output
 from blockwalk.models.saved_template import FILE as TEMPLATE
 from blockwalk.models.saved_template import saved_with
@@ -64,13 +63,13 @@ def merge(
         ValueError: an adapter that is no plain LoRA, or not this model's; codes and no ``dtype``;
             an output that exists; a disk that is too full.
     """
+    model = model_source(model)
     refuse_output(out_dir, model=model_paths(model), adapter=adapter_paths(adapter_dir))
-    if not dtype and lies_in(model) is not None:
+    if not dtype and model.codec is not None and not model.packed:
         raise ValueError(
-            f"{os.fspath(model)} is in {form_of(model)}, and a sum of weights and adapter is not:"
-            " say with --dtype (bfloat16,"
-            " float16 or float32) what the merged model is written in; or use the adapter beside"
-            " its base, unmerged"
+            f"{model} is in {model.form}, and a sum of weights and adapter is not: say with --dtype"
+            " (bfloat16, float16 or float32) what the merged model is written in; or use the"
+            " adapter beside its base, unmerged"
         )
     skeleton = build_skeleton(model)
     changes = read_adapter(adapter_dir, skeleton)

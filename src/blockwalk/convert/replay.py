@@ -27,7 +27,8 @@ from blockwalk.engine.model_weights import open_source
 from blockwalk.engine.pack import Progress
 from blockwalk.estimators.zeroth_order import mezo_original
 from blockwalk.estimators.zeroth_order.updates import apply_all_, rule_of, trained_in_order
-from blockwalk.models.folder import file_of, repository
+from blockwalk.models.hub import file_of
+from blockwalk.models.model_source import model_source
 from blockwalk.models.places import adapter_paths, model_paths, refuse_output
 from blockwalk.numerics.codecs.layout import dtype_of
 from blockwalk.numerics.codecs.weights import Value
@@ -179,7 +180,7 @@ class ReplayedRun:
         lora = found["lora"]
         if lora is not None:
             adapter = lora if isinstance(lora, str) else adapter_settings(lora)
-            given = {"seed": found["seed"], "revision": repository(base)[1]}
+            given = {"seed": found["seed"], "revision": model_source(base).revision}
             self.module = adapt(
                 self.module, adapter, read=lambda name: self.source.weights([name])[name], **given
             )

@@ -21,9 +21,9 @@ from torch import Tensor
 from blockwalk.convert.merge import read_adapter
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.engine.pack import Progress
-from blockwalk.models.folder import model_folder
 from blockwalk.models.gguf_config import settings_of
 from blockwalk.models.gguf_splits import SPLITS, WHOLE_WORDS
+from blockwalk.models.model_source import model_source
 from blockwalk.models.places import adapter_paths, model_paths, refuse_output
 from blockwalk.plan.words import counted
 from blockwalk.system import atomic_files
@@ -112,7 +112,7 @@ def convert(
                 progress,
             )
         else:
-            folder = model_folder(model)
+            folder = model_source(model).weights_folder
             _refuse_windows(config)
             factors = _hyperparameters(writer, config)
             _tokenizer(writer, folder, config.vocab_size)

@@ -17,9 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from blockwalk.models.folder import repository, require_config
-from blockwalk.models.quantised import KEYS
-from blockwalk.system.lfs import refuse_pointer
+from blockwalk.models.model_source import model_source
 
 _LARGE = 1 << 16
 """Elements: more than a buffer that a constructor leaves empty to fill it."""
@@ -27,35 +25,14 @@ _LARGE = 1 << 16
 
 def load_config(path_or_config: Any) -> Any:
     """Return the ``transformers`` configuration of a named model or of a ``config.json`` (or the
-    configuration itself, copied).
+    configuration itself), copied.
 
-    Raises ValueError for what is no model with a ``config.json``, for one whose numbers do not go
-    together and for one whose model needs code of its own."""
+    Raises:
+        ValueError: as :meth:`blockwalk.models.model_source.ModelSource.configuration`.
+    """
     if not isinstance(path_or_config, str | Path):
         return copy.deepcopy(path_or_config)
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    path = Path(path_or_config)
-    path = path if path.is_file() and path.suffix == ".json" else require_config(path_or_config)
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        refuse_pointer(path if path.is_file() else path / "config.json")
-        if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"model: {path} needs code of its own (auto_map in config.json), which is never"
-                " run here; read are the types"
-                " of models that transformers knows"
-            ) from None
-        if not isinstance(error, StrictDataclassError):
-            raise
-        raise ValueError(f"model: {path}: {' '.join(str(error).split())}") from None
-    config.name_or_path, _ = repository(path_or_config)  # what an adapter says of its base
-    for part in (config, config.get_text_config()):  # the model that is built computes with numbers
-        for key in KEYS:
-            vars(part).pop(key, None)
-    return config
+    return model_source(path_or_config).configuration()
 
 
 def vocabulary_rows(path_or_config: Any) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from blockwalk.data.given_template import set_template
 from blockwalk.data.rendered import Tokenizer as Tokenizer
-from blockwalk.models.folder import require_config
+from blockwalk.models.model_source import model_source
 from blockwalk.models.saved_template import saved_with
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.system.lfs import refuse_pointers
@@ -46,7 +46,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     from transformers import AutoTokenizer
 
-    folder = require_config(path)
+    folder = model_source(path).require_config()
     try:
         return AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, fix_mistral_regex=True

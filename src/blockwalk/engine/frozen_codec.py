@@ -19,7 +19,7 @@ from torch import nn
 
 from blockwalk.cutting.adapters import adapt, adapter_parameters
 from blockwalk.cutting.skeleton import build_skeleton
-from blockwalk.models.folder import form_of, lies_in, listed_parts, model_folder
+from blockwalk.models.model_source import ModelSource, listed_parts, model_source
 from blockwalk.numerics.codecs.layout import name_of
 from blockwalk.plan.methods import METHODS
 from blockwalk.plan.model_spec import encoded_nbytes
@@ -29,7 +29,6 @@ from blockwalk.plan.settings import override
 from blockwalk.program.program import human_bytes
 from blockwalk.system.paths import StrPath
 from blockwalk.system.process_memory import host_memory
-from blockwalk.tiers.block_store.store import is_store, read_index
 from blockwalk.tiers.model_folder.safetensors import read_header
 
 log = logging.getLogger(__name__)
@@ -43,18 +42,13 @@ SHARE = 0.5
 other programs'."""
 
 
-def comes_in(model: StrPath | Any) -> Codec | None:
-    """Return the codec that most weights of a named model come in, packed or as downloaded, where
-    it is one of codes; else None."""
-    if not isinstance(model, str | os.PathLike):
-        return None
-    if is_store(model):
-        codec = read_index(model).codec
-        return codec if codec.encoded else None
-    return lies_in(model)
+def stored_codec(model: StrPath | nn.Module) -> Codec | None:
+    """Return the codec that most weights of a model's files are in, where it is one of codes; None
+    of a model in memory."""
+    return None if isinstance(model, nn.Module) else model_source(model).codec
 
 
-def as_it_comes(plan: Plan, model: StrPath | Any) -> Plan:
+def with_stored_codec(plan: Plan, model: StrPath | nn.Module) -> Plan:
     """Return the plan for a model: where it is packed, or comes in codes, its weights are read as
     they lie if ``frozen`` leaves the codec open or is the row's. One in memory that stays on the
     device whole stays as it is."""
@@ -62,10 +56,13 @@ def as_it_comes(plan: Plan, model: StrPath | Any) -> Plan:
     unnamed = plan.frozen.codec.facts.chosen_later or plan.frozen == METHODS["mebp"]().frozen
     if not unnamed and not (plan.frozen.codec.encoded and stays):
         return plan
-    packed_before = isinstance(model, str | os.PathLike) and is_store(model)
-    if stays or packed_before or comes_in(model) is not None:
+    if stays or (not isinstance(model, nn.Module) and _read_as_stored(model_source(model))):
         return override(plan, {"frozen.codec": str(Codec.RAW)})
     return plan
+
+
+def _read_as_stored(model: ModelSource) -> bool:
+    return model.packed or model.codec is not None
 
 
 def refuse_rounded(model: StrPath | nn.Module, plan: Plan, lora: Any) -> None:
@@ -74,14 +71,14 @@ def refuse_rounded(model: StrPath | nn.Module, plan: Plan, lora: Any) -> None:
     in codes; or where a replay would start from others than rounded ones."""
     where = f"frozen: {plan.frozen}"
     codec = plan.frozen.codec
-    found = comes_in(model)
+    found = stored_codec(model)
     form = str(codec)
     if isinstance(model, nn.Module):
         codec = Codec.RAW if plan.frozen.on_device else codec  # they stay as they are in memory
     elif found is not None:
         where = os.fspath(model)
         codec = found
-        form = str(found) if is_store(model) else form_of(model)
+        form = model_source(model).form
     if lora is None and not hasattr(model, "peft_config") and codec.encoded:
         raise ValueError(
             f"{where} keeps weights in {form}, and without adapters every weight is trained: it"
@@ -129,7 +126,7 @@ def chosen(
     Raises:
         ValueError: there is no such model, or the plan does not go with the codec that fits.
     """
-    plan = as_it_comes(plan, model)
+    plan = with_stored_codec(plan, model)
     if not is_open(plan):
         return plan, ""
     if kept is not None:
@@ -163,7 +160,7 @@ def say_codec(plan: Plan, model: StrPath | nn.Module, reason: str) -> None:
     codec = plan.frozen.codec
     if _said.get():
         return
-    if codec.encoded and comes_in(model) is None:
+    if codec.encoded and stored_codec(model) is None:
         why = f" (auto: {reason})" if reason else ""
         log.warning(
             "the model is read in %s%s, which rounds its weights; frozen: disk reads them as"
@@ -198,7 +195,7 @@ def _tensors(model: StrPath | nn.Module) -> Iterator[tuple[tuple[int, ...], str]
     skeleton brings the model's own code, which is to come after the tokenizer; else the
     skeleton's."""
     if not isinstance(model, nn.Module):
-        folder = model_folder(model, weights=False)
+        folder = model_source(model).folder
         files = [folder / name for name in listed_parts(folder, SINGLE) or [SINGLE]]
         if all(file.is_file() for file in files):
             stored = (tensor for file in files for tensor in read_header(file).values())

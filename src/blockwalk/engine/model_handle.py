@@ -14,8 +14,8 @@ from blockwalk.cutting.adapters import adapt, adapter_parameters, refuse_tied_lo
 from blockwalk.cutting.skeleton import persistent_buffers
 from blockwalk.cutting.verify import certified
 from blockwalk.engine.frozen_codec import refuse_rounded
-from blockwalk.engine.model_weights import folder_of, open_model, open_source
-from blockwalk.models.folder import repository
+from blockwalk.engine.model_weights import files_of, open_model, open_source
+from blockwalk.models.model_source import ModelSource, model_source
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight, Value
@@ -66,8 +66,8 @@ class ModelHandle:
         self.source: WeightSource | None
         module, self.source, self.compute_dtype = open_model(model, plan, workdir, packs)
         if lora is not None:
-            revision = None if isinstance(model, nn.Module) else repository(model)[1]
-            module = self._adapted(module, folder_of(model, workdir), lora, revision)
+            revision = None if isinstance(model, nn.Module) else model_source(model).revision
+            module = self._adapted(module, files_of(model, workdir), lora, revision)
         if training:
             refuse_tied_lora(module)
             dropouts = [
@@ -99,13 +99,13 @@ class ModelHandle:
         self._exact = frozenset(p.name for p in self.spec.params() if p.exact)
 
     def _adapted(
-        self, module: nn.Module, folder: Path, lora: Adapters | StrPath, revision: str | None
+        self, module: nn.Module, files: ModelSource, lora: Adapters | StrPath, revision: str | None
     ) -> nn.Module:
-        """Return the model with adapters. Its own parameters that are trained come as ``folder``
+        """Return the model with adapters. Its own parameters that are trained come as ``files``
         has them where the plan rounds it."""
         given = self.source
         if given is not None and self.plan.frozen.codec.encoded:
-            given = open_source(folder, module)
+            given = open_source(files, module)
 
         def came(name: str) -> Value:
             return (

@@ -18,18 +18,18 @@ from blockwalk.cutting.adapters import (
 )
 from blockwalk.cutting.skeleton import (
     build_skeleton,
-    load_config,
     persistent_buffers,
     stays_float32,
 )
 from blockwalk.engine.pack_cache import packed
+from blockwalk.models.model_source import ModelSource, model_source
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.program.state_sizes import computes_in
 from blockwalk.system import links
 from blockwalk.system.paths import StrPath
-from blockwalk.tiers.block_store.store import BlockStore, is_store
+from blockwalk.tiers.block_store.store import BlockStore
 from blockwalk.tiers.model_folder.conversion import optional
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from blockwalk.tiers.model_folder.safetensors import save_model
@@ -51,7 +51,7 @@ def open_source(
     Raises:
         ValueError: the folder holds no weights that fit, or a store in another codec.
     """
-    if is_store(path):
+    if model_source(path).packed:
         store = BlockStore(path)
         if codec not in (Codec.RAW, store.index.codec):
             raise ValueError(
@@ -66,87 +66,91 @@ def open_source(
     return BlockStore(packed(Path(path), codec, model, workdir))
 
 
-def require_weights(path: StrPath) -> None:
+def require_fitting_weights(path: StrPath) -> None:
     """Raise ValueError where a folder's weights do not fit its configuration's model: by names,
     shapes and dtypes alone."""
     open_source(path, build_skeleton(path)).close()
 
 
-def folder_of(model: StrPath | nn.Module, workdir: Path) -> Path:
-    """Return the folder, or the name, that a model's weights are read from; one in memory is
-    written there."""
-    return workdir / "in-memory" if isinstance(model, nn.Module) else Path(model)
+def files_of(model: StrPath | nn.Module, workdir: Path) -> ModelSource:
+    """Return the files that a model's weights are read from; one in memory is written there."""
+    return model_source(workdir / "in-memory" if isinstance(model, nn.Module) else model)
 
 
 def open_model(
     model: StrPath | nn.Module, plan: Plan, workdir: Path, packs: Path
 ) -> tuple[nn.Module, WeightSource | None, torch.dtype]:
-    """Return the model (with or without weights), the source of its weights (None: they are in the
-    model), the compute dtype.
+    """Open a model for a plan.
+
+    Returns:
+        The model, with or without weights; the source of its weights, None where they are in the
+        model; and the compute dtype.
 
     Raises:
         ValueError: the folder holds no weights that fit the plan.
     """
     refuse_copies(model)
-    path = folder_of(model, workdir)
-    cls = None
-    tensors: dict[str, torch.Tensor] = {}
-    if isinstance(model, nn.Module):
-        dtype = _compute_dtype(
-            plan, next(p.dtype for p in model.parameters() if p.is_floating_point())
-        )
-        if plan.frozen.on_device:
-            # A zeroth-order or sharded master keeps its dtype: forwards alone are in the compute
-            # dtype.
-            if not plan.zeroth_order and not plan.sharded:
-                base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
-                for (
-                    name,
-                    param,
-                ) in (
-                    model.named_parameters()
-                ):  # not the buffers: rotary frequencies stay in float32
-                    if param.is_floating_point():
-                        exact = "lora_" not in name and stays_float32(base, dtype, name)
-                        param.data = param.data.to(torch.float32 if exact else dtype)
-            return model, None, dtype
-        base, tensors = base_tensors(model)
-        config = base.config
-        cls = type(base)
-        if path.is_dir() and not (path.is_symlink() or marks.is_ours(path)):
-            raise ValueError(
-                f"{path} is there already, and not Blockwalk's: move it away, or choose another"
-                " output_dir"
-            )
-        links.remove(path)  # another model's: whoever has its files mapped keeps them
-        path.mkdir(parents=True)
-        marks.write(path, "in memory")
-        save_model(path, base, tensors)  # transformers' own writes on rank 0 alone
-    else:
-        config = load_config(path)
-        stored = config.dtype or torch.float32
-        dtype = _compute_dtype(
-            plan, stored if isinstance(stored, torch.dtype) else dtype_of(str(stored))
-        )
-    skeleton = build_skeleton(config, dtype, cls)
-    source = open_source(path, skeleton, plan.frozen.codec, packs)
-    _fill_buffers(skeleton, source)
-    trained = {
-        name: tensor.requires_grad
-        for name, tensor in tensors.items()
-        if isinstance(tensor, nn.Parameter)
-    }
-    if lost := sorted(trained.keys() - source.names()):
-        raise ValueError(
-            f"{type(skeleton).__name__} makes no {lost[0]} from its configuration, which the"
-            " model in memory has; set"
-            " frozen: device, which walks the model itself"
-        )
-    for name, requires_grad in trained.items():
-        skeleton.get_parameter(name).requires_grad_(requires_grad)
-    if not hasattr(model, "peft_config"):
+    files = files_of(model, workdir)
+    if not isinstance(model, nn.Module):
+        config = files.configuration()
+        named = config.dtype or torch.float32
+        stored = named if isinstance(named, torch.dtype) else dtype_of(str(named))
+        dtype = _compute_dtype(plan, stored)
+        skeleton = build_skeleton(config, dtype)
+        source = open_source(files, skeleton, plan.frozen.codec, packs)
+        _fill_buffers(skeleton, source)
         return skeleton, source, dtype
-    return adapt_alike(skeleton, model), source, dtype
+    stored = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = _compute_dtype(plan, stored)
+    if not plan.frozen.on_device:
+        return *_written_out(model, plan, dtype, files, packs), dtype
+    # A zeroth-order or sharded master keeps its dtype: forwards alone are in the compute dtype.
+    if not plan.zeroth_order and not plan.sharded:
+        _cast_parameters(model, dtype)
+    return model, None, dtype
+
+
+def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a model's parameters to a dtype, but for those that transformers keeps in float32; not
+    its buffers, for rotary frequencies stay in float32."""
+    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    for name, param in model.named_parameters():
+        if param.is_floating_point():
+            exact = "lora_" not in name and stays_float32(base, dtype, name)
+            param.data = param.data.to(torch.float32 if exact else dtype)
+
+
+def _written_out(
+    model: nn.Module, plan: Plan, dtype: torch.dtype, files: ModelSource, packs: Path
+) -> tuple[nn.Module, WeightSource]:
+    """Write a model in memory to its files, and return its skeleton and the source of its weights
+    there."""
+    folder = Path(files)
+    base, tensors = base_tensors(model)
+    if folder.is_dir() and not (folder.is_symlink() or marks.is_ours(folder)):
+        raise ValueError(
+            f"{folder} is there already, and not Blockwalk's: move it away, or choose another"
+            " output_dir"
+        )
+    links.remove(folder)  # another model's: whoever has its files mapped keeps them
+    folder.mkdir(parents=True)
+    marks.write(folder, "in memory")
+    save_model(folder, base, tensors)  # transformers' own writes on rank 0 alone
+    skeleton = build_skeleton(base.config, dtype, type(base))
+    source = open_source(files, skeleton, plan.frozen.codec, packs)
+    _fill_buffers(skeleton, source)
+    parameters = {
+        name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)
+    }
+    if missing := sorted(parameters.keys() - source.names()):
+        raise ValueError(
+            f"{type(skeleton).__name__} makes no {missing[0]} from its configuration, which the"
+            " model in memory has; set frozen: device, which walks the model itself"
+        )
+    for name, parameter in parameters.items():
+        skeleton.get_parameter(name).requires_grad_(parameter.requires_grad)
+    adapted = adapt_alike(skeleton, model) if hasattr(model, "peft_config") else skeleton
+    return adapted, source
 
 
 def _fill_buffers(model: Any, source: WeightSource) -> None:

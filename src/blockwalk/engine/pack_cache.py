@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.cutting.verify import certified
-from blockwalk.models.folder import form_of, lies_in
+from blockwalk.models.model_source import model_source
 from blockwalk.plan.placement import Codec
 from blockwalk.system.atomic_files import discard
 from blockwalk.system.locks import lock
@@ -32,9 +32,10 @@ def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
         ValueError: the folder holds no weights that fit ``model``, its skeleton; or the disk is too
             full.
     """
-    if lies_in(path) is not None:
+    files = model_source(path)
+    if files.codec is not None:
         raise ValueError(
-            f"{path} is in {form_of(path)} already, and the plan asks for {codec}, which would"
+            f"{path} is in {files.form} already, and the plan asks for {codec}, which would"
             " round it again; set frozen to"
             " 'disk × raw', which reads it as it lies"
         )

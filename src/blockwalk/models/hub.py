@@ -10,15 +10,46 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from blockwalk.system.paths import StrPath
+
+_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:/([^@]+\.gguf))?(?:@(.+))?")
 
 
 def without_password(text: str) -> str:
     """Return the text without the user and the password of addresses in it:
     ``https://user:password@host`` becomes ``https://host``."""
     return re.sub(r"(\w+://)[^/\s]*@", r"\1", text)
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A name of the hub: ``owner/name``, ``owner/name@revision`` or ``owner/name/file.gguf``."""
+
+    repository: str
+    gguf_file: str | None
+    revision: str | None
+
+    def download(self, *patterns: str) -> Path:
+        """Return the folder that holds the repository's files, as :func:`download`."""
+        return download(self.repository, self.revision, *patterns)
+
+
+def hub_name(name: StrPath) -> HubName | None:
+    """Return the parts of a name of the hub; None for what is on this machine, or no such name."""
+    match = None if Path(name).exists() else _NAME.fullmatch(os.fspath(name))
+    return match and HubName(*match.groups())
+
+
+def file_of(name: StrPath, file: str) -> Path:
+    """Return a file that is named by its path, or by the repository of the hub that holds it as
+    ``file``."""
+    named = hub_name(name)
+    return named.download(file) / file if named else Path(name)
 
 
 @lru_cache
@@ -32,8 +63,7 @@ def download(repo: str, revision: str | None, *files: str) -> Path:
     """
     from huggingface_hub import constants, errors, snapshot_download
 
-    # It warns of a pattern that no file has: which of two kinds of weights there is, is found out
-    # so.
+    # It warns of a pattern that no file has, and patterns of both kinds of weights are tried.
     logging.getLogger("huggingface_hub._snapshot_download").setLevel(logging.ERROR)
     folders = [] if any("/" in name for name in files) else ["*/*"]
     endpoint = without_password(constants.ENDPOINT)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from blockwalk.models.folder import model_folder
+from blockwalk.models.model_source import model_source
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
 
@@ -24,7 +24,7 @@ def model_paths(model: StrPath) -> list[Path]:
         ValueError: there is no such model.
     """
     named = [Path(model)] if os.path.exists(model) else []
-    return _with_targets([*named, model_folder(model, weights=False)])
+    return _with_targets([*named, model_source(model).folder])
 
 
 def adapter_paths(adapter: StrPath) -> list[Path]:

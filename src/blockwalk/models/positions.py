@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from blockwalk.models.folder import model_folder
-from blockwalk.system.atomic_files import read_json
+from blockwalk.models.model_source import model_source
 from blockwalk.system.paths import StrPath
 
 
 def text_config(model: StrPath) -> dict[str, Any]:
     """Return the configuration of a model's text decoder, as its file has it."""
-    found: dict[str, Any] = read_json(model_folder(model, weights=False) / "config.json")
-    text: dict[str, Any] = found.get("text_config", found)
+    values = model_source(model).config_values
+    text: dict[str, Any] = values.get("text_config", values)
     return text
 
 

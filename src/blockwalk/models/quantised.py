@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +19,39 @@ KEYS = ("quantization_config", "compression_config")
 
 
 def quantisation(folder: Path) -> tuple[Codec, dict[str, Any]] | None:
-    """Return the codec of a model folder's quantised matrices, and what its tool says of them; None
-    where nothing is quantised.
-
-    A composite model's configuration tells it outside, or in the part of the text model.
-
-    Raises:
-        ValueError: by a tool whose files are not read.
-    """
+    """Return :func:`quantisation_in` of a model folder's ``config.json``; None without one."""
     config = folder / "config.json"
     if not config.is_file():
         return None
     with reading(config):
-        values = read_json(config)
-        parts = [values, *(part for part in values.values() if isinstance(part, dict))]
-        found = next((part[key] for part in parts for key in KEYS if part.get(key)), None)
-        if found is None:
+        return quantisation_in(read_json(config), config)
+
+
+def quantisation_in(values: Mapping[str, Any], config: Path) -> tuple[Codec, dict[str, Any]] | None:
+    """Return the codec of a model's quantised matrices, and what its tool says of them; None where
+    nothing is quantised.
+
+    A composite model's configuration tells it outside, or in the part of the text model.
+
+    Args:
+        values: the content of ``config``, the model's ``config.json``.
+
+    Raises:
+        ValueError: by a tool whose files are not read.
+    """
+    with reading(config):
+        parts = [values, *(part for part in values.values() if isinstance(part, Mapping))]
+        settings = next((part[key] for part in parts for key in KEYS if part.get(key)), None)
+        if settings is None:
             return None
-        method = found.get("quant_method", "no name")
-        method = (
-            "bitsandbytes" if method == "no name" and "bnb_4bit_quant_type" in found else method
-        )
+        method = settings.get("quant_method", "no name")
+        if method == "no name" and "bnb_4bit_quant_type" in settings:
+            method = "bitsandbytes"
         codec = METHODS.get(method)
     if codec is None:
         raise ValueError(
             f"{config}: the weights are quantised already (quant_method {method}), which is not"
-            " read; read are"
-            f" {', '.join(METHODS)}, and GGUF files: take the model that it was made from, or one"
-            " of those"
+            f" read; read are {', '.join(METHODS)}, and GGUF files: take the model that it was made"
+            " from, or one of those"
         )
-    return codec, found
+    return codec, settings

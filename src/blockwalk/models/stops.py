@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from blockwalk.models.folder import model_folder
+from blockwalk.models.model_source import model_source
 from blockwalk.plan.words import counted
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
@@ -22,13 +22,13 @@ def stop_ids(folder: StrPath, tokenizer: Any, adapter: StrPath | None = None) ->
     """Return the tokens that end a text: the tokenizer's own, and those that the model's folder
     names for generation, as the end of a turn (``generation_config.json``, else ``config.json``);
     and those that training left beside an adapter."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    path = model_folder(folder, weights=False)
+    source = model_source(folder)
     try:
-        named = GenerationConfig.from_pretrained(path).eos_token_id
+        named = GenerationConfig.from_pretrained(source.folder).eos_token_id
     except OSError:
-        named = getattr(AutoConfig.from_pretrained(path).get_text_config(), "eos_token_id", None)
+        named = getattr(source.configuration().get_text_config(), "eos_token_id", None)
     learnt = learnt_stops(adapter) if adapter else []
     return {int(i) for i in (tokenizer.eos_token_id, *_listed(named), *learnt) if i is not None}
 

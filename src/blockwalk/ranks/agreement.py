@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from blockwalk.models.folder import model_folder
+from blockwalk.models.model_source import model_source
 from blockwalk.plan.parsing import flat
 from blockwalk.ranks.groups import all_gather
 from blockwalk.system.paths import StrPath
@@ -122,7 +122,7 @@ def model_digest(model: StrPath | nn.Module) -> str:
     """Return a digest of a model's weights: of the files in its folder, or of a module's parameters
     and buffers. Every rank calls this together."""
     if not isinstance(model, nn.Module):
-        return files_digest(model_folder(model))
+        return files_digest(model_source(model).weights_folder)
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in model.state_dict(keep_vars=True).items():
         digest.update(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from blockwalk.checkpoints import run_checkpoint, sweeping
+from blockwalk.models.model_source import model_source
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.words import counted
 from blockwalk.program.placements import Placements
@@ -94,11 +95,9 @@ def scratch_bytes(run: RunConfig, forecast: Forecast) -> int:
     """Return bytes of the files that a run makes in its scratch folder for its own time: state on
     the disk tier, that which a step may go back to, graphs, and a pack of the model; its data are
     not among them."""
-    from blockwalk.tiers.block_store.store import is_store
-
     plan = run.plan
     rows = {row.kind: row for row in forecast.rows()}
-    packs = plan.frozen.codec.encoded and not is_store(run.model)
+    packs = plan.frozen.codec.encoded and not model_source(run.model).packed
     pack = rows["frozen"].nbytes if packs else 0
     state = rows["trainable"].nbytes + rows["optimizer"].nbytes
     if plan.zeroth_order:

@@ -14,7 +14,7 @@ from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.marks import MARK
 from blockwalk.checkpoints.run_checkpoint import CHANGED, RESULTS
 from blockwalk.models import hub
-from blockwalk.models.folder import repository
+from blockwalk.models.model_source import model_source
 from blockwalk.models.places import model_paths, refuse_overlap
 from blockwalk.plan.data_source import shown
 from blockwalk.plan.parsing import Loader, adapter_settings
@@ -75,7 +75,7 @@ def write(folder: str | Path) -> Path:
     on_hub = model == resolved["model"] and not Path(model).exists()
     if on_hub:
         head["base_model"] = "/".join(
-            repository(model)[0].split("/")[:2]
+            model_source(model).repository.split("/")[:2]
         )  # a GGUF file's repository
     elif Path(resolved["model"]).exists():  # a base that was moved is no place to write over
         refuse_overlap(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from blockwalk.models.model_source import model_source
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import human_bytes
 from blockwalk.report.forecast import Forecast
@@ -51,10 +52,8 @@ def checkpoint_bytes(run: RunConfig, forecast: Forecast) -> int:
 def written_bytes(run: RunConfig, forecast: Forecast, steps: int) -> int:
     """Return the most bytes that a run of ``steps`` optimizer steps writes to the disk: its pack of
     the frozen weights, its steps, its checkpoints, and what it saves at the end."""
-    from blockwalk.tiers.block_store.store import is_store
-
     rows = {row.kind: row for row in forecast.rows()}
-    packs = run.plan.frozen.codec.encoded and not is_store(run.model)
+    packs = run.plan.frozen.codec.encoded and not model_source(run.model).packed
     once = rows["frozen"].nbytes if packs else 0
     if run.plan.zeroth_order and rows["trainable"].placement.on_disk:
         once += rows["trainable"].nbytes + rows["optimizer"].nbytes

@@ -342,21 +342,22 @@ def model_spec(model: str, measured: UnitCosts) -> ModelSpec:
     """Return the model of a folder as the walk will see it, adapters included and stored as it is
     there; no weight is read."""
     from blockwalk.cutting.skeleton import build_skeleton
-    from blockwalk.models.folder import lies_in
-    from blockwalk.tiers.block_store.store import is_store, read_index
+    from blockwalk.models.model_source import model_source
+    from blockwalk.tiers.block_store.store import read_index
     from blockwalk.tiers.model_folder.folder import CheckpointFolder
     from blockwalk.tiers.protocols import as_stored
 
     spec = measured.spec()
-    if is_store(model):
+    files = model_source(model)
+    if files.packed:
         index = read_index(model)
         stored = {p.name: p.codec for unit in index.units for p in unit.params}
         return spec.as_stored(
             lambda p: replace(p, codec=stored.get(p.name, p.codec), group_size=index.group_size)
         )
-    if lies_in(model) is None:
+    if files.codec is None:
         return spec
-    source = CheckpointFolder(model, build_skeleton(model))  # its header alone is read
+    source = CheckpointFolder(files, build_skeleton(files))  # its header alone is read
     known = set(source.names())
     found = spec.as_stored(lambda p: as_stored(p, source) if p.name in known else p)
     source.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from blockwalk.models.model_source import model_source
 from blockwalk.plan import settings as plan_settings
 from blockwalk.plan.choices import LoraSettings, PrefixSettings
 from blockwalk.plan.foreign_names import find
@@ -171,6 +173,8 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
     own = {
         k: coerce(k, settings.pop(k), hints_of(RunConfig)[k]) for k in list(settings) if k in _OWN
     }
+    if own.get("model"):
+        own["model"] = model_source(os.path.expanduser(own["model"]))
     data = section(DataSettings, "data", settings)
     own["prefix"] = section(PrefixSettings, "prefix", settings)
     lora_given = "lora" in settings or any(k.startswith("lora.") for k in settings)
@@ -194,9 +198,9 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
     if not named:
         plan = unnamed_codec(plan)
     if plan.frozen.codec.facts.chosen_later and _is_here(own):
-        from blockwalk.engine.frozen_codec import as_it_comes  # it imports torch
+        from blockwalk.engine.frozen_codec import with_stored_codec  # it imports torch
 
-        plan = as_it_comes(plan, str(own["model"]))
+        plan = with_stored_codec(plan, own["model"])
     # weights in a block codec cannot be trained: a row that has them, or is given them, means LoRA
     if not lora_given:
         codecs = (METHODS[name]().frozen.codec, plan.frozen.codec)

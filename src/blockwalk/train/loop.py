@@ -34,6 +34,7 @@ from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.data import prompt_layout
 from blockwalk.data.batch import Batch, loss_tokens, tokens_read
 from blockwalk.engine.frozen_codec import already_said, refuse_rounded
+from blockwalk.models.model_source import model_source
 from blockwalk.models.places import adapter_paths, data_paths, model_paths, refuse_overlap
 from blockwalk.numerics.device import chosen, described, is_cpu
 from blockwalk.plan.data_source import joined, names_of
@@ -108,6 +109,7 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
             f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without"
             " it"
         )
+    run = dataclasses.replace(run, model=model_source(run.model))
     run, codec_lines = settled(run)
     refuse_rounded(run.model, run.plan, run.adapters)
     output_dir = Path(run.output_dir)

@@ -22,9 +22,9 @@ from blockwalk.data.encode_report import EncodeReport
 from blockwalk.data.given_template import missing_marks
 from blockwalk.data.label_words import LabelWordBatch, label_word_batch
 from blockwalk.data.tokenizer import require_rows, tokenizer_files, tokenizer_of
-from blockwalk.engine.frozen_codec import as_it_comes, refuse_rounded
-from blockwalk.engine.model_weights import require_weights
-from blockwalk.models.folder import model_folder
+from blockwalk.engine.frozen_codec import refuse_rounded, with_stored_codec
+from blockwalk.engine.model_weights import require_fitting_weights
+from blockwalk.models.model_source import model_source
 from blockwalk.models.stops import GENERATION, with_stops
 from blockwalk.numerics.device import chosen, described, is_cpu
 from blockwalk.plan.plan import Plan
@@ -130,8 +130,9 @@ def prepare(run: RunConfig) -> PreparedRun:
         ValueError: data that cannot be trained on, or weights that do not fit their configuration's
             model.
     """
+    run = replace(run, model=model_source(run.model))
     run, _ = settled(run)
-    run = replace(run, plan=as_it_comes(run.plan, run.model))
+    run = replace(run, plan=with_stored_codec(run.plan, run.model))
     require_temporary(run.output_dir)
     with large_returned():
         tokenizer = tokenizer_of(run.model, run.data)
@@ -153,13 +154,13 @@ def prepare(run: RunConfig) -> PreparedRun:
     shown = first_example(rows, tokenizer)
     files = tokenizer_files(tokenizer)
     if rows.report.stops:
-        stopping = with_stops(model_folder(run.model, weights=False), rows.report.stops)
+        stopping = with_stops(model_source(run.model).folder, rows.report.stops)
         files[Path(GENERATION)] = np.frombuffer(stopping, np.uint8)
     del tokenizer
     # before the model's own code brings the libraries that it needs, whose objects would lie among
     # the tokenizer's
     give_back()
-    require_weights(run.model)
+    require_fitting_weights(run.model)
     if run.data.packing:
         require_borders(run.model)
     total = run.max_steps or batches.steps(run.epochs)

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class, model_config
 from blockwalk.cutting.verify import certified
 from blockwalk.data.packing import LONGEST_PACKED_ROW
-from blockwalk.engine.frozen_codec import comes_in
+from blockwalk.models.model_source import model_source
 from blockwalk.numerics import lazy_linear, row_tiles
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
 from blockwalk.numerics.codecs.weights import Value
@@ -95,7 +96,8 @@ class UnitCosts:
         self._lora = lora
         self._padded = padded
         self._cut_padding = cut
-        self._lies_in = comes_in(model)
+        is_name = isinstance(model, str | PathLike)
+        self._stored_codec = model_source(model).codec if is_name else None
         self._digest = _digest(self.config, lora, device, padded, cut)
         self._cuts: dict[torch.dtype, CutModel] = {}
         self._known: dict[str, Costs] = {}
@@ -118,7 +120,7 @@ class UnitCosts:
     def __call__(self, plan: Plan, shape: Shape) -> Costs:
         """Return the cost of each kind of unit; none, with a warning, for a model whose code does
         not run on fake tensors."""
-        traits = _traits(plan, name_of(self.stored), self._lies_in)
+        traits = _traits(plan, name_of(self.stored), self._stored_codec)
         key = cache.key(f"{self._digest} {traits} {shape}".encode())
         if key not in self._known:
             kept = cache.read_json(f"costs-{key}", partial(from_plain, Costs))
@@ -228,13 +230,13 @@ class _Traits:
     """Whether the scales of codes are perturbed, beside a copy of the codes."""
 
 
-def _traits(plan: Plan, stored: str, lies_in: Codec | None) -> _Traits:
+def _traits(plan: Plan, stored: str, stored_codec: Codec | None) -> _Traits:
     """Return the traits of a plan for a model whose weights are stored in this dtype, or lie in a
     codec that they are read in."""
     codec = plan.frozen.codec
     zeroth = plan.zeroth_order
-    if codec is Codec.RAW and lies_in is not None:
-        codec = lies_in
+    if codec is Codec.RAW and stored_codec is not None:
+        codec = stored_codec
     return _Traits(
         not zeroth,
         computes_in(plan, stored),

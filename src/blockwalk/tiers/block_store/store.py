@@ -22,7 +22,7 @@ import torch
 from isal import isal_zlib
 from torch import Tensor
 
-from blockwalk.models.folder import STORE_INDEX
+from blockwalk.models.model_source import STORE_INDEX
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import FORMAT_VERSION, Layout, dtype_of
 from blockwalk.numerics.codecs.weights import Value, opened

@@ -12,8 +12,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from blockwalk.models.folder import model_folder
 from blockwalk.models.gguf import MADE
+from blockwalk.models.model_source import model_source
 from blockwalk.models.quantised import KEYS, quantisation
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import FORMAT_VERSION, name_of
@@ -187,7 +187,8 @@ def encode(weight: Value, param: StoredParam, group_size: int, bytes_P: Tensor) 
 
 def copy_model_files(source: StrPath, target: StrPath) -> None:
     """Copy a model folder's configuration and tokenizer files, and its licence."""
-    for file in sorted(model_folder(source, weights=False).iterdir()):
+    folder = model_source(source).folder
+    for file in sorted(folder.iterdir()):
         wanted = file.name.endswith(COPIED) or file.name.upper().startswith(("LICENSE", "NOTICE"))
         if (
             file.is_file()
@@ -196,7 +197,7 @@ def copy_model_files(source: StrPath, target: StrPath) -> None:
             and not file.name.endswith(".index.json")
         ):
             shutil.copyfile(file, Path(target) / file.name)
-    templates = sorted((model_folder(source, weights=False) / TEMPLATES).glob("*.jinja"))
+    templates = sorted((folder / TEMPLATES).glob("*.jinja"))
     for file in templates:
         (Path(target) / TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(file, Path(target) / TEMPLATES / file.name)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from blockwalk.models.folder import checkpoint_files, model_folder
+from blockwalk.models.model_source import model_source
 from blockwalk.numerics.codecs.codecs import decode_whole
 from blockwalk.numerics.codecs.layout import Bytes, Layout
 from blockwalk.numerics.codecs.weights import Weight
@@ -34,7 +34,7 @@ class CheckpointFolder:
     (:mod:`blockwalk.tiers.model_folder.conversion`).
 
     Args:
-        path: the folder, or another name of a model (:func:`blockwalk.models.folder.model_folder`).
+        path: the folder, or another name of a model (:class:`blockwalk.models.model_source.ModelSource`).
         model: the same transformers model on the meta device; its ``state_dict()`` says which names
             and shapes are wanted. The dtype is the one stored.
 
@@ -45,13 +45,14 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: StrPath, model: nn.Module) -> None:
-        self.path = model_folder(path)
+        files = model_source(path)
+        self.path = files.weights_folder
         stored: dict[str, StoredTensor] = {}
         self._files: dict[str, MappedFile] = {}
-        for name in checkpoint_files(self.path):
+        for name in files.checkpoint_files():
             stored |= _READERS[Path(name).suffix](self.path / name, model)
             self._files[name] = MappedFile(self.path / name)
-        stored = quantised.joined(self.path, stored)
+        stored = quantised.joined(files, stored)
         # A GGUF's configuration was made of its tensors' names: one that is left over is a part of
         # another model.
         from_gguf = any(name.endswith(".gguf") for name in self._files)

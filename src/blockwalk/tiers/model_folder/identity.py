@@ -21,11 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from blockwalk.models.folder import STORE_INDEX, checkpoint_files, model_folder
 from blockwalk.models.gguf import MADE
+from blockwalk.models.model_source import STORE_INDEX, model_source
 from blockwalk.system import cache
 from blockwalk.system.paths import StrPath
-from blockwalk.tiers.block_store.store import is_store
 
 _SPAN = 64 << 20
 _CHUNK = 1 << 20
@@ -40,7 +39,7 @@ def same_weights(folder: StrPath, digest: str) -> bool:
     return digest in (weights_digest(folder), weights_digest(folder, by_name=True))
 
 
-def weights_digest(folder: StrPath, *, by_name: bool = False) -> str:
+def weights_digest(name: StrPath, *, by_name: bool = False) -> str:
     """Return the content of a model folder (configuration and weights) as 32 hexadecimal digits; of
     a block store its index, which has the checksums of all that was packed. The names that people
     give GGUF files are no part of it, unless ``by_name``.
@@ -48,9 +47,10 @@ def weights_digest(folder: StrPath, *, by_name: bool = False) -> str:
     Raises:
         ValueError: the folder holds no model, or one that is being written.
     """
-    folder = model_folder(folder).resolve()
+    model = model_source(name)
+    folder = model.weights_folder.resolve()
     free_names = (folder / MADE).is_file() and not by_name
-    names = ["config.json", *([STORE_INDEX] if is_store(folder) else checkpoint_files(folder))]
+    names = ["config.json", *([STORE_INDEX] if model.packed else model.checkpoint_files())]
     paths = [folder / name for name in names if (folder / name).is_file()]
     for path in paths:
         _sync(path)

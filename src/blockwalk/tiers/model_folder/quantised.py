@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from blockwalk.models.quantised import quantisation
+from blockwalk.models.model_source import ModelSource
 from blockwalk.numerics.codecs.layout import name_of
 from blockwalk.numerics.codecs.readers import (
     Order,
@@ -51,16 +51,17 @@ Parts = Sequence[torch.Tensor]
 Dtypes = Sequence[torch.dtype]
 
 
-def joined(folder: Path, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def joined(model: ModelSource, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint, by name, where those that make one matrix are one.
 
     Raises:
         ValueError: a tensor of a matrix is missing, or of another dtype or shape than its tool
             gives it; a form of it that is not read; or a tool.
     """
-    if (found := quantisation(folder)) is None:
+    if model.quantisation is None:
         return stored
-    codec, settings = found
+    codec, settings = model.quantisation
+    folder = model.folder
     marks, format_of = _FORMATS[codec]
     left = {key: tensor for key, tensor in stored.items() if not _OF_ACTIVATIONS.fullmatch(key)}
     with reading(folder / "config.json"):

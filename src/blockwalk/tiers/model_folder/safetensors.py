@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from blockwalk.models.folder import INDEX
+from blockwalk.models.model_source import INDEX
 from blockwalk.models.safetensors_file import DTYPE as DTYPE
 from blockwalk.models.safetensors_file import Entry as Entry
 from blockwalk.models.safetensors_file import write as write
