@@ -9,10 +9,11 @@ import pytest
 
 from blockwalk.plan.methods import method
 from blockwalk.plan.placement import StateKind
-from blockwalk.program.arrive import Held, Residency, Ways, arrive
+from blockwalk.program.arrive import Occupant, Residency, Ways, arrive
 from blockwalk.program.costs import Pending
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, Pool
+from blockwalk.program.resident_bytes import resident_bytes
 from tests.closed_form.test_program import toy
 
 pytestmark = pytest.mark.fast
@@ -47,7 +48,7 @@ def test_what_is_on_another_tier_is_fetched() -> None:
     words, (fetch,), after = brought(ways("zo2"), TRAINABLE, Residency(emptied={1: 7}))
     assert words == ["FETCH"]
     assert (fetch.deps, fetch.slot) == ((7,), 1)
-    assert after.held == {UNIT: Held(1, (7,), (10,), (10,))}
+    assert after.occupants == {UNIT: Occupant(1, (7,), (10,), (10,))}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_a_slice_is_brought_up_to_date_before_it_is_gathered(
     )
     assert words == wanted
     ready = ops[-1] if gathers else ops[-2]
-    assert after.held[UNIT].ready == (ready.index,)
+    assert after.occupants[UNIT].ready == (ready.index,)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_frozen_slices_are_gathered_without_an_update(placed: str) -> None:
     half = placed == "host × raw × node"
     assert words == (["FETCH", "GATHER node"] if half else ["FETCH"])
     assert [op.nbytes for op in ops] == ([whole // 2] * 2 if half else [whole])
-    held = here.places.resident()[Pool.HOST]
+    held = resident_bytes(here.places)[Pool.HOST]
     assert held == 0 if "disk" in placed else held == 4 * ops[0].nbytes
 
 
@@ -114,7 +115,7 @@ def test_a_gather_begins_with_the_nearest_slice_that_is_not_out_of_date(
 ) -> None:
     words, ops, after = brought(ways(name, lora=True, **MESH), part, before)
     assert words == wanted
-    assert after.held[UNIT].ready == (ops[-1].index,)
+    assert after.occupants[UNIT].ready == (ops[-1].index,)
     assert (UNIT in after.dirty) == (UNIT in before.dirty and part is FROZEN)
     assert (UNIT in after.cached) == ("CACHE" in wanted)
 
@@ -128,5 +129,5 @@ def test_a_slice_that_stays_on_the_device_is_cached_there_and_out_of_date_on_the
     assert after.kept == keeps
     assert UNIT in after.dirty
     gone = after.left(UNIT, 20, [TRAINABLE])
-    assert (gone.held, gone.kept, gone.emptied) == ({}, frozenset(), {1: 20})
+    assert (gone.occupants, gone.kept, gone.emptied) == ({}, frozenset(), {1: 20})
     assert after.kept == keeps

@@ -225,6 +225,16 @@ class CacheSettings:
     """Adaptive cache, ``tier: host``: the share of the budget, 0 to 1, within which slices stay on
     the device. Beyond it they go to the host."""
 
+    @property
+    def keeps(self) -> bool:
+        """True where slices stay somewhere from one use to the next."""
+        return self.tier != "none"
+
+    @property
+    def off_device(self) -> bool:
+        """True where they stay in host memory."""
+        return self.tier == "host"
+
 
 @dataclass(frozen=True, slots=True)
 class MeshSettings:

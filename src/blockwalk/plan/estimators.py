@@ -21,6 +21,9 @@ from blockwalk.plan.zeroth_order_kinds import KINDS
 class HomeFacts:
     """One home of trainables, as planning knows it: what becomes of them between their turns."""
 
+    kinds_apart: bool = False
+    """True where masters, gradients and the update rule's states each lie on a tier of their own,
+    whole, and an update brings them together."""
     gathered: bool = False
     """True where each rank keeps a slice of every unit, parameters are gathered before each use,
     and gradients are summed over the ranks."""
@@ -103,7 +106,7 @@ def _against_buckets(plan: Any) -> Iterator[str]:
 HOMES = Table(
     "home",
     {
-        "masters": HomeFacts(refuses=_against_masters),
+        "masters": HomeFacts(kinds_apart=True, refuses=_against_masters),
         "gathered": HomeFacts(gathered=True, refuses=_against_gathered),
         "buckets": HomeFacts(
             rewritten=True, states_inside=True, slices_streams=True, refuses=_against_buckets

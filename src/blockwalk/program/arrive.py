@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 
 from blockwalk.plan.mesh import Axis, between, gather_bytes, make_axes, names_of, reach
@@ -34,12 +35,12 @@ from blockwalk.program.program import Draft, Lane, Op, OpKind, Pool
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Occupant:
     """A unit in its slot."""
 
     slot: int
-    after: tuple[int, ...] = ()
-    """The op that emptied the slot."""
+    emptied: tuple[int, ...] = ()
+    """The op that emptied the slot for it."""
     ready: tuple[int, ...] = ()
     """The ops after which its parts are there, whole and up to date."""
     fills: tuple[int, ...] = ()
@@ -50,7 +51,7 @@ class Held:
 class Residency:
     """The places of parameters at one point of a program."""
 
-    held: Mapping[int, Held] = field(default_factory=dict)
+    occupants: Mapping[int, Occupant] = field(default_factory=dict)
     """Units that have a slot."""
     emptied: Mapping[int, int] = field(default_factory=dict)
     """The op that last emptied each slot."""
@@ -62,22 +63,33 @@ class Residency:
     """The op that last wrote each unit's trainable node slice to the host."""
 
     def takes(self, unit: int, slot: int) -> Residency:
-        after = (self.emptied[slot],) if slot in self.emptied else ()
-        return replace(self, held={**self.held, unit: Held(slot, after)})
+        """Return the residency once a unit has taken a slot."""
+        emptied = (self.emptied[slot],) if slot in self.emptied else ()
+        return replace(self, occupants={**self.occupants, unit: Occupant(slot, emptied)})
 
     def arrived(self, unit: int, ready: int, *others: int) -> Residency:
-        held = self.held[unit]
-        held = replace(held, ready=(*held.ready, ready), fills=(*held.fills, ready, *others))
-        return replace(self, held={**self.held, unit: held})
+        """Return the residency once a part of a unit is in its slot, after the op ``ready``; the
+        other ops read the slot too."""
+        occupant = self.occupants[unit]
+        occupant = replace(
+            occupant,
+            ready=(*occupant.ready, ready),
+            fills=(*occupant.fills, ready, *others),
+        )
+        return replace(self, occupants={**self.occupants, unit: occupant})
 
     def updated(self, unit: int) -> Residency:
+        """Return the residency once a unit's trainables are newer than their node slice."""
         return replace(self, dirty=self.dirty | {unit})
 
     def left(self, unit: int, op: int, freed: Collection[StateKind]) -> Residency:
-        held = {each: its for each, its in self.held.items() if each != unit}
-        kept = self.kept - {(unit, part) for part in freed}
+        """Return the residency once ``op`` has emptied a unit's slot and freed those of its
+        parts that stayed on the device."""
         return replace(
-            self, held=held, emptied={**self.emptied, self.held[unit].slot: op}, kept=kept
+            self,
+            occupants={u: occupant for u, occupant in self.occupants.items() if u != unit},
+            emptied={**self.emptied, self.occupants[unit].slot: op},
+            kept=self.kept - {(unit, part) for part in freed},
         )
 
 
@@ -99,11 +111,14 @@ def arrive(
     ways: Ways, unit: int, part: StateKind, residency: Residency, start: int
 ) -> tuple[list[Op], Residency]:
     """Return the ops, numbered from ``start``, that bring a part of a unit into the slot that the
-    unit holds, and the residency after them."""
+    unit has, and the residency after them."""
     draft = Draft(start)
-    places = ways.places
-    own = _in_slices if places.ranks(part) > 1 else _fetched
-    way = _gathered if places.sharded else own
+    if ways.places.gathered:
+        way = _gathered
+    elif ways.places.ranks(part) > 1:
+        way = _in_slices
+    else:
+        way = _fetched
     return draft.ops, way(ways, unit, part, residency, draft)
 
 
@@ -111,18 +126,17 @@ def _fetched(
     ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft
 ) -> Residency:
     places = ways.places
-    held = residency.held[unit]
+    occupant = residency.occupants[unit]
     nbytes = places.part_bytes(places.reads(unit), part)
-    takes = ((Pool.MAPPED, nbytes),) if places.mapped(part) else ()
     fetch = draft.op(
         OpKind.FETCH,
         unit,
         Lane.FETCH,
-        held.after,
+        occupant.emptied,
         part=part,
         nbytes=nbytes,
-        slot=held.slot,
-        takes=takes,
+        slot=occupant.slot,
+        takes=((Pool.MAPPED, nbytes),) if places.mapped(part) else (),
     )
     return residency.arrived(unit, fetch)
 
@@ -131,113 +145,110 @@ def _in_slices(
     ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft
 ) -> Residency:
     places = ways.places
-    held = residency.held[unit]
-    ranks = ways.places.ranks(part)
+    occupant = residency.occupants[unit]
+    ranks = places.ranks(part)
     entries = ways.pending.entries if part is StateKind.TRAINABLE else 0
-    own, gathered = places.slice_bytes(places.model.units[unit], part)
-    done = draft.op(
-        OpKind.FETCH, unit, Lane.FETCH, held.after, part=part, nbytes=own, slot=held.slot
+    nbytes, gathered_bytes = places.slice_bytes(places.model.units[unit], part)
+    ready = draft.op(
+        OpKind.FETCH,
+        unit,
+        Lane.FETCH,
+        occupant.emptied,
+        part=part,
+        nbytes=nbytes,
+        slot=occupant.slot,
     )
-    stored = []
+    stores = []
     if entries:
-        done = draft.op(OpKind.UPDATE, unit, Lane.INTRA, [done], part=part, entries=entries)
+        ready = draft.op(OpKind.UPDATE, unit, Lane.INTRA, [ready], part=part, entries=entries)
         if ways.pending.flush or not ways.gathers:
-            stored = [draft.op(OpKind.STORE, unit, Lane.STORE, [done], part=part, nbytes=own)]
+            store = draft.op(OpKind.STORE, unit, Lane.STORE, [ready], part=part, nbytes=nbytes)
+            stores.append(store)
     if ways.gathers:
-        nbytes = (ranks - 1) * gathered
-        axes = names_of(between(make_axes(places.plan.mesh), 1, ranks))
-        done = draft.op(
+        ready = draft.op(
             OpKind.GATHER,
             unit,
             Lane.INTRA,
-            [done],
+            [ready],
             part=part,
-            nbytes=nbytes,
-            slot=held.slot,
-            axes=axes,
+            nbytes=(ranks - 1) * gathered_bytes,
+            slot=occupant.slot,
+            axes=names_of(between(make_axes(places.plan.mesh), 1, ranks)),
         )
-    return residency.arrived(unit, done, *stored)
+    return residency.arrived(unit, ready, *stores)
 
 
 def _gathered(
     ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft
 ) -> Residency:
-    places = ways.places
     plan = ways.places.plan
     key = (unit, part)
-    held = residency.held[unit]
+    occupant = residency.occupants[unit]
     hosted = hosts_node_slice(plan)
     trains = part is StateKind.TRAINABLE
-    nbytes = places.node_bytes(unit, part)
-    at = list(held.after)
-    caches = []
-
-    def gather(
-        after: Sequence[int], inner: int, outer: int, slot: int, *, kept: bool = False
-    ) -> int:
-        whole = places.layout(unit, part).nbytes
-        at = list(after)
-        for lane, axes in reversed(
-            by_lane(between(make_axes(plan.mesh), inner, outer)) or [(Lane.INTRA, ())]
-        ):
-            few, many = reach(axes)
-            moved = gather_bytes(axes, whole // few)
-            names = names_of(axes)
-            first = kept and many == outer
-            op = draft.op(
-                OpKind.GATHER,
-                unit,
-                lane,
-                at,
-                part=part,
-                nbytes=moved,
-                slot=slot,
-                axes=names,
-                kept=first,
-            )
-            at = [op]
-        return at[0]
-
+    nbytes = ways.places.node_bytes(unit, part)
+    op = partial(draft.op, unit=unit, part=part, slot=occupant.slot)
+    gather = partial(_gather, ways, unit, part, draft)
+    node_slice = list(occupant.emptied)  # the ops after which it may be read
     if key in residency.kept:
-        return residency.arrived(unit, gather(at, 1, plan.parameter_ranks, held.slot, kept=True))
+        whole_part = gather(node_slice, (1, plan.parameter_ranks), occupant.slot, kept=True)
+        return residency.arrived(unit, whole_part)
+    caches = []
     if has_node_slice(plan) and trains and unit in residency.dirty:
-        slot = held.slot if hosted else -1
-        at = [gather(at, plan.parameter_ranks, plan.optimizer_ranks, slot), *(() if hosted else at)]
+        span = (plan.parameter_ranks, plan.optimizer_ranks)
+        refreshed = gather(node_slice, span, occupant.slot if hosted else -1)
+        node_slice = [refreshed, *(() if hosted else node_slice)]
         if key not in ways.keeps:  # else it stays out of date on the host
             residency = replace(residency, dirty=residency.dirty - {unit})
             if hosted:
-                caches = [
-                    draft.op(
-                        OpKind.CACHE, unit, Lane.STORE, at, part=part, nbytes=nbytes, slot=held.slot
-                    )
-                ]
+                caches.append(op(OpKind.CACHE, lane=Lane.STORE, deps=node_slice, nbytes=nbytes))
                 residency = replace(residency, cached={**residency.cached, unit: caches[0]})
     elif hosted:
-        after = [*at, *([residency.cached[unit]] if trains and unit in residency.cached else [])]
-        at = [
-            draft.op(
-                OpKind.FETCH, unit, Lane.FETCH, after, part=part, nbytes=nbytes, slot=held.slot
-            )
-        ]
+        if trains and unit in residency.cached:
+            node_slice.append(residency.cached[unit])
+        node_slice = [op(OpKind.FETCH, lane=Lane.FETCH, deps=node_slice, nbytes=nbytes)]
     if key in ways.keeps:
         residency = replace(residency, kept=residency.kept | {key})
         takes = ((Pool.DEVICE, nbytes),)
-        caches.append(
-            draft.op(
-                OpKind.CACHE,
-                unit,
-                Lane.STORE,
-                at,
-                part=part,
-                slot=held.slot,
-                takes=takes,
-                kept=True,
-            )
+        caches.append(op(OpKind.CACHE, lane=Lane.STORE, deps=node_slice, takes=takes, kept=True))
+    whole_part = gather(node_slice, (1, plan.parameter_ranks), occupant.slot)
+    return residency.arrived(unit, whole_part, *caches)
+
+
+def _gather(
+    ways: Ways,
+    unit: int,
+    part: StateKind,
+    draft: Draft,
+    after: Sequence[int],
+    span: tuple[int, int],
+    slot: int,
+    *,
+    kept: bool = False,
+) -> int:
+    """Gather slices over groups of the second size of a span into those over its first, outermost
+    axes first, and return the op that completes them."""
+    nbytes = ways.places.layout(unit, part).nbytes
+    axes_of_span = between(make_axes(ways.places.plan.mesh), *span)
+    deps = list(after)
+    for lane, axes in reversed(by_lane(axes_of_span) or [(Lane.INTRA, ())]):
+        inner, outer = reach(axes)
+        op = draft.op(
+            OpKind.GATHER,
+            unit,
+            lane,
+            deps,
+            part=part,
+            nbytes=gather_bytes(axes, nbytes // inner),
+            slot=slot,
+            axes=names_of(axes),
+            kept=kept and outer == span[1],
         )
-    return residency.arrived(unit, gather(at, 1, plan.parameter_ranks, held.slot), *caches)
+        deps = [op]
+    return deps[0]
 
 
 def by_lane(axes: Sequence[Axis]) -> list[tuple[Lane, tuple[Axis, ...]]]:
     """Return axes, innermost first, in pieces that one lane serves."""
     pieces = groupby(axes, key=lambda axis: axis.crosses_nodes)
-    return [(Lane.INTER if crosses else Lane.INTRA, tuple(each)) for crosses, each in pieces]
+    return [(Lane.INTER if crosses else Lane.INTRA, tuple(piece)) for crosses, piece in pieces]

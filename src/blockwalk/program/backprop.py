@@ -25,38 +25,31 @@ def backprop(b: Builder, *, update: bool, graphs: int) -> None:
     time, as far down as something is trained. At most the last ``graphs`` blocks keep theirs. At
     the end the gradients are judged, and used where they were not at the blocks' turns."""
     plan = b.places.plan
-    last = b.places.last
-    lowest = next(
-        (i for i, unit in enumerate(b.places.model.units) if unit.numel(trainable=True)), last
-    )
-    every = list(range(plan.gradient_accumulation_steps))
+    epilogue = b.places.last
+    lowest = min(b.places.trained, default=epilogue)
+    micro_batches = list(range(plan.gradient_accumulation_steps))
+    by_block = plan.accumulation_order == "block"
     walk = _Backprop(
-        b, update and plan.update.at_turn, every[-1], _kept_graphs(b, graphs, lowest), lowest
+        b,
+        at_turn=update and plan.update.at_turn,
+        final=micro_batches[-1],
+        keep=_kept_graphs(b, graphs, lowest),
+        lowest=lowest,
     )
     turns: list[Turn] = []
-    for group in [[m] for m in every] if plan.accumulation_order == "micro_batch" else [every]:
-        turns += [Turn(i, partial(walk.forward, i, group)) for i in range(last)]
-        turns += [
-            Turn(i, partial(walk.differentiate, i, group))
-            for i in range(last, max(lowest, 1) - 1, -1)
-        ]
-        if lowest == 0:
-            turns.append(Turn(0, partial(walk.differentiate, 0, group)))
+    for group in [micro_batches] if by_block else [[m] for m in micro_batches]:
+        backwards = [*range(epilogue, max(lowest, 1) - 1, -1), *([0] if lowest == 0 else [])]
+        turns += [Turn(unit, partial(walk.forward, unit, group)) for unit in range(epilogue)]
+        turns += [Turn(unit, partial(walk.differentiate, unit, group)) for unit in backwards]
     b.walk(turns)
-    counts = walk.judge(update=update)
-    if update and plan.update.timing is Timing.STEP:
-        if plan.optimizer.max_grad_norm > 0:
-            counts = [
-                b.op(
-                    OpKind.NORM,
-                    last,
-                    Lane.COMPUTE,
-                    counts,
-                    part=StateKind.GRADIENT,
-                    axes=b.everyone,
-                )
-            ]
-        b.update_all(counts)
+    judged = walk.judge(update=update)
+    if not update or plan.update.timing is not Timing.STEP:
+        return
+    if plan.optimizer.max_grad_norm > 0:
+        part = StateKind.GRADIENT
+        norm = b.op(OpKind.NORM, epilogue, Lane.COMPUTE, judged, part=part, axes=b.everyone)
+        judged = [norm]
+    b.update_all(judged)
 
 
 @dataclass(slots=True)
@@ -77,7 +70,7 @@ class _Backprop:
     """The op that saved each block's input, or its graph in file maps, by block and micro-batch."""
     hidden: dict[int, int] = field(default_factory=dict)
     """The op that made each micro-batch's hidden state."""
-    coming: list[tuple[int, int]] = field(default_factory=list)
+    queue: list[tuple[int, int]] = field(default_factory=list)
     """Blocks and micro-batches whose inputs or graphs are still to be brought back, in the order of
     their backwards."""
     saved_inputs: list[int] = field(default_factory=list)
@@ -96,14 +89,13 @@ class _Backprop:
         self.reductions = Reductions(self.b)
 
     def forward(self, unit: int, group: list[int], after: Sequence[int]) -> list[int]:
+        """Emit the forwards of a unit for a group of micro-batches, and return them."""
         b = self.b
-        cost = self.b.cost(unit)
-        used = []
+        cost = b.cost(unit)
         graph = self._graph(unit)
         on_device = any(pool is Pool.DEVICE for pool, _ in graph)
-        transient = (
-            max(cost.forward_transient - cost.saved, 0) if on_device else cost.forward_transient
-        )
+        transient = cost.forward_transient
+        forwards = []
         for m in group:
             if unit >= max(self.lowest, 1) and unit not in self.keep:
                 saved = self._moves_input(
@@ -111,129 +103,135 @@ class _Backprop:
                 )
                 self.saves[unit, m] = saved
                 self.saved_inputs.append(saved)
-            kind, flops = (OpKind.FORWARD, cost.forward_flops) if unit else (OpKind.PROLOGUE, 0)
-            details = {
-                "micro_batch": m,
-                "keep_graph": unit in self.keep,
-                "flops": flops,
-                "transient": transient,
-            }
-            deps = [*after, *self._leaves_buffer()]
-            self.hidden[m] = b.op(kind, unit, Lane.COMPUTE, deps, takes=graph, **details)
-            used.append(self.hidden[m])
+            self.hidden[m] = b.op(
+                OpKind.FORWARD if unit else OpKind.PROLOGUE,
+                unit,
+                Lane.COMPUTE,
+                [*after, *self._leaves_buffer()],
+                micro_batch=m,
+                keep_graph=unit in self.keep,
+                flops=cost.forward_flops if unit else 0,
+                takes=graph,
+                transient=max(transient - cost.saved, 0) if on_device else transient,
+            )
+            forwards.append(self.hidden[m])
             if unit in self.keep and b.places.maps_graphs:
                 self.saves[unit, m] = self._moves_graph(
                     OpKind.SAVE, Lane.STORE, unit, m, self.hidden[m]
                 )
-        return used
+        return forwards
 
     def differentiate(self, unit: int, group: list[int], after: Sequence[int]) -> list[int]:
-        """Return the loss at the epilogue's turn, or a backward; then what completes the unit's
-        gradients and uses them."""
-        b = self.b
+        """Emit the loss at the epilogue's turn, or the backwards of a unit; then what completes the
+        unit's gradients and uses them. Return those that use its slot."""
         places = self.b.places
-        cost = self.b.cost(unit)
-        kept = unit in self.keep
-        used = []
-        block = 0 < unit < places.last
-        freed = self._graph(unit) if kept else self._input()
-        flops = (
-            cost.backward_flops + (cost.unread.flops if kept else cost.forward_flops) if unit else 0
-        )
-        kind = OpKind.BACKWARD if block else OpKind.LOSS if unit else OpKind.PROLOGUE_BACKWARD
-        transient = cost.backward_transient - (
-            cost.saved if block and (kept or places.maps_graphs) else 0
-        )
+        deps = list(after)
         if unit == places.last:
             blocks = range(places.last - 1, max(self.lowest, 1) - 1, -1)
-            self.coming = [(i, m) for i in blocks if self._comes_back(i) for m in group]
+            self.queue = [(block, m) for block in blocks if self._comes_back(block) for m in group]
         if places.maps_gradients:
-            after = [*after, *self._fetch_gradients(unit, group)]
-        after = [*after, *self._leave(places.plan.prefetch)]
-        for m in group:
-            deps = self.reductions.open(unit, after)
-            details = self._claims(unit, m, transient)
-            comes_back = block and self._comes_back(unit)
-            if comes_back:
-                deps.append(self._load(unit, m))
-            if block:
-                details |= {"keep_graph": kept, "frees": freed}
-            details |= {"micro_batch": m, "last": m == self.final, "flops": flops}
-            used.append(
-                b.op(kind, unit, Lane.COMPUTE, deps, buffer=self.reductions.buffer(unit), **details)
-            )
-            if comes_back:
-                self.backwards.append(used[-1])
-            if block and not kept and places.maps_graphs:  # the graph was made again, in file maps
-                self._moves_graph(OpKind.SAVE, Lane.STORE, unit, m, used[-1])
+            deps += self._fetch_gradients(unit, group)
+        deps += self._leave(places.plan.prefetch)
+        backwards = [self._backward(unit, m, deps) for m in group]
         complete = group[-1] == self.final
-        done = used[-1]
+        done = backwards[-1]
         if places.maps_gradients:
             done = self._store_gradients(unit, done, complete=complete)
-        return used + self._finish(unit, done, complete=complete)
+        return backwards + self._finish(unit, done, complete=complete)
+
+    def _backward(self, unit: int, micro_batch: int, after: Sequence[int]) -> int:
+        """Emit the loss, or a backward, of one micro-batch."""
+        b = self.b
+        places = b.places
+        cost = b.cost(unit)
+        kept = unit in self.keep
+        block = 0 < unit < places.last
+        flops = cost.backward_flops + (cost.unread.flops if kept else cost.forward_flops)
+        beside_graph = block and (kept or places.maps_graphs)
+        transient = cost.backward_transient - (cost.saved if beside_graph else 0)
+        deps = self.reductions.open(unit, after)
+        details = self._claims(unit, micro_batch, transient)
+        comes_back = block and self._comes_back(unit)
+        if comes_back:
+            deps.append(self._load(unit, micro_batch))
+        if block:
+            details |= {"keep_graph": kept, "frees": self._graph(unit) if kept else self._input()}
+        backward = b.op(
+            OpKind.BACKWARD if block else OpKind.LOSS if unit else OpKind.PROLOGUE_BACKWARD,
+            unit,
+            Lane.COMPUTE,
+            deps,
+            buffer=self.reductions.buffer(unit),
+            micro_batch=micro_batch,
+            last=micro_batch == self.final,
+            flops=flops if unit else 0,
+            **details,
+        )
+        if comes_back:
+            self.backwards.append(backward)
+        if block and not kept and places.maps_graphs:  # the graph was made again, in file maps
+            self._moves_graph(OpKind.SAVE, Lane.STORE, unit, micro_batch, backward)
+        return backward
 
     def _fetch_gradients(self, unit: int, group: list[int]) -> list[int]:
         """Bring the gradients that were added to before, by an earlier micro-batch or, of a tied
         weight, by the head."""
-        b = self.b
         places = self.b.places
         nbytes = places.gradient_bytes(unit)
         if not group[0]:
             nbytes -= places.made_gradients(unit)
-        return (
-            [b.op(OpKind.FETCH, unit, Lane.FETCH, part=StateKind.GRADIENT, nbytes=nbytes)]
-            if nbytes
-            else []
-        )
+        if not nbytes:
+            return []
+        part = StateKind.GRADIENT
+        return [self.b.op(OpKind.FETCH, unit, Lane.FETCH, part=part, nbytes=nbytes)]
 
     def _store_gradients(self, unit: int, done: int, *, complete: bool) -> int:
-        """Hand the gradients of a turn to the disk, where they wait there; the answer is the op
-        after which they are there."""
-        b = self.b
+        """Hand the gradients of a turn to the disk, where they wait there, and return the op after
+        which they are there."""
         nbytes = self.b.places.gradient_bytes(unit)
         details = {"part": StateKind.GRADIENT, "nbytes": nbytes, "last": complete}
-        return b.op(OpKind.STORE, unit, Lane.STORE, [done], **details) if nbytes else done
+        return self.b.op(OpKind.STORE, unit, Lane.STORE, [done], **details) if nbytes else done
 
     def _claims(self, unit: int, micro_batch: int, transient: int) -> dict[str, object]:
         """Return memory claimed by a backward op: the first micro-batch allocates the float32
         accumulators. In a float32 model they are the gradient tensors themselves. LOSS finds its
         accumulators already allocated."""
         places = self.b.places
-        made = places.made_gradients(unit) if micro_batch == 0 else 0
+        accumulators = places.made_gradients(unit) if micro_batch == 0 else 0
         size = DTYPE_BYTES[compute_dtype(places.plan, places.model)]
-        beside = made * size // 4 if size < 4 else 0
+        gradients = accumulators * size // 4 if size < 4 else 0
         pool = gradient_pool(places.plan, places.device)
         if unit != places.last and pool is Pool.DEVICE:
-            transient = max(transient - made, beside if transient else 0)
-        return {"transient": transient, "takes": ((pool, made),) if made else ()}
+            transient = max(transient - accumulators, gradients if transient else 0)
+        return {"transient": transient, "takes": ((pool, accumulators),) if accumulators else ()}
 
     def _finish(self, unit: int, done: int, *, complete: bool) -> list[int]:
         """Sum the gradients over ranks, and update the unit at its turn once those of all
-        micro-batches are there."""
+        micro-batches are there. Return the ops of it that use the unit's slot."""
         b = self.b
-        sharded = self.b.places.sharded
         reduced = self.reductions.reduce(unit, done, complete=complete)
-        if complete and (reduced or not sharded):
+        if not complete:
+            return []
+        if reduced or not b.places.gathered:
             self.complete[unit] = [done, *reduced][-1]
-        if not (self.at_turn and complete and b.places.model.units[unit].numel(trainable=True)):
+        if not (self.at_turn and b.places.model.units[unit].numel(trainable=True)):
             return []
         if b.places.updates_on_host:
             self.leaving.append((unit, done))
             return []
         updated = b.update(unit, [done, *reduced[-1:]])
-        return [] if sharded else updated  # over ranks no slot is read or written
+        return [] if b.places.gathered else updated  # slices of masters are in no slot
 
-    def _leave(self, most: int) -> list[int]:
-        """Let gradients leave the device until those of at most so many units are on it, and update
-        their units; the answer is the ops that bring them to host memory, which the next compute op
+    def _leave(self, limit: int) -> list[int]:
+        """Let gradients leave the device until those of at most ``limit`` units are on it, and
+        update their units. Return the ops that bring them to host memory, which the next compute op
         waits for: no update is among them."""
-        b = self.b
-        landed = list[int]()
-        while len(self.leaving) > most:
+        landings = list[int]()
+        while len(self.leaving) > limit:
             unit, done = self.leaving.pop(0)
-            landed.append(b.land(unit, [done]))
-            b.update_on_host(unit, landed[-1])
-        return landed
+            landings.append(self.b.land(unit, [done]))
+            self.b.update_on_host(unit, landings[-1])
+        return landings
 
     def judge(self, *, update: bool) -> list[int]:
         """Add up the losses of all ranks; decide whether a step that updates counts: its loss and
@@ -241,35 +239,34 @@ class _Backprop:
         takes the gradients over."""
         self._leave(0)
         b = self.b
-        ops = self.b.draft.ops
+        ops = b.draft.ops
         deps = list(self.complete.values())
-        if b.places.sharded:
+        if b.places.gathered:
             deps.append(max(op.index for op in ops if op.lane is Lane.COMPUTE))
             deps += [op.index for op in ops if op.kind is OpKind.UPDATE]
-        elif update and self.at_turn:  # a step that counts lets go of what these hand to the disk
-            parts = (StateKind.TRAINABLE, StateKind.OPTIMIZER)
-            deps += [op.index for op in ops if op.kind is OpKind.STORE and op.part in parts]
-            deps += [op.index for op in ops if op.lane is Lane.UPDATE]
         elif not update:
             ops[-1] = replace(ops[-1], frees=(*ops[-1].frees, *b.places.accumulated()))
             return []
-        kind, part = (OpKind.CHECK, StateKind.GRADIENT) if update else (OpKind.TOTAL, None)
+        elif self.at_turn:  # a step that counts lets go of what these hand to the disk
+            parts = (StateKind.TRAINABLE, StateKind.OPTIMIZER)
+            deps += [op.index for op in ops if op.kind is OpKind.STORE and op.part in parts]
+            deps += [op.index for op in ops if op.lane is Lane.UPDATE]
+        kind = OpKind.CHECK if update else OpKind.TOTAL
+        part = StateKind.GRADIENT if update else None
         return [b.op(kind, b.places.last, Lane.COMPUTE, deps, part=part, axes=b.everyone)]
 
     def _load(self, unit: int, micro_batch: int) -> int:
         """Bring back a block's input or its graph, and with it those of the next backwards, as far
         as places are free: ``prefetch`` + 1, each of which the backward that used it frees. Inputs
         come into the buffers that they left by, after the last of them has left."""
-        places = self.b.places.plan.prefetch + 1
-        while self.coming and len(self.loaded) < places:
-            key = self.coming.pop(0)
-            before = len(self.backwards) + len(self.loaded) - places
+        places = self.b.places.at_once
+        while self.queue and len(self.loaded) < places:
+            key = self.queue.pop(0)
+            freed_by = len(self.backwards) + len(self.loaded) - places
             saved = self.saved_inputs[-1] if self._stages else self.saves[key]
-            after = [saved, *([self.backwards[before]] if before >= 0 else [])]
-            if key[0] in self.keep:
-                self.loaded[key] = self._moves_graph(OpKind.LOAD, Lane.FETCH, *key, *after)
-            else:
-                self.loaded[key] = self._moves_input(OpKind.LOAD, Lane.FETCH, *key, *after)
+            deps = [saved, *([self.backwards[freed_by]] if freed_by >= 0 else [])]
+            moves = self._moves_graph if key[0] in self.keep else self._moves_input
+            self.loaded[key] = moves(OpKind.LOAD, Lane.FETCH, *key, *deps)
         return self.loaded.pop((unit, micro_batch))
 
     def _comes_back(self, unit: int) -> bool:
@@ -286,17 +283,12 @@ class _Backprop:
         return self.b.op(kind, unit, lane, after, nbytes=self.b.cost(unit).saved, **details)
 
     def _moves_input(
-        self, kind: OpKind, lane: Lane, unit: int, micro_batch: int, *after: int, **memory: object
+        self, kind: OpKind, lane: Lane, unit: int, micro_batch: int, *after: int, takes: Bytes = ()
     ) -> int:
         """Write a block's input to its tier, or bring it back."""
         nbytes = sum(nbytes for pool, nbytes in self._input() if pool is not Pool.DEVICE)
-        details = {
-            "part": StateKind.ACTIVATION,
-            "micro_batch": micro_batch,
-            "nbytes": nbytes,
-            **memory,
-        }
-        return self.b.op(kind, unit, lane, after, **details)
+        details = {"part": StateKind.ACTIVATION, "micro_batch": micro_batch, "takes": takes}
+        return self.b.op(kind, unit, lane, after, nbytes=nbytes, **details)
 
     def _input(self) -> Bytes:
         """Return the memory of a block's saved input."""
@@ -309,12 +301,9 @@ class _Backprop:
     def _leaves_buffer(self) -> list[int]:
         """Return the save that the device buffer of the next input must have been left by:
         ``prefetch`` + 1 before it."""
-        buffers = self.b.places.plan.prefetch + 1
-        return (
-            self.saved_inputs[-buffers:][:1]
-            if self._stages and len(self.saved_inputs) >= buffers
-            else []
-        )
+        buffers = self.b.places.at_once
+        full = self._stages and len(self.saved_inputs) >= buffers
+        return self.saved_inputs[-buffers:][:1] if full else []
 
     def _graph(self, unit: int) -> Bytes:
         """Return the memory of a block's kept graph."""
@@ -332,22 +321,21 @@ def _kept_graphs(b: Builder, graphs: int, lowest: int) -> frozenset[int]:
     only resident or mapped ones can be kept, and of those in slots just the last block."""
     plan = b.places.plan
     places = b.places
-    blocks = range(max(lowest, 1), b.places.last)
-    if plan.recompute == "all" or (
-        plan.recompute == "auto" and plan.budget is None and not places.maps_graphs
-    ):
+    blocks = range(max(lowest, 1), places.last)
+    unbounded = plan.budget is None and not places.maps_graphs
+    if plan.recompute == "all" or (plan.recompute == "auto" and unbounded):
         return frozenset()
     groups = plan.gradient_accumulation_steps if plan.accumulation_order == "block" else 1
     room = b.page_cache if plan.recompute == "auto" and places.maps_graphs else None
     kept: set[int] = set()
-    for i in reversed(blocks[max(len(blocks) - graphs, 0) :]):
-        if kept and not places.outlives_slot(i):
+    for block in reversed(blocks[max(len(blocks) - graphs, 0) :]):
+        if kept and not places.outlives_slot(block):
             break
         if room is not None:
-            room -= groups * _graph_bytes(b, i)
+            room -= groups * _graph_bytes(b, block)
             if room < 0:
                 break
-        kept.add(i)
+        kept.add(block)
     return frozenset(kept)
 
 
@@ -360,10 +348,5 @@ def _graph_bytes(b: Builder, unit: int) -> int:
     for p in model.units[unit].params:
         if len(p.shape) > 1:
             sides[p.trainable] += p.shape[-1] + p.shape[-2]
-    return (
-        3
-        * b.shape.tokens
-        * max(sides.values())
-        * DTYPE_BYTES[compute_dtype(b.places.plan, model)]
-        // 2
-    )
+    size = DTYPE_BYTES[compute_dtype(b.places.plan, model)]
+    return 3 * b.shape.tokens * max(sides.values()) * size // 2

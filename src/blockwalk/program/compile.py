@@ -1,16 +1,17 @@
 """The compiler from a plan to a program: the one place where the order of a step is decided.
 
 A step is a list of *turns*: the prologue, the blocks forwards, the epilogue, and for
-backpropagation the blocks backwards (:mod:`~blockwalk.program.backprop`,
-:mod:`~blockwalk.program.zeroth_order`). Each turn names a unit and the work done with it;
-everything else (arrivals ahead of their turn, slots, evictions, write-backs) is one walk for every
-plan (:mod:`~blockwalk.program.lower`), in which a part arrives as the plan's placements say
+backpropagation the blocks backwards. The estimator's row names them
+(:mod:`~blockwalk.program.turns`). Each turn names a unit and the work done with it. Everything else
+(arrivals ahead of their turn, slots, evictions, write-backs) is one walk for every plan
+(:mod:`~blockwalk.program.lower`), in which a part arrives as the plan's placements say
 (:mod:`~blockwalk.program.arrive`). :func:`compile` is pure: ranks that give the same arguments have
 the same program."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -22,14 +23,13 @@ from blockwalk.plan.placement import StateKind
 from blockwalk.plan.plan import Plan
 from blockwalk.program.adaptive_cache import adapts, kept_slices
 from blockwalk.program.arrive import Residency, Ways
-from blockwalk.program.backprop import backprop
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.invariants import check, over_budget
 from blockwalk.program.lower import Builder
-from blockwalk.program.mezo_original import mezo_original, replay
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, Pool, Program, Shape, StepKind
-from blockwalk.program.zeroth_order import flush, forwards, zeroth_order
+from blockwalk.program.resident_bytes import resident_bytes
+from blockwalk.program.turns import Step, emit
 
 
 @lru_cache(maxsize=64)
@@ -69,7 +69,7 @@ def compile(
             of the place unless given.
 
     Raises:
-        AssertionError: an invariant of :mod:`blockwalk.program.program` does not hold.
+        AssertionError: a rule of :mod:`blockwalk.program.invariants` does not hold.
         ValueError: the frozen codec is not chosen yet.
     """
     if plan.frozen.codec.facts.chosen_later:
@@ -82,56 +82,32 @@ def compile(
     def lowered(graphs: int, keeps: frozenset[tuple[int, StateKind]] = frozenset()) -> Program:
         """Return the program in which at most so many of the last blocks keep their graphs."""
         ways = Ways(places, pending, step_kind is not StepKind.FLUSH, keeps)
-        b = Builder(
-            places,
-            ways,
-            Residency(dirty=pending.dirty),
-            shape,
-            costs,
-            page_cache,
-            coordinates,
-            pieces,
-        )
-        emit(b, step_kind, pending, graphs, batches)
+        residency = Residency(dirty=pending.dirty)
+        b = Builder(places, ways, residency, shape, costs, page_cache, coordinates, pieces)
+        emit(b, Step(step_kind, pending, graphs), batches)
         program = check(b.program(step_kind))
-        if (
-            step_kind.trains
-            and adapts(plan)
-            and not keeps
-            and (keeps := kept_slices(plan, model, program))
-        ):
-            return lowered(graphs, keeps)
-        return program
+        if not step_kind.trains or keeps or not adapts(plan):
+            return program
+        keeps = kept_slices(plan, model, program)
+        return lowered(graphs, keeps) if keeps else program
 
-    fewest = most = len(model.blocks)
-    if (
-        step_kind.trains
-        and plan.recompute == "auto"
-        and plan.budget is not None
-        and not places.maps_graphs
-    ):
-        fewest = 0
-    while fewest < most:  # the most graphs with which the whole program stays within the budget
-        middle = (fewest + most + 1) // 2
-        fewest, most = (
-            (fewest, middle - 1) if over_budget(lowered(middle), plan.budget) else (middle, most)
-        )
-    return lowered(fewest)
+    fills_budget = plan.recompute == "auto" and plan.budget is not None and not places.maps_graphs
+    if not step_kind.trains or not fills_budget:
+        return lowered(len(model.blocks))
+    return most_graphs(lowered, len(model.blocks), plan.budget)
 
 
-def emit(b: Builder, step_kind: StepKind, pending: Pending, graphs: int, batches: int) -> None:
-    """Emit a step of the plan's estimator."""
-    plan = b.places.plan
-    in_place = plan.zeroth_order and plan.zo.noise == "mezo"
-    if step_kind is StepKind.EVALUATE:
-        b.walk(forwards(b, [(0, m) for m in range(batches)]))
-    elif step_kind is StepKind.FLUSH:
-        (replay if in_place else flush)(b, pending)
-    elif plan.zeroth_order:
-        assert step_kind is StepKind.TRAIN, f"zeroth order has no {step_kind}"
-        (mezo_original if in_place else zeroth_order)(b, pending)
-    else:
-        backprop(b, update=step_kind is StepKind.TRAIN, graphs=graphs)
+def most_graphs(lowered: Callable[[int], Program], blocks: int, budget: int | None) -> Program:
+    """Return the program that keeps the most graphs and stays within the budget."""
+    fits = 0
+    limit = blocks
+    while fits < limit:
+        graphs = (fits + limit + 1) // 2
+        if over_budget(lowered(graphs), budget):
+            limit = graphs - 1
+        else:
+            fits = graphs
+    return lowered(fits)
 
 
 def compile_ranks(plan: Plan, model: ModelSpec, *step: Any, **inputs: Any) -> tuple[Program, ...]:
@@ -142,16 +118,15 @@ def compile_ranks(plan: Plan, model: ModelSpec, *step: Any, **inputs: Any) -> tu
     programs of other micro-batches and other forwards are one if nothing else tells them apart.
     Over the axes of state every rank's is the same."""
     ends = [[(axis.name, place) for place in (0, axis.length - 1)] for axis in work_axes(plan.mesh)]
-    found: dict[tuple[Op, ...], Program] = {}
+    programs: dict[tuple[Op, ...], Program] = {}
     for coordinates in product(*ends):
         program = compile(plan, model, *step, coordinates=coordinates, **inputs)
-        found.setdefault(
-            tuple(replace(op, micro_batch=0, forward_pass=0) for op in program.ops), program
-        )
-    return tuple(found.values())
+        ops = tuple(replace(op, micro_batch=0, forward_pass=0) for op in program.ops)
+        programs.setdefault(ops, program)
+    return tuple(programs.values())
 
 
 def resident(plan: Plan, model: ModelSpec, *, device: str = "cpu") -> Counter[Pool]:
     """Return bytes that each pool of one rank holds between steps: parameters on their tiers and
     optimizer states."""
-    return Placements(plan, model, device).resident()
+    return resident_bytes(Placements(plan, model, device))

@@ -6,7 +6,6 @@ has a slice of it; who holds which slice is told in :mod:`blockwalk.program.arri
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,6 @@ from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec, encoded_nb
 from blockwalk.plan.placement import DTYPE_BYTES, Codec, StateKind
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import ALIGN
-from blockwalk.program.program import POOLS, Pool
 from blockwalk.program.slicing import Slicing, sliced
 from blockwalk.program.state_sizes import compute_dtype
 
@@ -99,71 +97,44 @@ class Buffers:
     gradient_of_end: tuple[int, int]
 
 
+NO_BUFFERS = Buffers((), (), (0, 0), (0, 0))
+"""The buffers of a plan that gathers nothing."""
+
+
 def buffer_pools(plan: Plan, model: ModelSpec) -> Buffers:
     """Return one slot for every block that is on the device at once, and for prologue and epilogue;
     gradients likewise."""
 
-    def most(units: Iterable[UnitSpec], part: StateKind) -> int:
+    def largest(units: Iterable[UnitSpec], part: StateKind) -> int:
         return max((part_layout(plan, model, unit, part).numel for unit in units), default=0)
 
-    def pair(units: Sequence[UnitSpec]) -> tuple[int, int]:
-        return most(units, StateKind.FROZEN), most(units, StateKind.TRAINABLE)
+    def slot(units: Sequence[UnitSpec]) -> tuple[int, int]:
+        return largest(units, StateKind.FROZEN), largest(units, StateKind.TRAINABLE)
 
-    count = plan.prefetch + 1
-    ends = (model.prologue, model.epilogue)
-    each = [(unit,) for unit in ends] if model.tied else [ends]
-    waiting = min(count, 2)
+    blocks_at_once = plan.prefetch + 1
+    gradients_at_once = min(blocks_at_once, 2)
+    both = (model.prologue, model.epilogue)
+    ends = [(unit,) for unit in both] if model.tied else [both]
+    waiting = [model.blocks] * gradients_at_once
     return Buffers(
-        slots=(*[pair(model.blocks)] * count, *(pair(units) for units in each)),
-        gradients=tuple(
-            most(units, StateKind.TRAINABLE) for units in [*[model.blocks] * waiting, *each]
-        ),
-        slot_of_end=(count, count + len(each) - 1),
-        gradient_of_end=(waiting, waiting + len(each) - 1),
+        slots=(*[slot(model.blocks)] * blocks_at_once, *map(slot, ends)),
+        gradients=tuple(largest(units, StateKind.TRAINABLE) for units in [*waiting, *ends]),
+        slot_of_end=(blocks_at_once, blocks_at_once + len(ends) - 1),
+        gradient_of_end=(gradients_at_once, gradients_at_once + len(ends) - 1),
     )
 
 
 def accumulates(plan: Plan) -> bool:
-    """Whether a unit's gradients are complete only after several turns, so that they are kept in
-    between."""
+    """Return whether a unit's gradients are complete only after several turns, so that they are
+    kept in between."""
     return plan.gradient_accumulation_steps > 1 and plan.accumulation_order == "micro_batch"
 
 
 def has_node_slice(plan: Plan) -> bool:
+    """Return whether each rank keeps a slice over fewer ranks than masters are spread over."""
     return plan.parameter_ranks < plan.optimizer_ranks
 
 
 def hosts_node_slice(plan: Plan) -> bool:
-    return has_node_slice(plan) and plan.cache.tier == "host"
-
-
-def sharded_resident(plan: Plan, model: ModelSpec, device: str) -> Counter[Pool]:
-    """Return bytes of one rank between steps, without slots and gradient buffers.
-
-    On the device with 16-bit parameters, Adam and gradients that accumulate: 12n/o + 4n/g + 2n/p,
-    spread over o, g and p ranks."""
-    size = DTYPE_BYTES[compute_dtype(plan, model)]
-    held: Counter[Pool] = Counter()
-    states = 4 * (1 + len(plan.update_rule.states))
-    in_place = accumulates(plan) and plan.gradient.on_device
-    own_state = plan.optimizer_state.on_device
-    for unit in model.units:
-        frozen, flat = (part_layout(plan, model, unit, part) for part in PARTS)
-        node = Pool.HOST if hosts_node_slice(plan) else Pool.DEVICE
-        held[node] += (frozen.nbytes + flat.nbytes) // plan.parameter_ranks
-        if not has_node_slice(plan) and size == 4 and own_state:
-            held[Pool.DEVICE] -= (
-                size * flat.numel // plan.parameter_ranks
-            )  # the master is gathered from
-        elif hosts_node_slice(plan) and not (size == 4 and own_state):
-            held[Pool.DEVICE] += size * flat.numel // plan.optimizer_ranks
-        held[POOLS[plan.optimizer_state.tier]] += states * flat.numel // plan.optimizer_ranks
-        if plan.update.at_turn:  # what a step that is refused goes back to
-            beside = Pool.DISK if device == "cpu" else POOLS[plan.optimizer_state.tier]
-            held[beside] += states * flat.numel // plan.optimizer_ranks
-        held[Pool.DEVICE] += (
-            4 * flat.numel // (plan.gradient_ranks if in_place else plan.optimizer_ranks)
-        )
-        if accumulates(plan) and not in_place:
-            held[Pool.HOST] += 4 * flat.numel // plan.gradient_ranks
-    return +held
+    """Return whether that slice lies in host memory."""
+    return has_node_slice(plan) and plan.cache.off_device

@@ -8,158 +8,154 @@ from collections import Counter
 from blockwalk.plan.placement import StateKind
 from blockwalk.program.program import COMPUTES, Op, OpKind, Pool, Program, StepKind, human_bytes
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What must hold of every program. Each function returns the broken places in words; none means that
-# it holds.
-# ---------------------------------------------------------------------------------------------------------------------
-
 _FILLS = (OpKind.FETCH, OpKind.GATHER)
-_USES = (*COMPUTES, OpKind.UPDATE, OpKind.STORE)
 
 
 def happens_before(program: Program) -> list[int]:
     """Return the set of ops, as a bit mask, that are done when each op starts: dependencies and its
     lane's order."""
-    before: list[int] = []
-    for _, earlier in program.waits():
+    masks: list[int] = []
+    for _, waits in program.waits():
         mask = 0
-        for dep in earlier:
-            mask |= before[dep] | (1 << dep)
-        before.append(mask)
-    return before
+        for dep in waits:
+            mask |= masks[dep] | (1 << dep)
+        masks.append(mask)
+    return masks
 
 
 def broken_dependencies(program: Program) -> list[str]:
-    """Ops are numbered in order, and depend on earlier ones only."""
-    wrong = [
+    """Return breaches of the rule that ops are numbered in order, and depend on earlier ones
+    only."""
+    misplaced = [
         f"op {op.index} stands at place {i}" for i, op in enumerate(program.ops) if op.index != i
     ]
     late = [(op, dep) for op in program.ops for dep in op.deps if not 0 <= dep < op.index]
-    return wrong + [f"op {op.index} waits for op {dep}, which comes later" for op, dep in late]
+    return misplaced + [f"op {op.index} waits for op {dep}, which comes later" for op, dep in late]
 
 
 def used_unfetched(program: Program) -> list[str]:
-    """A streamed unit is used only after its fetch is done, and never after its eviction began."""
-    before = happens_before(program)
+    """Return breaches of the rule that a streamed unit is used only after its fetch is done, and
+    never after its eviction began."""
+    done_before = happens_before(program)
     ops = program.ops
     live: dict[int, list[int]] = {}
     users: dict[int, list[int]] = {}
-    wrong: list[str] = []
+    breaches: list[str] = []
     for op in ops:
-        name = program.unit_names[op.unit]
-        fetches = live.get(op.unit, [])
-        late = [fetch for fetch in fetches if not before[op.index] >> fetch & 1]
         if op.unit not in program.streamed:
             continue
+        name = program.unit_names[op.unit]
+        text = f"{name}: op {op.index} {op.kind}"
+        done = done_before[op.index]
+        fetches = live.get(op.unit, [])
+        late = [fetch for fetch in fetches if not done >> fetch & 1]
         if op.kind in _FILLS and op.slot >= 0:
-            same = [fetch for fetch in late if ops[fetch].part is op.part]
-            wrong += [
-                f"{name}: op {op.index} {op.kind} completes what op {each} has not brought yet"
-                for each in same
-            ]
+            same_part = [fetch for fetch in late if ops[fetch].part is op.part]
+            breaches += [f"{text} completes what op {f} has not brought yet" for f in same_part]
             live.setdefault(op.unit, []).append(op.index)
         elif op.kind is OpKind.EVICT:
-            early = [user for user in users.pop(op.unit, []) if not before[op.index] >> user & 1]
-            wrong += [
-                f"{name}: op {op.index} evicts it before op {user} is done with it"
-                for user in early
+            busy = [user for user in users.pop(op.unit, []) if not done >> user & 1]
+            breaches += [
+                f"{name}: op {op.index} evicts it before op {user} is done with it" for user in busy
             ]
             live.pop(op.unit, None)
-        elif op.kind is OpKind.STORE and op.part in (StateKind.GRADIENT, StateKind.OPTIMIZER):
-            continue  # they are in no slot
-        elif op.kind in _USES and (op.kind is not OpKind.UPDATE or op.unit in program.written):
+        elif _uses_slot(program, op):
             users.setdefault(op.unit, []).append(op.index)
-            wrong += (
-                []
-                if fetches
-                else [f"{name}: op {op.index} {op.kind} uses it, and it is not fetched"]
-            )
-            wrong += [
-                f"{name}: op {op.index} {op.kind} does not wait for its fetch, op {fetch}"
-                for fetch in late
-            ]
-    return wrong
+            breaches += [] if fetches else [f"{text} uses it, and it is not fetched"]
+            breaches += [f"{text} does not wait for its fetch, op {fetch}" for fetch in late]
+    return breaches
+
+
+def _uses_slot(program: Program, op: Op) -> bool:
+    """Return whether an op reads or writes its unit's slot: gradients and optimizer states are in
+    none, nor are trainables that are not written back."""
+    if op.kind is OpKind.STORE:
+        return op.part not in (StateKind.GRADIENT, StateKind.OPTIMIZER)
+    if op.kind is OpKind.UPDATE:
+        return op.unit in program.written
+    return op.kind in COMPUTES
 
 
 def left_behind(program: Program) -> list[str]:
     """Return breaches of the rule that a program gives back all memory that it takes: slots are
     empty at its end, and no pool has grown or gone below its start."""
-    held: Counter[Pool] = Counter()
-    occupied: dict[int, int] = {}
+    growth: Counter[Pool] = Counter()
+    occupants: dict[int, int] = {}
     for op in program.ops:
         if op.kind in _FILLS and op.slot >= 0:
-            occupied[op.slot] = op.unit
+            occupants[op.slot] = op.unit
         if op.kind is OpKind.EVICT and op.slot >= 0:
-            occupied.pop(op.slot, None)
+            occupants.pop(op.slot, None)
         for pool, nbytes in op.takes:
-            held[pool] += nbytes
+            growth[pool] += nbytes
         for pool, nbytes in op.frees:
-            held[pool] -= nbytes
-    wrong = [
-        f"slot {slot} still holds {program.unit_names[unit]}" for slot, unit in occupied.items()
+            growth[pool] -= nbytes
+    full = [
+        f"slot {slot} still holds {program.unit_names[unit]}" for slot, unit in occupants.items()
     ]
-    return wrong + [
+    return full + [
         f"{pool} ends {nbytes:+d} bytes from where it began"
-        for pool, nbytes in held.items()
+        for pool, nbytes in growth.items()
         if nbytes
     ]
 
 
 def shared_slots(program: Program) -> list[str]:
-    """A slot is filled only after its last unit was evicted."""
-    before = happens_before(program)
-    evicted: dict[int, int] = {}
-    holder: dict[int, int] = {}
-    wrong: list[str] = []
+    """Return breaches of the rule that a slot is filled only after its last unit was evicted."""
+    done_before = happens_before(program)
+    evictions: dict[int, int] = {}
+    occupants: dict[int, int] = {}
+    breaches: list[str] = []
     for op in program.ops:
-        fills = f"op {op.index} fills slot {op.slot}"
-        if op.kind in _FILLS and op.slot >= 0 and holder.get(op.slot) != op.unit:
-            if op.slot in holder:
-                wrong.append(f"{fills}, which holds {program.unit_names[holder[op.slot]]}")
-            if op.slot in evicted and not before[op.index] >> evicted[op.slot] & 1:
-                wrong.append(f"{fills} without waiting for its eviction, op {evicted[op.slot]}")
-            holder[op.slot] = op.unit
+        text = f"op {op.index} fills slot {op.slot}"
+        if op.kind in _FILLS and op.slot >= 0 and occupants.get(op.slot) != op.unit:
+            if op.slot in occupants:
+                breaches.append(f"{text}, which holds {program.unit_names[occupants[op.slot]]}")
+            eviction = evictions.get(op.slot)
+            if eviction is not None and not done_before[op.index] >> eviction & 1:
+                breaches.append(f"{text} without waiting for its eviction, op {eviction}")
+            occupants[op.slot] = op.unit
         elif op.kind is OpKind.EVICT and op.slot >= 0:
-            evicted[op.slot] = op.index
-            holder.pop(op.slot, None)
-    return wrong
+            evictions[op.slot] = op.index
+            occupants.pop(op.slot, None)
+    return breaches
 
 
 def shared_buffers(program: Program) -> list[str]:
-    """A gradient buffer is filled by one unit at a time, and by the next only after the last
-    reduction that read it."""
-    before = happens_before(program)
+    """Return breaches of the rule that a gradient buffer is filled by one unit at a time, and by
+    the next only after the last reduction that read it."""
+    done_before = happens_before(program)
     fills: dict[int, list[Op]] = {}
     reductions: dict[int, list[Op]] = {}
-    wrong: list[str] = []
+    breaches: list[str] = []
     for op in program.ops:
         if op.buffer < 0:
             continue
-        name = program.unit_names[op.unit]
-        done = before[op.index]
+        text = f"{program.unit_names[op.unit]}: op {op.index}"
+        done = done_before[op.index]
         if op.kind is OpKind.REDUCE:
-            late = [
-                each
-                for each in fills.get(op.buffer, [])
-                if each.unit != op.unit or not done >> each.index & 1
+            breaches += [
+                f"{text} reduces buffer {op.buffer}, which op {fill.index} fills and it does not"
+                " wait for"
+                for fill in fills.get(op.buffer, [])
+                if fill.unit != op.unit or not done >> fill.index & 1
             ]
-            said = f"{name}: op {op.index} reduces buffer {op.buffer}, which op"
-            wrong += [f"{said} {fill.index} fills and it does not wait for" for fill in late]
             reductions.setdefault(op.buffer, []).append(op)
             continue
-        if emptied := reductions.pop(op.buffer, []):
+        if readers := reductions.pop(op.buffer, []):
             fills[op.buffer] = []
-        said = f"{name}: op {op.index} fills buffer {op.buffer} before op"
-        wrong += [
-            f"{said} {each.index} is done with it" for each in emptied if not done >> each.index & 1
+        breaches += [
+            f"{text} fills buffer {op.buffer} before op {reader.index} is done with it"
+            for reader in readers
+            if not done >> reader.index & 1
         ]
         fills.setdefault(op.buffer, []).append(op)
-    return wrong
+    return breaches
 
 
 def lost_updates(program: Program) -> list[str]:
-    """Return an update to a streamed unit that is its last of the program reaches the tier, or
-    stays pending in the ledger."""
+    """Return breaches of the rule that an update to a streamed unit that is its last of the program
+    reaches the tier, or stays pending in the ledger."""
     stored: dict[int, bool] = {}
     flushes = any(op.kind is OpKind.STORE and op.part is StateKind.TRAINABLE for op in program.ops)
     for op in program.ops:
@@ -167,16 +163,14 @@ def lost_updates(program: Program) -> list[str]:
             stored[op.unit] = False
         if op.kind is OpKind.STORE and op.part is StateKind.TRAINABLE:
             stored[op.unit] = True
-    must = flushes or program.step_kind is StepKind.FLUSH
-    return [
-        f"{program.unit_names[u]} is updated and not stored"
-        for u, done in stored.items()
-        if must and not done
-    ]
+    if not flushes and program.step_kind is not StepKind.FLUSH:
+        return []
+    lost = [unit for unit, is_stored in stored.items() if not is_stored]
+    return [f"{program.unit_names[unit]} is updated and not stored" for unit in lost]
 
 
 def over_budget(program: Program, budget: int | None) -> list[str]:
-    """The device peak stays within the budget."""
+    """Return a breach of the rule that the device peak stays within the budget."""
     peak = program.peaks()[Pool.DEVICE]
     if budget is None or peak <= budget:
         return []
@@ -204,6 +198,6 @@ def check(program: Program) -> Program:
         AssertionError: the compiler made a program that breaks a rule; the message lists the broken
             places.
     """
-    wrong = [line for rule in INVARIANTS for line in rule(program)]
-    assert not wrong, f"{program.title}: " + "; ".join(wrong[:10])
+    breaches = [breach for rule in INVARIANTS for breach in rule(program)]
+    assert not breaches, f"{program.title}: " + "; ".join(breaches[:10])
     return program

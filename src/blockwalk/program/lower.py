@@ -13,6 +13,7 @@ from blockwalk.program.costs import Costs, UnitCost
 from blockwalk.program.flat_layout import has_node_slice
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import COMPUTES, Draft, Lane, OpKind, Pool, Program, Shape, StepKind
+from blockwalk.program.resident_bytes import resident_bytes
 from blockwalk.program.state_sizes import activation_pool, compute_dtype, stages_inputs
 
 
@@ -50,7 +51,7 @@ class Builder:
     def op(
         self, kind: OpKind, unit: int, lane: Lane, deps: Sequence[int] = (), **details: object
     ) -> int:
-        """Write an op, and answer its number."""
+        """Write an op, and return its number."""
         return self.draft.op(kind, unit, lane, deps, **details)
 
     def cost(self, unit: int) -> UnitCost:
@@ -59,8 +60,9 @@ class Builder:
     @property
     def everyone(self) -> tuple[str, ...]:
         """The axes over which all ranks exchange scalars."""
-        share = work_axes if self.places.plan.zeroth_order else make_axes
-        return names_of(share(self.places.plan.mesh))
+        plan = self.places.plan
+        axes = work_axes if plan.estimator.facts.shares_forwards else make_axes
+        return names_of(axes(plan.mesh))
 
     @property
     def hidden_bytes(self) -> int:
@@ -81,28 +83,36 @@ class Builder:
                 if not all(self._bring(unit, free) for unit in self._needs(turns[later])):
                     assert later > k, f"no slot for {self.places.model.units[turn.unit].name}"
                     break
-            here = [unit for unit in self._needs(turn) if unit in self.residency.held]
-            used = turn.work(tuple(op for unit in here for op in self.residency.held[unit].ready))
-            near: dict[
-                tuple[int, ...], int
-            ] = {}  # by slot, for the ends may share one: the first that needs it
-            for later in self._window(turns, k + 1):
-                for unit in self._needs(turns[later]):
-                    near.setdefault(self._slot_key(unit), unit)
-            for unit in here:
-                if near.get(self._slot_key(unit)) != unit:
-                    free.append(self._evict(unit, used, turns[k + 1 :]))
+            occupants = {
+                unit: self.residency.occupants[unit]
+                for unit in self._needs(turn)
+                if unit in self.residency.occupants
+            }
+            users = turn.work(tuple(op for held in occupants.values() for op in held.ready))
+            next_units = self._next_units(turns, k + 1)
+            for unit in occupants:
+                if next_units.get(self._slot_key(unit)) != unit:
+                    free.append(self._evict(unit, users, turns[k + 1 :]))
 
     def _window(self, turns: Sequence[Turn], start: int) -> Iterator[int]:
         """Yield the turns from ``start`` on for which ``prefetch`` further units arrive; those that
         stay, or have slots of their own, do not count."""
-        left = self.places.plan.prefetch + 1
+        room = self.places.at_once
         for k in range(start, len(turns)):
             unit = turns[k].unit
-            left -= bool(self.places.parts(unit)) and self.places.own_slot(unit) is None
-            if left < 0:
+            room -= bool(self.places.parts(unit)) and self.places.own_slot(unit) is None
+            if room < 0:
                 return
             yield k
+
+    def _next_units(self, turns: Sequence[Turn], start: int) -> dict[tuple[int, ...], int]:
+        """Return the first unit that needs each slot from the turn ``start`` on: the ends of the
+        model may share one."""
+        units: dict[tuple[int, ...], int] = {}
+        for later in self._window(turns, start):
+            for unit in self._needs(turns[later]):
+                units.setdefault(self._slot_key(unit), unit)
+        return units
 
     def _needs(self, turn: Turn) -> tuple[int, ...]:
         resident = turn.updates and not self.places.rewritten(turn.unit)
@@ -113,14 +123,12 @@ class Builder:
         return (unit,) if slot is None else (-1, slot)
 
     def _bring(self, unit: int, free: list[int]) -> bool:
-        """Whether a unit is there, or no slot is free for it."""
-        if unit in self.residency.held or not self.places.parts(unit):
+        """Bring a unit, and return whether it is there: False where no slot is free for it."""
+        if unit in self.residency.occupants or not self.places.parts(unit):
             return True
-        own = self.places.own_slot(unit)
-        slot = next(
-            (s for s in free if (s < self.places.plan.prefetch + 1 if own is None else s == own)),
-            None,
-        )
+        own_slot = self.places.own_slot(unit)
+        slots = range(self.places.at_once) if own_slot is None else (own_slot,)
+        slot = next((slot for slot in free if slot in slots), None)
         if slot is None:
             return False
         free.remove(slot)
@@ -130,28 +138,30 @@ class Builder:
             self.draft.ops += ops
         return True
 
-    def _evict(self, unit: int, used: Sequence[int], later: Sequence[Turn]) -> int:
-        """Empty a unit's slot once its users are done with it, and answer which. Slices of it that
+    def _evict(self, unit: int, users: Sequence[int], later: Sequence[Turn]) -> int:
+        """Empty a unit's slot once its users are done with it, and return which. Slices of it that
         stay on the device do so until no later turn needs them."""
         places = self.places
-        held = self.residency.held[unit]
+        occupant = self.residency.occupants[unit]
         kept = [part for part in places.parts(unit) if (unit, part) in self.residency.kept]
         freed = [] if kept and any(unit in self._needs(turn) for turn in later) else kept
-        pages = sum(
-            places.part_bytes(places.reads(unit), p) for p in places.parts(unit) if places.mapped(p)
-        )
+        mapped = [part for part in places.parts(unit) if places.mapped(part)]
         sizes = (
-            (Pool.MAPPED, pages),
+            (Pool.MAPPED, sum(places.part_bytes(places.reads(unit), part) for part in mapped)),
             (Pool.DEVICE, sum(places.node_bytes(unit, part) for part in freed)),
         )
-        frees = tuple((pool, nbytes) for pool, nbytes in sizes if nbytes)
-        after = [*used, *held.fills]
         # On the lane of what fills the slot next: no slot waits for another unit's write-back.
         op = self.op(
-            OpKind.EVICT, unit, Lane.FETCH, after, slot=held.slot, frees=frees, kept=bool(freed)
+            OpKind.EVICT,
+            unit,
+            Lane.FETCH,
+            [*users, *occupant.fills],
+            slot=occupant.slot,
+            frees=tuple((pool, nbytes) for pool, nbytes in sizes if nbytes),
+            kept=bool(freed),
         )
         self.residency = self.residency.left(unit, op, freed)
-        return held.slot
+        return occupant.slot
 
     # ---- updates ---------------------------------------------------------------------------------
 
@@ -160,37 +170,38 @@ class Builder:
         slot, write them back."""
         if self.places.updates_on_host:
             return self.update_on_host(unit, self.land(unit, after))
-        lane = self.places.update_lane
-        frees = () if self.places.plan.zeroth_order else self.places.accumulated(unit)
-        done = self.op(
+        update = self.op(
             OpKind.UPDATE,
             unit,
-            lane,
+            self.places.update_lane,
             [*after, *self._fetch_states(unit)],
             part=StateKind.TRAINABLE,
-            frees=frees,
+            frees=self.places.accumulated(unit),
         )
-        self.updates.append(done)
+        self.updates.append(update)
         if has_node_slice(self.places.plan):
             self.residency = self.residency.updated(unit)
-        return [done, *self.store(unit, [done])]
+        return [update, *self.store(unit, [update])]
 
     def land(self, unit: int, after: Sequence[int]) -> int:
         """Bring a unit's complete gradients to a place in host memory, and free them on the device.
         Where places are fewer than units, it is that of an update before."""
         places = self.places
-        before = len(self.updates)
         count = len(places.landings)
-        own = count == len(places.trained)
-        details = {
-            "part": StateKind.GRADIENT,
-            "nbytes": 4 * places.model.units[unit].numel(trainable=True),
-            "slot": places.trained.index(unit) if own else before % count,
-            "last": True,
-            "frees": places.accumulated(unit),
-        }
-        waits = self.updates[before - count :][:1] if before >= count else []
-        return self.op(OpKind.STORE, unit, Lane.STORE, [*after, *waits], **details)
+        earlier = len(self.updates)
+        one_a_unit = count == len(places.trained)
+        waits = self.updates[earlier - count :][:1] if earlier >= count else []
+        return self.op(
+            OpKind.STORE,
+            unit,
+            Lane.STORE,
+            [*after, *waits],
+            part=StateKind.GRADIENT,
+            nbytes=4 * places.model.units[unit].numel(trainable=True),
+            slot=places.trained.index(unit) if one_a_unit else earlier % count,
+            last=True,
+            frees=places.accumulated(unit),
+        )
 
     def update_on_host(self, unit: int, landed: int) -> list[int]:
         """Let the processor update a unit. Where the device has a copy that stays, bring it up to
@@ -209,18 +220,17 @@ class Builder:
         """Bring the optimizer states that an update reads, and gradients that wait for it, where
         they are in file maps: no earlier than ``prefetch`` updates before."""
         places = self.places
-        ahead = self.places.plan.prefetch + 1
         if not (places.maps_states or places.maps_gradients):
             return []
-        waits = self.updates[-ahead:][:1] if len(self.updates) >= ahead else []
-        moved = {
-            StateKind.GRADIENT: places.maps_gradients
-            and 4 * places.model.units[unit].numel(trainable=True),
-            StateKind.OPTIMIZER: places.maps_states and places.state_bytes(unit),
+        waits = self.updates[-places.at_once :][:1] if len(self.updates) >= places.at_once else []
+        gradient_bytes = 4 * places.model.units[unit].numel(trainable=True)
+        sizes = {
+            StateKind.GRADIENT: gradient_bytes if places.maps_gradients else 0,
+            StateKind.OPTIMIZER: places.state_bytes(unit) if places.maps_states else 0,
         }
         return [
             self.op(OpKind.FETCH, unit, Lane.FETCH, waits, part=part, nbytes=nbytes)
-            for part, nbytes in moved.items()
+            for part, nbytes in sizes.items()
             if nbytes
         ]
 
@@ -228,28 +238,22 @@ class Builder:
         """Write a streamed unit's trainables back, and optimizer states in file maps, with what an
         update has copied."""
         places = self.places
-        stores = list[int]()
+        sizes: dict[StateKind, int] = {}
         if places.rewritten(unit):
-            nbytes = places.part_bytes(places.model.units[unit], StateKind.TRAINABLE)
-            stores.append(
-                self.op(
-                    OpKind.STORE, unit, Lane.STORE, after, part=StateKind.TRAINABLE, nbytes=nbytes
-                )
-            )
+            trainable = StateKind.TRAINABLE
+            sizes[trainable] = places.part_bytes(places.model.units[unit], trainable)
         if places.maps_states and places.state_bytes(unit):
-            nbytes = places.state_bytes(unit) + places.undo_bytes(unit)
-            stores.append(
-                self.op(
-                    OpKind.STORE, unit, Lane.STORE, after, part=StateKind.OPTIMIZER, nbytes=nbytes
-                )
-            )
-        return stores
+            sizes[StateKind.OPTIMIZER] = places.state_bytes(unit) + places.undo_bytes(unit)
+        return [
+            self.op(OpKind.STORE, unit, Lane.STORE, after, part=part, nbytes=nbytes)
+            for part, nbytes in sizes.items()
+        ]
 
     def update_all(self, after: Sequence[int]) -> None:
         """Update every unit at the step's end."""
 
         def work(unit: int) -> Callable[[tuple[int, ...]], list[int]]:
-            return lambda there: self.update(unit, [*there, *after])
+            return lambda arrivals: self.update(unit, [*arrivals, *after])
 
         self.walk([Turn(unit, work(unit), updates=True) for unit in self.places.trained])
 
@@ -259,11 +263,10 @@ class Builder:
         places = self.places
         model = self.places.model
         slots = places.slot_sizes()
-        static = places.resident()
         gradients = 4 * sum(places.pools.gradients) if step_kind.trains else 0
-        static[Pool.DEVICE] += (
-            sum(slots) + gradients + self.costs.scratch + self._carried(step_kind) + self._staged()
-        )
+        walks = self._carried(step_kind) + self._staged()
+        static = resident_bytes(places)
+        static[Pool.DEVICE] += sum(slots) + gradients + self.costs.scratch + walks
         streamed = frozenset(u for u in range(places.last + 1) if places.parts(u))
         return Program(
             title=f"{places.plan.method} on {model.name}",
@@ -282,32 +285,32 @@ class Builder:
     def _staged(self) -> int:
         """Return device bytes of the buffers by way of which inputs go to their tier and come
         back."""
-        plan = self.places.plan
+        places = self.places
         saves = any(op.kind is OpKind.SAVE and not op.of_graph for op in self.draft.ops)
-        return (
-            (plan.prefetch + 1) * self.hidden_bytes
-            if saves and stages_inputs(plan, self.places.device)
-            else 0
-        )
+        staged = saves and stages_inputs(places.plan, places.device)
+        return places.at_once * self.hidden_bytes if staged else 0
 
     def _carried(self, step_kind: StepKind) -> int:
         """Return device bytes that go from op to op for the whole walk: of every walk under way its
         hidden state (in the backward walk the hidden state's gradient) and what the prologue made
         for the blocks."""
-        made = self.cost(0).saved
+        nbytes = self.cost(0).saved
         plan = self.places.plan
-        saves = not plan.zeroth_order and step_kind is not StepKind.EVALUATE
-        if made and not (saves and activation_pool(plan, self.places.device) is Pool.DEVICE):
-            made += self.hidden_bytes  # the prologue's own hidden state stays beside the walk's
-        return self._walks_at_once() * made
+        saves = plan.estimator.facts.walks_back and step_kind is not StepKind.EVALUATE
+        if nbytes and not (saves and activation_pool(plan, self.places.device) is Pool.DEVICE):
+            nbytes += self.hidden_bytes  # the prologue's own hidden state stays beside the walk's
+        return self._walks_at_once() * nbytes
 
     def _walks_at_once(self) -> int:
         """Return the most walks under way at any time: of one micro-batch in one forward pass, from
         its first op to its last."""
         walks = [(op.micro_batch, op.forward_pass) for op in self.draft.ops if op.kind in COMPUTES]
-        first = {walk: place for place, walk in reversed(list(enumerate(walks)))}
-        last = {walk: place for place, walk in enumerate(walks)}
+        ends = {walk: place for place, walk in enumerate(walks)}
+        starts = {walk: place for place, walk in reversed(list(enumerate(walks)))}
         return max(
-            (sum(first[walk] <= at <= last[walk] for walk in first) for at in first.values()),
+            (
+                sum(starts[walk] <= start <= ends[walk] for walk in starts)
+                for start in starts.values()
+            ),
             default=0,
         )

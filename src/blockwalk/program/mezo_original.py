@@ -11,7 +11,7 @@ from blockwalk.plan.placement import StateKind
 from blockwalk.program.costs import Pending
 from blockwalk.program.lower import Builder
 from blockwalk.program.program import Lane, OpKind
-from blockwalk.program.zeroth_order import exchange, forwards, own_pieces
+from blockwalk.program.zeroth_order import exchange, forwards, local_pieces
 
 
 def mezo_original(b: Builder, _: Pending) -> None:
@@ -19,7 +19,7 @@ def mezo_original(b: Builder, _: Pending) -> None:
     update."""
     for p in range(2):
         _in_place(b, OpKind.PERTURB, forward_pass=p)
-        b.walk(forwards(b, own_pieces(b, [p])))
+        b.walk(forwards(b, local_pieces(b, [p])))
     _in_place(b, OpKind.PERTURB, forward_pass=2)
     exchange(b)
     _in_place(b, OpKind.UPDATE_ALL)
@@ -34,5 +34,7 @@ def _in_place(b: Builder, kind: OpKind, **details: int) -> int:
     """Return an op on the trainables of all units: beside them a whole parameter's draw, and its
     product with the scale."""
     drawn = 2 * max((p.nbytes for p in b.places.model.params(trainable=True)), default=0)
-    after = [len(b.draft.ops) - 1] if b.draft.ops else []
-    return b.op(kind, 0, Lane.COMPUTE, after, part=StateKind.TRAINABLE, transient=drawn, **details)
+    previous = [len(b.draft.ops) - 1] if b.draft.ops else []
+    return b.op(
+        kind, 0, Lane.COMPUTE, previous, part=StateKind.TRAINABLE, transient=drawn, **details
+    )

@@ -3,8 +3,8 @@ Data, not behaviour.
 
 Lanes are first-in, first-out; an op starts when the op before it on its lane and all its
 dependencies are done. The executors (:class:`blockwalk.walk.walker.Walker` and the simulator) run
-this list and decide nothing. The rules that hold for every program are written below as pure
-functions over it, each returning the broken places in words."""
+this list and decide nothing. The rules that hold for every program are in
+:mod:`blockwalk.program.invariants`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from blockwalk.plan.placement import StateKind, Tier
+from blockwalk.plan.placement import StateKind
 
 
 class OpKind(StrEnum):
@@ -104,10 +104,6 @@ class Pool(StrEnum):
     DISK = "disk"
 
 
-POOLS = {Tier.DEVICE: Pool.DEVICE, Tier.HOST: Pool.HOST, Tier.DISK: Pool.DISK}
-"""The memory that a tier's bytes count in, where they are not mapped."""
-
-
 class StepKind(StrEnum):
     """The kinds of step that a plan is compiled for."""
 
@@ -195,7 +191,7 @@ class Draft:
     def op(
         self, kind: OpKind, unit: int, lane: Lane, deps: Iterable[int] = (), **details: Any
     ) -> int:
-        """Write an op, and answer its number."""
+        """Write an op, and return its number."""
         index = self.start + len(self.ops)
         self.ops.append(Op(index, kind, unit, lane, tuple(sorted(set(deps))), **details))
         return index
@@ -242,35 +238,35 @@ class Program:
         as its place in the list: an upper bound of any run."""
         if not self._peaks:
             peak = Counter(dict(self.static))
-            for op, held in self._holding():
-                for pool in held:
+            for op, pools in self._holding():
+                for pool, nbytes in pools.items():
                     transient = op.transient if pool is Pool.DEVICE else 0
-                    peak[pool] = max(peak[pool], held[pool] + transient)
+                    peak[pool] = max(peak[pool], nbytes + transient)
             self._peaks.update({Pool(pool): int(nbytes) for pool, nbytes in peak.items()})
         return Counter(self._peaks)
 
     def device_bytes(self) -> list[int]:
         """Return bytes held on the device while each op runs, transients included, under the
         assumption of :meth:`peaks`."""
-        return [held[Pool.DEVICE] + op.transient for op, held in self._holding()]
+        return [pools[Pool.DEVICE] + op.transient for op, pools in self._holding()]
 
     def _holding(self) -> Iterator[tuple[Op, Counter[Pool]]]:
         """Yield each op, and the bytes that are held while it runs, without its transients."""
-        held = Counter(dict(self.static))
+        pools = Counter(dict(self.static))
         for op in self.ops:
             for pool, nbytes in op.takes:
-                held[pool] += nbytes
-            yield op, held
+                pools[pool] += nbytes
+            yield op, pools
             for pool, nbytes in op.frees:
-                held[pool] -= nbytes
+                pools[pool] -= nbytes
 
     def waits(self) -> Iterator[tuple[Op, tuple[int, ...]]]:
         """Yield each op, and those that it waits for: its own, and the one before it on its
         lane."""
-        last: dict[Lane, int] = {}
+        previous: dict[Lane, int] = {}
         for op in self.ops:
-            yield op, (*op.deps, *([last[op.lane]] if op.lane in last else []))
-            last[op.lane] = op.index
+            yield op, (*op.deps, *([previous[op.lane]] if op.lane in previous else []))
+            previous[op.lane] = op.index
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -281,16 +277,18 @@ class Program:
             f"{self.title}: {self.step_kind}, {self.shape.batch} × {self.shape.sequence} tokens,"
             f" {len(self.ops)} ops"
         )
-        if self.streamed and (
-            stay := [n for unit, n in enumerate(self.unit_names) if unit not in self.streamed]
-        ):
-            yield f"stay on the device: {', '.join(stay)}"
+        resident = [name for u, name in enumerate(self.unit_names) if u not in self.streamed]
+        if self.streamed and resident:
+            yield f"stay on the device: {', '.join(resident)}"
         yield f"{'#':>5}  {'lane':<10} {'op':<18} {'unit':<12} {'detail':<30} {'bytes':>10}  after"
         for op in self.ops:
-            after = ",".join(str(d) for d in op.deps)
+            deps = ",".join(str(dep) for dep in op.deps)
             size = human_bytes(op.nbytes) if op.nbytes else ""
             name = self.unit_names[op.unit]
-            yield f"{op.index:>5}  {op.lane:<10} {op.kind:<18} {name:<12} {_detail(op):<30} {size:>10}  {after}".rstrip()
+            yield (
+                f"{op.index:>5}  {op.lane:<10} {op.kind:<18} {name:<12} {_detail(op):<30}"
+                f" {size:>10}  {deps}"
+            ).rstrip()
 
 
 def _detail(op: Op) -> str:

@@ -40,70 +40,82 @@ class Reductions:
         self._scattered = scattered_axes(self.b.places.plan)
 
     def open(self, unit: int, after: Sequence[int]) -> list[int]:
-        """Give a unit, and the prologue with a tied head, a buffer; the answer is what a backward
-        must wait for."""
+        """Give a unit, and the prologue with a tied head, a buffer. Return what a backward must
+        wait for."""
         places = self.b.places
         deps = list(after)
-        for made in places.needs(unit) if places.sharded else ():
-            if made not in self._open and places.model.units[made].numel(trainable=True):
-                buffer = self._open[made] = self._next(made)
+        for needed in places.needs(unit) if places.gathered else ():
+            if needed not in self._open and places.model.units[needed].numel(trainable=True):
+                buffer = self._open[needed] = self._next(needed)
                 deps += [self._emptied[buffer]] if buffer in self._emptied else []
         return deps
 
     def buffer(self, unit: int) -> int:
+        """Return the buffer of a unit, or -1."""
         return self._open.get(unit, -1)
 
     def _next(self, unit: int) -> int:
-        last = self.b.places.last
+        epilogue = self.b.places.last
         of_ends = self.b.places.pools.gradient_of_end
-        if unit in (0, last):
-            return of_ends[unit == last]
+        if unit in (0, epilogue):
+            return of_ends[unit == epilogue]
         self._latest = (self._latest + 1) % of_ends[0]
         return self._latest
 
     def reduce(self, unit: int, done: int, *, complete: bool) -> list[int]:
         """Sum a unit's gradients over their group; where they are complete, over the optimizer's
-        and its replicas as well."""
+        and its replicas as well. Return the ops that do so."""
         if unit not in self._open:
             return []
-        places = self.b.places
         plan = self.b.places.plan
+        numel = self.b.places.layout(unit, StateKind.TRAINABLE).numel
         buffer = self._open.pop(unit)
-        ends = (
-            (1, plan.gradient_ranks, plan.optimizer_ranks, plan.mesh.world)
-            if complete
-            else (1, plan.gradient_ranks)
-        )
-        mesh = make_axes(plan.mesh)
-        pieces = [piece for span in pairwise(ends) for piece in by_lane(between(mesh, *span))]
-        if ends[1] == 1:
-            pieces.insert(
-                0, (Lane.INTRA, ())
-            )  # into the accumulator, which is as large as the buffer
-        numel = places.layout(unit, StateKind.TRAINABLE).numel
-        used = []
-        at = done
+        pieces = self._pieces(complete=complete)
+        ops = []
         for k, (lane, axes) in enumerate(pieces):
             inner, outer = reach(axes)
-            twice = 2 if sums_replicas(plan, axes) else 1  # every replica needs the sum
-            lane = Lane.INTER_SUMS if lane is Lane.INTER and plan.sums_apart else lane
-            reads = inner < plan.gradient_ranks or k == 0 or not accumulates(plan)
-            at = self.b.op(
-                OpKind.REDUCE, unit, lane, [at], part=StateKind.GRADIENT, axes=names_of(axes), buffer=buffer if reads else -1,
-                nbytes=twice * gather_bytes(axes, 4 * numel // inner), last=complete and k == len(pieces) - 1,
-            )  # fmt: skip
-            used.append(at)
+            times = 2 if sums_replicas(plan, axes) else 1  # every replica needs the sum
+            reads_buffer = inner < plan.gradient_ranks or k == 0 or not accumulates(plan)
+            done = self.b.op(
+                OpKind.REDUCE,
+                unit,
+                Lane.INTER_SUMS if lane is Lane.INTER and plan.sums_apart else lane,
+                [done],
+                part=StateKind.GRADIENT,
+                axes=names_of(axes),
+                buffer=buffer if reads_buffer else -1,
+                nbytes=times * gather_bytes(axes, 4 * numel // inner),
+                last=complete and k == len(pieces) - 1,
+            )
+            ops.append(done)
             if outer == plan.gradient_ranks or not accumulates(plan):
-                self._emptied[buffer] = at
+                self._emptied[buffer] = done
         if complete and self._scattered:
-            nbytes = gather_bytes(self._scattered, 4 * numel // plan.optimizer_ranks)
-            details = {
-                "part": StateKind.GRADIENT,
-                "axes": names_of(self._scattered),
-                "nbytes": nbytes,
-            }
-            used.append(self.b.op(OpKind.GATHER, unit, Lane.INTRA, [at], **details))
-        return used
+            gather = self.b.op(
+                OpKind.GATHER,
+                unit,
+                Lane.INTRA,
+                [done],
+                part=StateKind.GRADIENT,
+                axes=names_of(self._scattered),
+                nbytes=gather_bytes(self._scattered, 4 * numel // plan.optimizer_ranks),
+            )
+            ops.append(gather)
+        return ops
+
+    def _pieces(self, *, complete: bool) -> list[tuple[Lane, tuple[Axis, ...]]]:
+        """Return the axes that gradients are summed over, innermost first, in pieces that one lane
+        serves and that end at the borders of groups."""
+        plan = self.b.places.plan
+        mesh = make_axes(plan.mesh)
+        ranks = [1, plan.gradient_ranks]
+        if complete:
+            ranks += [plan.optimizer_ranks, plan.mesh.world]
+        pieces = [piece for span in pairwise(ranks) for piece in by_lane(between(mesh, *span))]
+        if plan.gradient_ranks > 1:
+            return pieces
+        accumulator = (Lane.INTRA, ())  # which is as large as the buffer
+        return [accumulator, *pieces]
 
 
 def sums_replicas(plan: Plan, axes: Sequence[Axis]) -> bool:

@@ -1,8 +1,8 @@
 """Partial residency: the blocks of a plan that stay on the device for good, as many as its budget
 holds.
 
-Every block and part is on the device for good, or in a slot while its turn is near, and between
-turns on the host or the disk. Which blocks stay is a number, ``plan.resident``: the first so many
+Every block is on the device for good, or in a slot while its turn is near, and between turns on the
+host or the disk. Which blocks stay is a number, ``plan.resident``: the first so many
 of an order in which any beginning lies evenly over the walk
 (:func:`blockwalk.program.placements.evenly`). The number is a fact of a run, settled from the
 program of its longest step before its model is opened; from there on a block that stays is a unit
@@ -11,6 +11,7 @@ whose part does not stream, as the ends of the model are."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from blockwalk.plan.choices import AUTO
@@ -20,6 +21,7 @@ from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Pool, Shape, StepKind
+from blockwalk.program.resident_bytes import resident_bytes
 
 
 def settled(
@@ -45,35 +47,37 @@ def settled(
         budget: device bytes that the step may use, unless the plan's own.
     """
     budget = plan.budget if budget is None else budget
-    if plan.resident != AUTO or plan.sharded:
+    if plan.resident != AUTO or plan.home.gathered:
         return plan
 
-    every = len(model.blocks)
-    places = {n: Placements(replace(plan, resident=n), model, device) for n in (0, every)}
-    if budget is None or places[0].travels == places[every].travels:
+    blocks = len(model.blocks)
+
+    @cache
+    def placed(resident: int) -> Placements:
+        return Placements(replace(plan, resident=resident), model, device)
+
+    if budget is None or placed(0).travels == placed(blocks).travels:
         return replace(plan, resident=0)
 
-    def held(resident: int) -> int:
-        if resident not in places:
-            places[resident] = Placements(replace(plan, resident=resident), model, device)
-        at = places[resident]
-        return at.resident().get(Pool.DEVICE, 0) + sum(at.slot_sizes())
+    def between_ops(resident: int) -> int:
+        places = placed(resident)
+        return resident_bytes(places)[Pool.DEVICE] + sum(places.slot_sizes())
 
     def peak(resident: int) -> int:
-        least = replace(
-            plan, resident=resident, recompute="all" if plan.recompute == "auto" else plan.recompute
+        recompute = "all" if plan.recompute == "auto" else plan.recompute
+        leanest = replace(plan, resident=resident, recompute=recompute)
+        program = compile(
+            leanest, model, StepKind.TRAIN, shape, costs=costs, device=device, **inputs
         )
-        program = compile(least, model, StepKind.TRAIN, shape, costs=costs, device=device, **inputs)
         return program.peaks()[Pool.DEVICE]
 
-    none = held(0)
-    room = budget - (peak(0) - none)  # blocks are about equal
-    block = max((held(every) - none) // every, 1)
-    most = min(max((room - none) // block, 0), every)
-    while most and (
-        held(most) > room or (plan.recompute == "none" and peak(most) > budget)
-    ):  # the latter keeps their graphs
-        most -= 1
-    while most < every and plan.recompute != "none" and held(most + 1) <= room:
-        most += 1
-    return replace(plan, resident=most)
+    streamed = between_ops(0)
+    room = budget - (peak(0) - streamed)  # blocks are about equal
+    block_bytes = max((between_ops(blocks) - streamed) // blocks, 1)
+    resident = min(max((room - streamed) // block_bytes, 0), blocks)
+    keeps_graphs = plan.recompute == "none"  # of every block that stays
+    while resident and (between_ops(resident) > room or (keeps_graphs and peak(resident) > budget)):
+        resident -= 1
+    while resident < blocks and not keeps_graphs and between_ops(resident + 1) <= room:
+        resident += 1
+    return replace(plan, resident=resident)

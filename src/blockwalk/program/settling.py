@@ -12,7 +12,7 @@ from typing import Any
 
 from blockwalk.plan.choices import AUTO
 from blockwalk.plan.model_spec import ModelSpec
-from blockwalk.plan.placement import Tier
+from blockwalk.plan.placement import Placement, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs
@@ -30,8 +30,8 @@ can neither swap nor drop them, and wants the rest for itself, the process, and 
 model's file."""
 
 FEEDS = ("frozen", "activation")
-"""The kinds of state whose tier the machine decides where a first-order method's row has them on
-disk."""
+"""The kinds of state whose tier the machine decides where a first-order method's row has them on a
+slow one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,24 +78,26 @@ def settle(
     if device == "cpu":
         return Settled(settled(plan, model, shape, **inputs))
 
-    def with_blocks(begun: Plan) -> tuple[Plan, int]:
+    def with_blocks(start: Plan) -> tuple[Plan, int]:
         """Return a plan with the blocks that stay, and the host bytes that its step pins."""
-        full = settled(begun, model, shape, **inputs)
+        full = settled(start, model, shape, **inputs)
         return full, compile(full, model, StepKind.TRAIN, shape, **inputs).peaks()[Pool.HOST]
 
-    tried = [with_blocks(begun) for begun in begins(budgeted(plan, room.device_free), named)]
-    most = int(PINNED * room.host_free)
-    anyway = tried[-1][1]
+    starts = [with_blocks(start) for start in begins(budgeted(plan, room.device_free), named)]
+    limit = int(PINNED * room.host_free)
+    unmoved_bytes = starts[-1][1]
     # A tier takes no room where the step pins as much without it.
-    found, pinned = next((full, nbytes) for full, nbytes in tried if nbytes <= max(most, anyway))
-    left = free_tiers(plan, named)
-    names = [f"{kind}.tier" for kind in left]
+    fits = max(limit, unmoved_bytes)
+    chosen, pinned = next((full, nbytes) for full, nbytes in starts if nbytes <= fits)
+    free = free_tiers(plan, named)
+    names = [f"{kind}.tier" for kind in free]
     names += [
         name
         for name, unset in UNSET.items()
-        if getattr(plan, name) == unset != getattr(found, name)
+        if getattr(plan, name) == unset != getattr(chosen, name)
     ]
-    return Settled(found, tuple(names), tuple(_notes(found, left, (tried[0][1], pinned, most))))
+    notes = _notes(plan, chosen, free, (starts[0][1], pinned, limit))
+    return Settled(chosen, tuple(names), tuple(notes))
 
 
 UNSET = {"budget": None, "resident": AUTO}
@@ -104,11 +106,12 @@ UNSET = {"budget": None, "resident": AUTO}
 
 def free_tiers(plan: Plan, named: Collection[str] | None) -> tuple[str, ...]:
     """Return the kinds of state whose tier the machine decides: those of :data:`FEEDS` that the row
-    of a first-order method of one rank has on disk, and nobody named."""
-    if named is None or plan.zeroth_order or plan.sharded:
+    of a first-order method of one rank has on a tier that runs may begin above, and nobody
+    named."""
+    if named is None or not plan.home.kinds_apart:
         return ()
-    on_disk = (kind for kind in FEEDS if getattr(plan, kind).on_disk)
-    return tuple(kind for kind in on_disk if not {kind, f"{kind}.tier"} & set(named))
+    slow = (kind for kind in FEEDS if getattr(plan, kind).tier.facts.begins_from)
+    return tuple(kind for kind in slow if not {kind, f"{kind}.tier"} & set(named))
 
 
 def settled_before(
@@ -117,22 +120,25 @@ def settled_before(
     """Return the settings that a resumed run takes from its checkpoint: those that the machine
     decided then (``before``, by name), and that nobody has given since. The blocks that stay go
     with the budget that they were counted for."""
-    left = [f"{kind}.tier" for kind in free_tiers(plan, named)]
-    unset = left + [name for name, value in UNSET.items() if getattr(plan, name) == value]
+    tiers = [f"{kind}.tier" for kind in free_tiers(plan, named)]
+    unset = tiers + [name for name, value in UNSET.items() if getattr(plan, name) == value]
     if "budget" not in unset or "budget" not in before:
         unset = [name for name in unset if name != "resident"]
     return {name: before[name] for name in unset if name in before}
 
 
 def begins(plan: Plan, named: Collection[str] | None) -> Iterator[Plan]:
-    """Yield the plan with the tiers that an accelerator may begin from, best first: all on the
-    host, the activations alone, none. The first with room for what it pins is taken, the last
-    without asking."""
-    left = free_tiers(plan, named)
-    for moved in dict.fromkeys((left, left[1:], ())):
-        yield replace(
-            plan, **{kind: replace(getattr(plan, kind), tier=Tier.HOST) for kind in moved}
-        )
+    """Yield the plan with the tiers that an accelerator may begin from, best first: all kinds of
+    state moved up, the activations alone, none. The first with room for what it pins is taken, the
+    last without asking."""
+    free = free_tiers(plan, named)
+    for moved in dict.fromkeys((free, free[1:], ())):
+        placements: dict[str, Any] = {kind: _moved_up(getattr(plan, kind)) for kind in moved}
+        yield replace(plan, **placements)
+
+
+def _moved_up(placement: Placement) -> Placement:
+    return replace(placement, tier=Tier(placement.tier.facts.begins_from))
 
 
 def budgeted(plan: Plan, free: int) -> Plan:
@@ -144,16 +150,21 @@ def budgeted(plan: Plan, free: int) -> Plan:
     return replace(plan, budget=int(BUDGET * free))
 
 
-def _notes(found: Plan, left: Collection[str], pinned: tuple[int, int, int]) -> Iterator[str]:
-    """Yield a sentence on each tier. ``pinned``: the host bytes of the first plan that was tried
-    and of the one that was taken, and the most that may be."""
-    wanted, taken, most = map(human_bytes, pinned)
-    moved = [kind for kind in left if getattr(found, kind).on_host]
-    may = f"{most} may be, {PINNED} of what is free"
+def _notes(
+    plan: Plan, chosen: Plan, free: Collection[str], pinned: tuple[int, int, int]
+) -> Iterator[str]:
+    """Yield a sentence on each tier of the kinds that were free. ``pinned``: the host bytes of the
+    first plan that was tried and of the one that was chosen, and the most that may be."""
+    tried, taken, limit = map(human_bytes, pinned)
+    bound = f"{limit} may be, {PINNED} of what is free"
+    moved = [kind for kind in free if getattr(chosen, kind).tier != getattr(plan, kind).tier]
+    stays = [kind for kind in free if kind not in moved]
     if moved:
+        kind = moved[0]
         yield (
-            f"{' and '.join(moved)} begin from the host: {taken} lie there, {may}"
-            f" ({moved[0]}.tier: disk leaves it there)"
+            f"{' and '.join(moved)} begin from the {getattr(chosen, kind).tier}: {taken} lie there,"
+            f" {bound} ({kind}.tier: {getattr(plan, kind).tier} leaves it there)"
         )
-    if stays := [kind for kind in left if kind not in moved]:
-        yield f"{' and '.join(stays)} begin from the disk: the host would hold {wanted}, and {may}"
+    if stays:
+        tier = getattr(plan, stays[0]).tier
+        yield f"{' and '.join(stays)} begin from the {tier}: the host would hold {tried}, and {bound}"

@@ -9,7 +9,7 @@ from blockwalk.plan.model_spec import ModelSpec, UnitSpec, encoded_nbytes
 from blockwalk.plan.placement import Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.zeroth_order_kinds import states_beside
-from blockwalk.program.program import POOLS, Pool
+from blockwalk.program.program import Pool
 from blockwalk.program.slicing import slice_size
 
 
@@ -41,14 +41,15 @@ def _bucket_parts(plan: Plan, unit: UnitSpec) -> tuple[int, int]:
     codec = plan.trainable.codec
     weights = 0
     states = 0
-    beside = [state for state, _ in states_beside(plan.zo, plan.optimizer).values()]
+    codecs = [state for state, _ in states_beside(plan.zo, plan.optimizer).values()]
     for p in unit.part(True):
         weights += slice_size(encoded_nbytes(p.shape, p.dtype, p.stored_in(codec)))
-        states += sum(slice_size(encoded_nbytes(p.shape, "float32", state)) for state in beside)
+        states += sum(slice_size(encoded_nbytes(p.shape, "float32", state)) for state in codecs)
     return weights, states
 
 
 def compute_dtype(plan: Plan, model: ModelSpec) -> str:
+    """Return the dtype that a model's blocks compute in."""
     return computes_in(plan, model.dtype)
 
 
@@ -58,16 +59,28 @@ def computes_in(plan: Plan, stored: str) -> str:
     range: in float16 most of them lie below its smallest number."""
     if plan.compute_dtype != "auto":
         return plan.compute_dtype
-    return "bfloat16" if stored == "float16" and not plan.zeroth_order else stored
+    differentiates = plan.estimator.facts.walks_back
+    return "bfloat16" if stored == "float16" and differentiates else stored
+
+
+def pool_of(tier: Tier) -> Pool:
+    """Return the pool that a tier's bytes count in, where they are not mapped."""
+    return Pool(tier.facts.pool)
+
+
+def pool_at(tier: Tier, device: str) -> Pool:
+    """Return the pool that a tier's bytes count in where a device uses them: file maps on a
+    CPU."""
+    return Pool.MAPPED if tier.facts.maps(device) else pool_of(tier)
 
 
 def activation_pool(plan: Plan, device: str) -> Pool:
-    tier = plan.activation.tier
-    return Pool.MAPPED if tier is Tier.DISK and device == "cpu" else POOLS[tier]
+    """Return the pool of activation checkpoints."""
+    return pool_at(plan.activation.tier, device)
 
 
 def stages_inputs(plan: Plan, device: str) -> bool:
-    """Whether a block's input goes to its tier, and comes back, by way of device buffers:
+    """Return whether a block's input goes to its tier, and comes back, by way of device buffers:
     ``prefetch`` + 1 for all blocks."""
     return device != "cpu" and activation_pool(plan, device) is not Pool.DEVICE
 
@@ -75,8 +88,8 @@ def stages_inputs(plan: Plan, device: str) -> bool:
 def gradient_pool(plan: Plan, device: str) -> Pool:
     """Return the pool in which the gradients of one process wait for the step's end: the device's
     or, on a CPU, file maps."""
-    on_disk = plan.gradient.on_disk and device == "cpu" and not plan.update.at_turn
-    return Pool.MAPPED if on_disk else Pool.DEVICE
+    waits_in_maps = plan.gradient.tier.facts.maps(device) and not plan.update.at_turn
+    return Pool.MAPPED if waits_in_maps and plan.home.kinds_apart else Pool.DEVICE
 
 
 def updates_on_host(plan: Plan, device: str) -> bool:
@@ -84,10 +97,11 @@ def updates_on_host(plan: Plan, device: str) -> bool:
     optimizer states, or without any they themselves, are not on the device. Masters and states then
     lie together, and the device has copies of masters."""
     updated = plan.optimizer_state if plan.update_rule.states else plan.trainable
-    return device != "cpu" and not (plan.zeroth_order or plan.sharded or updated.on_device)
+    return device != "cpu" and plan.home.kinds_apart and not updated.tier.facts.resident
 
 
 def maps_graphs(plan: Plan, device: str) -> bool:
     """Return whether what a graph saves goes to file maps: where activations do, on a CPU; a
-    compiled block keeps its own."""
-    return activation_pool(plan, device) is Pool.MAPPED and not plan.compile and not plan.sharded
+    compiled block keeps its own, and so does one whose parameters are gathered."""
+    in_maps = activation_pool(plan, device) is Pool.MAPPED
+    return in_maps and not plan.compile and not plan.home.gathered

@@ -20,56 +20,53 @@ def zeroth_order(b: Builder, pending: Pending) -> None:
     plan = b.places.plan
     deferred = plan.update.deferred
     passes = forwards_at(plan.mesh, dict(b.coordinates), plan.forward_passes)
-    b.walk(forwards(b, b.pieces or own_pieces(b, passes), pending if deferred else Pending()))
-    done = exchange(b)
+    b.walk(forwards(b, b.pieces or local_pieces(b, passes), pending if deferred else Pending()))
+    entry = exchange(b)
     if not deferred:
-        b.update_all([done])
+        b.update_all([entry])
 
 
 def exchange(b: Builder) -> int:
-    """Return the losses of all ranks become the step's entry of the ledger."""
-    return b.op(
-        OpKind.EXCHANGE, b.places.last, Lane.COMPUTE, [len(b.draft.ops) - 1], axes=b.everyone
-    )
+    """Emit the op in which the losses of all ranks become the step's entry of the ledger."""
+    losses = [len(b.draft.ops) - 1]
+    return b.op(OpKind.EXCHANGE, b.places.last, Lane.COMPUTE, losses, axes=b.everyone)
 
 
-def own_pieces(b: Builder, passes: Sequence[int]) -> list[Piece]:
-    """Return these forwards on each part of the global batch that the rank takes, as
-    micro-batches."""
+def local_pieces(b: Builder, passes: Sequence[int]) -> list[Piece]:
+    """Return these forwards on each part of the global batch that the rank takes, as micro-batches.
+    One perturbed copy of a unit serves all micro-batches of a pass."""
     plan = b.places.plan
-    cuts = micro_batches_at(
-        plan.mesh, dict(b.coordinates), plan.gradient_accumulation_steps * plan.mesh.data
-    )
-    return list(
-        product(passes, cuts)
-    )  # one perturbed copy of a unit serves all micro-batches of a pass
+    cuts = plan.gradient_accumulation_steps * plan.mesh.data
+    return list(product(passes, micro_batches_at(plan.mesh, dict(b.coordinates), cuts)))
 
 
 def forwards(b: Builder, pieces: Sequence[Piece], pending: Pending = Pending()) -> list[Turn]:
     """Return the turns of a walk in which every unit computes these pieces, after the updates that
     wait for it."""
+    kinds = {0: OpKind.PROLOGUE, b.places.last: OpKind.LOSS}
+    singly = [(forward_pass, micro_batch, 1) for forward_pass, micro_batch in pieces]
 
     def work(unit: int, after: tuple[int, ...]) -> list[int]:
         cost = b.cost(unit)
-        used = _apply_pending(b, unit, pending, after)
-        kind = (
-            OpKind.PROLOGUE
-            if unit == 0
-            else OpKind.LOSS
-            if unit == b.places.last
-            else OpKind.FORWARD
-        )
-        deps = [*after, *used[:1]]
-        together = (
-            batches(b, unit, pieces) if kind is OpKind.FORWARD else [(p, m, 1) for p, m in pieces]
-        )
-        return used + [
+        kind = kinds.get(unit, OpKind.FORWARD)
+        updates = _apply_pending(b, unit, pending, after)
+        computed = [
             b.op(
-                kind, unit, Lane.COMPUTE, deps, micro_batch=m, forward_pass=p, passes=passes,
-                flops=passes * cost.forward_flops, transient=passes * cost.forward_transient,
+                kind,
+                unit,
+                Lane.COMPUTE,
+                [*after, *updates[:1]],
+                micro_batch=micro_batch,
+                forward_pass=forward_pass,
+                passes=passes,
+                flops=passes * cost.forward_flops,
+                transient=passes * cost.forward_transient,
             )
-            for p, m, passes in together
-        ]  # fmt: skip
+            for forward_pass, micro_batch, passes in (
+                batches(b, unit, pieces) if kind is OpKind.FORWARD else singly
+            )
+        ]
+        return updates + computed
 
     return [Turn(unit, partial(work, unit)) for unit in range(b.places.last + 1)]
 
@@ -79,16 +76,14 @@ def batches(b: Builder, unit: int, pieces: Sequence[Piece]) -> list[tuple[int, i
     pieces: consecutive passes on a micro-batch, where all its trainables are matrices and
     vectors."""
     trained = b.places.model.units[unit].part(True)
-    most = (
-        b.places.plan.passes_together(b.shape.tokens)
-        if all(len(p.shape) < 3 for p in trained)
-        else 1
-    )
+    together = b.places.plan.passes_together(b.shape.tokens)
+    if together == 1 or b.pieces or any(len(p.shape) > 2 for p in trained):
+        return [(forward_pass, micro_batch, 1) for forward_pass, micro_batch in pieces]
     passes, cuts = (list(dict.fromkeys(numbers)) for numbers in zip(*pieces, strict=True))
-    if most == 1 or b.pieces:
-        return [(p, m, 1) for p, m in pieces]
-    starts = range(0, len(passes), most)
-    return [(passes[at], m, min(most, len(passes) - at)) for at in starts for m in cuts]
+    starts = range(0, len(passes), together)
+    return [
+        (passes[start], cut, min(together, len(passes) - start)) for start in starts for cut in cuts
+    ]
 
 
 def _apply_pending(b: Builder, unit: int, pending: Pending, after: Sequence[int]) -> list[int]:
@@ -101,17 +96,14 @@ def _apply_pending(b: Builder, unit: int, pending: Pending, after: Sequence[int]
     sliced = streamed and b.places.ranks(StateKind.TRAINABLE) > 1
     if not entries or not b.places.model.units[unit].numel(trainable=True) or sliced:
         return []
-    done = b.op(OpKind.UPDATE, unit, Lane.COMPUTE, after, part=StateKind.TRAINABLE, entries=entries)
-    return [done, *(b.store(unit, [done]) if pending.flush else [])]
+    part = StateKind.TRAINABLE
+    update = b.op(OpKind.UPDATE, unit, Lane.COMPUTE, after, part=part, entries=entries)
+    return [update, *(b.store(unit, [update]) if pending.flush else [])]
 
 
 def flush(b: Builder, pending: Pending) -> None:
     """Apply and write back what is pending, without a forward: before saving, evaluating or
     generating."""
-    at_once = Pending(pending.entries, flush=True)
-    b.walk(
-        [
-            Turn(unit, partial(_apply_pending, b, unit, at_once), updates=True)
-            for unit in b.places.trained
-        ]
-    )
+    flushed = Pending(pending.entries, flush=True)
+    apply = partial(_apply_pending, b)
+    b.walk([Turn(unit, partial(apply, unit, flushed), updates=True) for unit in b.places.trained])

@@ -17,6 +17,7 @@ from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.words import counted
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import OpKind, Pool, human_bytes
+from blockwalk.program.resident_bytes import bytes_in_maps
 from blockwalk.program.state_sizes import maps_graphs
 from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import DoesNotFit, Forecast
@@ -110,7 +111,7 @@ def scratch_bytes(run: RunConfig, forecast: Forecast) -> int:
         forecast.device != "cpu"
     ):  # of one process, gradients lie on the device there, and adapters in host memory
         on_disk = [row for row in on_disk if row.kind == "activation" or plan.sharded]
-        in_maps = Placements(plan, forecast.model, forecast.device).bytes_in_maps()
+        in_maps = bytes_in_maps(Placements(plan, forecast.model, forecast.device))
         return pack + masters + in_maps + sum(row.nbytes for row in on_disk)
     undo = state if plan.update.at_turn else 0
     return pack + masters + sum(row.nbytes for row in on_disk) + undo + _graph_bytes(forecast)
