@@ -26,7 +26,7 @@ from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import DenseWeight
 from blockwalk.numerics.device import host_buffers, is_cpu
-from blockwalk.numerics.loss import chunked_cross_entropy
+from blockwalk.numerics.losses.cross_entropy import chunked_cross_entropy
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.noise.noise import perturbed
 from blockwalk.numerics.updates import square_sums

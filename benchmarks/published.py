@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from blockwalk.plan.placement import DTYPE_BYTES
-from blockwalk.program.costs import Costs, Work
+from blockwalk.plan.work import Work
+from blockwalk.program.costs import Costs
 from blockwalk.program.program import Shape
 
 CONTEXT_MB = 450.0

@@ -9,7 +9,8 @@ from blockwalk.plan.estimators import Estimator
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.placement import DTYPE_BYTES
 from blockwalk.plan.plan import Plan
-from blockwalk.program.costs import Costs, UnitCost, Work
+from blockwalk.plan.work import Work
+from blockwalk.program.costs import Costs, UnitCost
 from blockwalk.program.program import Shape
 from blockwalk.program.state_sizes import compute_dtype
 

@@ -14,7 +14,7 @@ from blockwalk.numerics import wide_products
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
 from blockwalk.numerics.lazy_linear import grouped_linear, lazy_linear
-from blockwalk.numerics.loss import chunked_cross_entropy
+from blockwalk.numerics.losses.cross_entropy import chunked_cross_entropy
 from blockwalk.numerics.scratch import shared_arena
 from blockwalk.numerics.updates import NORM_CHUNK, square_sums
 from blockwalk.plan.placement import Codec

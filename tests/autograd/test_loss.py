@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blockwalk.numerics.loss import IGNORE, chunked_cross_entropy, chunked_losses
+from blockwalk.numerics.losses.cross_entropy import chunked_cross_entropy, chunked_losses
 from blockwalk.numerics.scratch import ScratchArena
+from blockwalk.plan.losses import IGNORE
 from blockwalk.plan.sizes import LOSS_BUDGET, chunk_sizes
 from tests.support.messages import refused
 

@@ -13,8 +13,9 @@ from blockwalk.plan.methods import method
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import StateKind
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.work import Work
 from blockwalk.program.compile import compile
-from blockwalk.program.costs import Costs, UnitCost, Work
+from blockwalk.program.costs import Costs, UnitCost
 from blockwalk.program.program import Lane, Op, OpKind, Pool, Shape, StepKind
 from blockwalk.simulate.hardware import Curve, Hardware, Link
 from blockwalk.simulate.seconds import CostModel
@@ -213,7 +214,7 @@ def test_a_chunked_loss_decodes_the_head_for_every_chunk(loss: str) -> None:
         program = compile(plan, model, StepKind.TRAIN, shape, device="cuda")
         op = next(op for op in program.ops if op.kind is OpKind.LOSS)
         costs = CostModel(plan, model, GPU, program=program)
-        found[codec], chunks = costs.seconds(op), costs._token_chunks()
+        found[codec], chunks = costs.seconds(op), costs.head_reads()
     assert found["int4"] - found["raw"] == pytest.approx(
         chunks * model.epilogue.numel(trainable=False) / 2e4
     )

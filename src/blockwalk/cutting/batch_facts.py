@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.numerics.device import is_cpu
-from blockwalk.numerics.loss import IGNORE
+from blockwalk.plan.losses import IGNORE
 
 _NOTED = "_blockwalk_facts"
 """The attribute of a batch's token ids that holds its facts."""

@@ -190,8 +190,7 @@ class CutModel:
         split = (
             is_cpu(self.device)
             and attention == "sdpa"
-            and plan.loss == "chunked"
-            and not self.head.custom
+            and plan.loss_facts.for_head(custom=self.head.custom).by_chunks
         )
         split = split and not (plan.zeroth_order or plan.compile or plan.neftune_noise_alpha)
         prompted = any(

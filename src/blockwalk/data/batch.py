@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from blockwalk.plan.losses import IGNORE
 from blockwalk.plan.words import counted
 
 Batch = Mapping[str, Tensor]
 """``input_ids``, ``attention_mask`` and ``labels``, each int64 [B, S]; labels are −100 where
 nothing is learnt. Packed rows have ``position_ids`` in place of the mask: where these restart a
 document begins, and transformers lets no attention cross."""
-IGNORE = -100
 
 
 def tokens_read(batch: Batch) -> int:

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockwalk.data.batch import IGNORE, Batch
+from blockwalk.data.batch import Batch
 from blockwalk.data.dataset import Encoded, Ids, Integers
 from blockwalk.data.packing import row_length
+from blockwalk.plan.losses import IGNORE
 from blockwalk.plan.sizes import steps_of_epochs
 
 _CHANGES = {"records": "text of the records", "template": "chat template", "tokenizer": "tokenizer"}

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockwalk.data.batch import IGNORE, Batch
+from blockwalk.data.batch import Batch
 from blockwalk.data.batching import collate
 from blockwalk.data.dataset import Choices
+from blockwalk.plan.losses import IGNORE
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from blockwalk.data.batch import IGNORE, Batch
+from blockwalk.data.batch import Batch
 from blockwalk.data.dataset import Encoded, Integers
+from blockwalk.plan.losses import IGNORE
 from blockwalk.plan.sizes import ROW_TILE
 
 LONGEST_PACKED_ROW = 2048

@@ -28,11 +28,10 @@ from blockwalk.cutting.calls import BlockCall, Prologue, tensors_of
 from blockwalk.data.batch import Batch, loss_tokens
 from blockwalk.engine.engine import Engine
 from blockwalk.estimators.asked import Asked
-from blockwalk.estimators.head import Answers, Ending, OwnLoss, factors, own_loss
-from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.estimators.head import Ending
+from blockwalk.estimators.losses import Answers, Objective, loss_of
 from blockwalk.numerics.lazy_linear import unread
 from blockwalk.numerics.lazy_parameter import LazyParameter
-from blockwalk.numerics.loss import chunked_cross_entropy
 from blockwalk.numerics.noise.key import derive_seed
 from blockwalk.numerics.updates import clip_coefficient
 from blockwalk.program.program import Op, OpKind, Shape
@@ -115,11 +114,10 @@ class Backprop:
     """
 
     def __init__(
-        self, engine: Engine, ranks: SharedForwards, objective: OwnLoss | None = None
+        self, engine: Engine, ranks: SharedForwards, objective: Objective | None = None
     ) -> None:
         self.engine = engine
         self.ranks = ranks
-        self.objective = objective
         self.activations = Activations(
             engine.plan.activation.tier, engine.device, engine.scratch, engine.plan.prefetch + 1
         )
@@ -128,7 +126,7 @@ class Backprop:
         recomputed ones, which follow each other, under one key."""
         self._maps_graphs = maps_graphs(engine.plan, engine.device.type)
         self.state: _State | None = None
-        self.chunked = engine.plan.loss == "chunked" and not engine.cut.head.custom
+        self.loss = loss_of(engine.plan.loss_facts, engine.cut.head, objective)
 
     # ---- what the walker asks of every estimator -------------------------------------------------
 
@@ -327,75 +325,31 @@ class Backprop:
         batch = state.batches[m]
         hidden_BSD = state.hidden.pop(m).detach()
         trainables = engine.bind_trainables(op.unit)
-        counted = loss_tokens({"labels": state.labels[m]})
-        if not state.asked.training:
-            parts = (
-                engine.cut,
-                prologue,
-                hidden_BSD,
-                batch,
-                state.labels[m],
-                engine.weight,
-                engine.vector,
-            )
-            state.answers.take(
-                Ending(*parts, self.chunked, self.objective), state.asked, m, counted
-            )
-            return
-        if not counted and not self.chunked:  # a mean over nothing: its gradient is none
-            state.losses.append(hidden_BSD.new_zeros((), dtype=torch.float64))
-            state.gradient[m] = torch.zeros_like(hidden_BSD)
-            engine.gradients.add(trainables, [None] * len(trainables))
-            return
-        hidden_BSD.requires_grad_()
 
         def vector(name: str | None) -> Tensor | None:
             return trainables[name] if name in trainables else engine.vector(name)
 
-        if self.chunked:
-            with torch.enable_grad():
-                normed_BSD = engine.cut.head_input(
-                    prologue, hidden_BSD, batch, self._seed(state, op)
-                )
-                factored = factors(engine.cut.head, normed_BSD, engine.weight, vector)
-            loss_sum, outputs, seed = self._chunked_loss(*factored, m, state)
-        else:
-            with torch.enable_grad():
-                outputs = own_loss(
-                    engine.cut, prologue, hidden_BSD, batch, self.objective, self._seed(state, op)
-                )
-            loss_sum = outputs.detach().double() * counted
-            seed = torch.full_like(outputs, counted / max(state.tokens, 1))
-        state.losses.append(loss_sum)
+        training = state.asked.training
+        ending = Ending(
+            engine.cut,
+            prologue,
+            hidden_BSD.requires_grad_(training),
+            batch,
+            state.labels[m],
+            engine.weight,
+            vector if training else engine.vector,
+            self._seed(state, op) if training else None,
+        )
+        if not training:
+            state.answers.take(self.loss, ending, state.asked, m)
+            return
+        loss = self.loss.with_gradient(ending, state.tokens, engine.gradients.accumulator)
+        state.losses.append(loss.loss_sum)
         inputs = [hidden_BSD, *trainables.values()]
-        grads = torch.autograd.grad(outputs, inputs, seed, allow_unused=True)
+        grads = torch.autograd.grad(loss.output, inputs, loss.seed, allow_unused=True)
         assert grads[0] is not None
         state.gradient[m] = grads[0]
         engine.gradients.add(trainables, grads[1:])
-
-    def _chunked_loss(
-        self, normed_BSD: Tensor, weight: Weight, bias: Tensor | None, m: int, state: _State
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the summed loss, and the gradient of the head's input (D wider by R with a LoRA);
-        the head's own gradient, or that of B, goes to its accumulator."""
-        engine = self.engine
-        head = self.engine.cut.head
-        trained = head.weight if head.lora is None else head.lora[1]
-        shifted_NS = normed_BSD.detach()[:, :-1].reshape(-1, normed_BSD.shape[-1])
-        result = chunked_cross_entropy(
-            shifted_NS,
-            state.labels[m][:, 1:].reshape(-1),
-            weight,
-            bias=bias,
-            scale=head.scale,
-            soft_cap=head.soft_cap,
-            grad_scale=1.0 / state.tokens,
-            head_grad=engine.gradients.accumulator(trained),
-            bias_grad=engine.gradients.accumulator(head.bias),
-        )
-        seed_BSD = torch.zeros_like(normed_BSD)
-        seed_BSD[:, :-1] = result.grad_hidden_ND.view(normed_BSD.shape[0], -1, normed_BSD.shape[-1])
-        return result.loss_sum, normed_BSD, seed_BSD
 
     def _backward(self, op: Op, state: _State) -> None:
         key = (op.unit, op.micro_batch)

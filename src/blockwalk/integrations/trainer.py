@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from blockwalk.data.batch import IGNORE, filled
+from blockwalk.data.batch import filled
 from blockwalk.integrations.trainer_table import PASSED, read_arguments, refuse_methods
+from blockwalk.plan.losses import IGNORE
 from blockwalk.plan.methods import method
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override

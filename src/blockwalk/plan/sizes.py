@@ -19,6 +19,9 @@ class ByDevice(dict[str, int]):
 LOSS_BUDGET = ByDevice(cpu=16 << 20, cuda=256 << 20)
 """Bytes of scratch that the loss's chunk sizes aim at, one chunk of the head included."""
 
+LOGITS_BUDGET = ByDevice(cpu=64 << 20, cuda=1 << 30)
+"""Bytes of the logits of one chunk of tokens, where a loss needs those of the whole vocabulary."""
+
 LIFT = ByDevice(cpu=1 << 18, cuda=1 << 24)
 """Elements of the float32 scratch through which 16-bit products are added up: 1 MiB, which stays in
 a processor's cache; 64 MiB on an accelerator, where each part costs two launches."""

@@ -18,7 +18,7 @@ import yaml
 
 from blockwalk.plan.parsing import NoAliases, did_you_mean, hints_of, parse_bytes
 from blockwalk.plan.table import LOOSE
-from blockwalk.program.costs import Sizes
+from blockwalk.plan.work import Sizes
 from blockwalk.program.settling import PINNED
 from blockwalk.system import card as cards
 from blockwalk.system.atomic_files import read_yaml, reading

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from blockwalk.plan.losses import LossCall
 from blockwalk.plan.mesh import ranks_over
 from blockwalk.plan.model_spec import ModelSpec, UnitSpec
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind, Tier
 from blockwalk.plan.plan import Plan
-from blockwalk.plan.sizes import LOSS_BUDGET, chunk_sizes
-from blockwalk.program.costs import NOTHING, Costs, Work
+from blockwalk.plan.work import NOTHING, Work
+from blockwalk.program.costs import Costs
 from blockwalk.program.program import COMPUTES, Lane, Op, OpKind, Pool, Program
 from blockwalk.program.state_sizes import compute_dtype, epilogue_reads, updates_on_host
 from blockwalk.simulate.hardware import Hardware, Link
@@ -206,7 +207,7 @@ class CostModel:
             seconds += unit.numel() * DTYPE_BYTES[self.dtype] / hw.memory_bandwidth
         times = 2 if op.kind is OpKind.BACKWARD and not op.keep_graph else 1
         if op.kind is OpKind.LOSS and backprop:
-            times = self._token_chunks()
+            times = self.head_reads()
         if codes := unit.decoded(self.plan.frozen.codec):
             seconds += times * codes / hw.decodes(self.plan.frozen.codec)
         drawn = self.plan.zeroth_order and self.plan.zo.noise not in ("mezo", "lowrank")
@@ -228,17 +229,20 @@ class CostModel:
             else epilogue_reads(self.model)
         )
 
-    def _token_chunks(self) -> int:
+    def head_reads(self) -> int:
         """Return the number of times that a loss with gradient goes through the head."""
-        if self.program is None or self.plan.loss != "chunked":
+        if self.program is None:
             return 1
         shape = self.program.shape
-        size = DTYPE_BYTES[self.dtype]
-        tokens = shape.batch * (shape.sequence - 1)
-        sides = (self.model.hidden_size, self.model.vocab_size)
-        budget = LOSS_BUDGET[self.hardware.device]
-        n, _ = chunk_sizes(tokens, *sides, size, soft_cap=False, budget=budget)
-        return -(-tokens // n)
+        call = LossCall(
+            shape.batch,
+            shape.sequence,
+            self.model.hidden_size,
+            self.model.vocab_size,
+            DTYPE_BYTES[self.dtype],
+            self.hardware.device,
+        )
+        return self.plan.loss_facts.cost(call).head_reads
 
     def _updated(self, elements: float) -> float:
         """Return seconds of the update rule on so many elements."""

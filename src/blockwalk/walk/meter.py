@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from blockwalk.program.costs import THIN, Work, sizes
+from blockwalk.plan.work import THIN, Work, sizes
 
 _aten = torch.ops.aten
 _CPU_ATTENTION = {

@@ -6,17 +6,18 @@ every operation: it adds up the storages that are alive and the FLOPs of PyTorch
 block of each kind is run, once for every shape and every distinct set of :class:`_Traits`; the
 answer is kept in the cache folder. Memory that kernels allocate inside themselves is not seen.
 
-The loss is a formula over the chunk sizes of :mod:`blockwalk.numerics.loss`. B batch, S sequence, D
-hidden, V vocabulary, N tokens with a label."""
+The loss is a formula, its row's (:mod:`blockwalk.plan.losses`). B batch, S sequence, D hidden, V
+vocabulary."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ from blockwalk.numerics.codecs.layout import dtype_of, name_of
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.device import chosen
 from blockwalk.plan import sizes as chunks
+from blockwalk.plan import work
 from blockwalk.plan.choices import Adapters
+from blockwalk.plan.losses import LossCall, LossFacts
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.parsing import from_plain
@@ -46,10 +49,9 @@ from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.sizes import UPDATE_ELEMENTS, decoded_bytes
-from blockwalk.program import costs as work
-from blockwalk.program import loss_costs
-from blockwalk.program.costs import Costs, UnitCost, Work, elementwise, sizes
-from blockwalk.program.loss_costs import ChunkedLoss, own_loss_work
+from blockwalk.plan.work import NOTHING, Work, elementwise, sizes
+from blockwalk.program import costs as unit_costs
+from blockwalk.program.costs import Costs, UnitCost
 from blockwalk.program.program import Shape
 from blockwalk.program.state_sizes import computes_in, epilogue_reads
 from blockwalk.system import cache
@@ -121,7 +123,8 @@ class UnitCosts:
         """Return the cost of each kind of unit; none, with a warning, for a model whose code does
         not run on fake tensors."""
         traits = _traits(plan, name_of(self.stored), self._stored_codec)
-        key = cache.key(f"{self._digest} {traits} {shape}".encode())
+        source = _source(plan.loss_facts.cost)
+        key = cache.key(f"{self._digest} {source} {traits} {shape}".encode())
         if key not in self._known:
             kept = cache.read_json(f"costs-{key}", partial(from_plain, Costs))
             self._known[key] = kept or self._measured(key, traits, shape)
@@ -133,7 +136,7 @@ class UnitCosts:
             cut = (
                 self._cut_padding
                 and shape.sequence > LONGEST_PACKED_ROW
-                and (shape.batch == 1 or traits.chunked)
+                and (shape.batch == 1 or traits.loss.by_chunks)
             )
             work = partial(
                 _measure, self._cut(dtype), traits, shape, self.device, self._padded and not cut
@@ -213,8 +216,8 @@ class _Traits:
     backprop: bool
     dtype: str
     """The compute dtype's name."""
-    chunked: bool
-    """Whether the loss is Blockwalk's own, a chunk of tokens and vocabulary at a time."""
+    loss: LossFacts
+    """The loss's row."""
     frozen: Codec
     stays: bool
     """Whether frozen weights lie on the device, in a dtype."""
@@ -240,7 +243,7 @@ def _traits(plan: Plan, stored: str, stored_codec: Codec | None) -> _Traits:
     return _Traits(
         not zeroth,
         computes_in(plan, stored),
-        plan.loss == "chunked",
+        plan.loss_facts,
         codec,
         plan.frozen.on_device and not codec.encoded,
         plan.trainable.codec,
@@ -312,13 +315,23 @@ class _Bench:
                 values[p.name] = torch.empty(p.shape, dtype=dtype, device=self.device)
         return values
 
-    def loss(self, device: str) -> ChunkedLoss:
-        """Return the loss of a batch with a head that is not trained and has no adapter."""
+    @property
+    def loss(self) -> LossFacts:
+        """The row of the loss that this model has."""
+        return self.traits.loss.for_head(custom=self.cut.head.custom)
+
+    def loss_call(self, device: str) -> LossCall:
+        """Return the loss's call for a batch, with a head that is not trained and has no
+        adapter."""
         spec = self.cut.spec()
-        tokens = self.shape.batch * (self.shape.sequence - 1)
-        capped = self.cut.head.soft_cap is not None
-        return ChunkedLoss(
-            tokens, spec.hidden_size, spec.vocab_size, self.dtype.itemsize, capped, device
+        return LossCall(
+            self.shape.batch,
+            self.shape.sequence,
+            spec.hidden_size,
+            spec.vocab_size,
+            self.dtype.itemsize,
+            device,
+            soft_cap=self.cut.head.soft_cap is not None,
         )
 
     def copies(self, unit: UnitSpec) -> int:
@@ -475,50 +488,71 @@ def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:
 
 
 def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
-    """Return the final norm, on fake tensors; the head and the loss by their formula."""
+    """Return the final norm, on fake tensors; the head and the loss by the formula of its row."""
+    cut = bench.cut
+    spec = cut.spec()
+    reads = epilogue_reads(spec)
+    head = cut.head
+    by_name = {p.name: p for p in reads.params}
+    names = (head.weight, head.bias, *(head.lora or ())[1:2])
+    trains_head = bench.backprop and any(
+        by_name[name].trainable for name in names if name in by_name
+    )
+    lora_rank = by_name[head.lora[0]].shape[0] if head.lora else 0
+    call = replace(
+        bench.loss_call(device),
+        hidden_size=spec.hidden_size + lora_rank,
+        trains_head=trains_head,
+        widened=row_tiles.widened(torch.empty(0, dtype=bench.dtype)),
+    )
+    cost = bench.loss.cost(call)
+    norm = _final_norm(bench, prologue) if bench.loss.by_chunks else _Norm()
+    copies = bench.copies(reads)
+    forward_flops = 2 * cost.rows * spec.hidden_size * spec.vocab_size
+    backward_flops = forward_flops
+    if trains_head:
+        of_head = 2 * call.tokens * spec.hidden_size * spec.vocab_size
+        backward_flops = 2 * forward_flops + of_head
+    if not bench.backprop:
+        # buffers are kept from op to op: scratch
+        return UnitCost(
+            forward_transient=max(norm.input_bytes + cost.copies, norm.peak),
+            forward_flops=forward_flops,
+            forward=norm.work + cost.forward,
+        )
+    forward = norm.input_bytes + cost.buffers + (cost.head_rows if head.lora else 0)
+    at_loss = forward + cost.gradient_buffers + cost.gradient
+    at_end = norm.input_bytes + cost.gradient + norm.hidden_bytes
+    return UnitCost(
+        forward_transient=max(forward + cost.copies, norm.peak - norm.hidden_bytes),
+        backward_transient=max(at_loss, at_end, norm.peak) + copies,
+        forward_flops=forward_flops,
+        backward_flops=backward_flops,
+        forward=norm.work + cost.with_gradient,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """The last norm, before a loss by chunks: bytes and operations."""
+
+    input_bytes: int = 0
+    """Bytes of the loss's input, and of its copy without each row's last position."""
+    peak: int = 0
+    hidden_bytes: int = 0
+    """Bytes of the hidden state, as which its gradient is handed on."""
+    work: Work = NOTHING
+
+
+def _final_norm(bench: _Bench, prologue: Prologue) -> _Norm:
+    """Run the final norm on fake tensors."""
     cut = bench.cut
     shape = bench.shape
     spec = cut.spec()
-    reads = epilogue_reads(spec)
-    last = cut.epilogue_index
-    head = cut.head
-    by_name = {p.name: p for p in reads.params}
-    of_head = [
-        by_name[n] for n in (head.weight, head.bias, *(head.lora or ())[1:2]) if n in by_name
-    ]
-    trains_head = bench.backprop and any(param.trainable for param in of_head)
-    size = bench.dtype.itemsize
-    wide = max(bench.dtype.itemsize, 4)
-    width = spec.hidden_size + (by_name[head.lora[0]].shape[0] if head.lora else 0)
-    tokens = shape.batch * (shape.sequence - 1)
-    hidden_bytes = shape.tokens * spec.hidden_size * size
-    shifted = tokens * spec.hidden_size * size if shape.batch > 1 else 0
-    copies = bench.copies(reads)
-
-    def flops(rows: int) -> tuple[int, int]:
-        product, of_head = (
-            2 * count * spec.hidden_size * spec.vocab_size for count in (rows, tokens)
-        )
-        return product, (2 * product + of_head if trains_head else product) if bench.backprop else 0
-
-    if not bench.traits.chunked or head.custom:
-        # the model's own loss: logits, their float32 copy, log-probabilities, and in backward the
-        # gradients of these
-        logits = shape.tokens * spec.vocab_size
-        works = own_loss_work(
-            shape.tokens, spec.hidden_size, spec.vocab_size, size, trains_head=trains_head
-        )
-        works = works if bench.backprop else (works[0], Work())
-        return UnitCost(
-            logits * (size + 2 * wide),
-            logits * (2 * size + 3 * wide) + copies,
-            0,
-            *flops(tokens),
-            *works,
-        )
+    unit = cut.epilogue_index
     with bench.mode:
         cut.bind(
-            last,
+            unit,
             {
                 p.name: torch.empty(p.shape, dtype=bench.compute_dtype_of(p))
                 for p in spec.epilogue.params
@@ -533,19 +567,10 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
         if bench.backprop:
             seed_BSD = torch.zeros_like(normed_BSD)
             torch.autograd.grad(normed_BSD, [hidden_BSD], seed_BSD)
-    cut.unbind(last)
-    widened = row_tiles.widened(hidden_BSD)
-    loss = replace(bench.loss(device), hidden_size=width, trains_head=trains_head, widened=widened)
-    counted = flops(loss.rows)
-    done = meter.work + loss.work(gradient=bench.backprop)
-    taken = loss.memory
-    forward = kept + shifted + taken.buffers + (taken.head_rows if head.lora else 0)
-    if not bench.backprop:
-        return UnitCost(max(kept + shifted + taken.copies, meter.peak), 0, 0, *counted, done)
-    at_loss = forward + taken.gradient_buffers + taken.gradient
-    at_end = kept + shifted + taken.gradient + hidden_bytes
-    peak = max(at_loss, at_end, meter.peak) + copies
-    return UnitCost(max(forward + taken.copies, meter.peak - hidden_bytes), peak, 0, *counted, done)
+    cut.unbind(unit)
+    row_bytes = spec.hidden_size * bench.dtype.itemsize
+    shifted = shape.batch * (shape.sequence - 1) * row_bytes if shape.batch > 1 else 0
+    return _Norm(kept + shifted, meter.peak, shape.tokens * row_bytes, meter.work)
 
 
 def _scratch(bench: _Bench, device: str) -> int:
@@ -554,16 +579,15 @@ def _scratch(bench: _Bench, device: str) -> int:
     spec = bench.cut.spec()
     head = bench.cut.head
     size = bench.dtype.itemsize
-    chunked = bench.traits.chunked and not head.custom
     traits = bench.traits
-    loss = bench.loss(device)
+    loss = bench.loss.cost(bench.loss_call(device))
     largest = 0
     for unit in spec.units:
         for p in unit.params:
             if not bench.lazily(p):
                 continue
-            if p.name == head.weight and chunked:
-                largest = max(largest, loss.memory.head_rows)
+            if p.name == head.weight and loss.head_rows:
+                largest = max(largest, loss.head_rows)
             elif unit.kind != "prologue":
                 largest = max(
                     largest, decoded_bytes(p.numel, size, device, experts=len(p.shape) == 3)
@@ -586,7 +610,7 @@ def _scratch(bench: _Bench, device: str) -> int:
         pieces = 0
     if traits.noise == "torch":  # a parameter's draws lie whole
         largest += max((p.nbytes for p in spec.params(trainable=True)), default=0)
-    return largest + 4 * UPDATE_ELEMENTS[device] * pieces + (loss.memory.buffers if chunked else 0)
+    return largest + 4 * UPDATE_ELEMENTS[device] * pieces + loss.buffers
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -625,7 +649,13 @@ def _digest(config: Any, lora: Any, device: str, padded: bool, cut: bool) -> str
     return cache.key(json.dumps(facts, sort_keys=True, default=str).encode())
 
 
-_ROOMS = (chunks, lazy_linear, row_tiles, loss_costs, metering, work)
+@lru_cache
+def _source(function: Callable[..., Any]) -> str:
+    """Return the key of the file that a loss's cost is written in, which may be anybody's."""
+    return cache.source_key(inspect.getfile(function))
+
+
+_ROOMS = (chunks, lazy_linear, row_tiles, metering, work, unit_costs)
 _SOURCES = cache.source_key(*(room.__file__ for room in _ROOMS), __file__)
 
 

@@ -143,9 +143,7 @@ class Walker:
         ranks: SharedForwards | None = None,
     ) -> None:
         if objective is not None and not plan.zeroth_order:
-            plan = replace(
-                plan, loss="model"
-            )  # logits are whole, as where the model has a loss of its own
+            plan = replace(plan, loss="objective")
         lora = as_adapters(lora)
         adapters = lora is not None or hasattr(model, "peft_config")
         self.plan, reason = frozen_codec.chosen(plan, model, adapters=adapters)
@@ -479,7 +477,7 @@ class Walker:
             else ()
         )
         program = self.program(step_kind, shape, batches=batches, pieces=pieces)
-        parts = [cut_padding(each, unmask=self.plan.loss == "chunked") for each in parts]
+        parts = [cut_padding(each, unmask=self.plan.loss_facts.by_chunks) for each in parts]
         for each in [whole] if shared else parts:  # all ranks refuse what one cannot walk
             require_ids(each["input_ids"], self.spec.vocab_size)
         labels = [each["labels"].to("cpu") for each in parts]

@@ -27,8 +27,9 @@ from blockwalk.data.batch import Batch, loss_tokens
 from blockwalk.engine.bucket_tensors import STATE
 from blockwalk.engine.engine import Engine
 from blockwalk.estimators.asked import Asked
-from blockwalk.estimators.head import Ending, Matrix, Vector, joined, row_losses_of
-from blockwalk.estimators.zeroth_order.objectives import Objective, ranked
+from blockwalk.estimators.head import Ending, Matrix, Vector, joined
+from blockwalk.estimators.losses import Objective, TokenSum, loss_of
+from blockwalk.estimators.zeroth_order.objectives import ranked
 from blockwalk.estimators.zeroth_order.perturbed_weight import (
     Perturbation,
     PerturbedWeight,
@@ -47,6 +48,7 @@ from blockwalk.numerics.codecs.weights import DenseWeight, Value, Weight
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.choices import MeshSettings
+from blockwalk.plan.losses import OBJECTIVE
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
@@ -94,7 +96,11 @@ class ZerothOrder:
             set() if engine.cut.anatomy.together else set(range(len(engine.spec.units)))
         )
         """The units that do not take the rows of several forwards at once, as far as is known."""
-        self.chunked = self.plan.loss == "chunked" and not engine.cut.head.custom
+        self.loss = loss_of(self.plan.loss_facts, engine.cut.head, objective)
+        """The loss of an evaluation."""
+        self.training_loss = (
+            self.loss if objective is None else loss_of(OBJECTIVE, engine.cut.head, objective)
+        )
         self._reserve()
 
     def _reserve(self) -> None:
@@ -214,7 +220,7 @@ class ZerothOrder:
             asked,
             seed=self.seed_of(asked),
             passes=self.plan.kind.passes(self.plan.zo.queries) if asked.training else (AT_REST,),
-            by_row=asked.by_row or ranks or (self.chunked and not asked.training),
+            by_row=asked.by_row or ranks or (self.loss.sums and not asked.training),
         )
 
     def prepare(self, op: Op) -> Callable[[], None]:
@@ -267,7 +273,6 @@ class ZerothOrder:
         batch = state.batches[m]
         state.readers = {p: state.readers.get(p) or self._readers(self._perturbation(op, state))}
         self._bind(op, state)
-        objective = self.function if training else None
         ending = Ending(
             cut,
             state.prologues.pop(key),
@@ -275,22 +280,18 @@ class ZerothOrder:
             batch,
             state.labels[m],
             *state.readers[p],
-            chunked=self.chunked and objective is None,
-            objective=objective,
             scratch=self.loss_scratch,
         )
-        if training and ending.chunked:
+        if not training:
+            state.answers.take(self.loss, ending, state.asked, m)
+        elif isinstance(self.training_loss, TokenSum):
             state.factors[key] = ending.factors()
-            self._losses_together(key, state)
-        elif training and not state.counted[m] and not state.by_row:  # a mean over nothing
-            state.losses[key] = torch.zeros((), dtype=torch.float64, device=self.engine.device)
-        elif training:
-            state.losses[key] = ending.loss(by_row=state.by_row)
+            self._losses_together(self.training_loss, key, state)
         else:
-            state.answers.take(ending, state.asked, m, state.counted[m])
+            state.losses[key] = self.training_loss.forward(ending, by_row=state.by_row)
         self.engine.unbind(op.unit)
 
-    def _losses_together(self, key: tuple[int, int], state: Step) -> None:
+    def _losses_together(self, loss: TokenSum, key: tuple[int, int], state: Step) -> None:
         """The losses of this forward and of those that share its head, computed when the last of
         them has come here: a pass on all micro-batches, for which the head is perturbed once. Where
         the noise lies beside W these are all passes on one micro-batch instead, as one batch; with
@@ -304,7 +305,7 @@ class ZerothOrder:
         if beside:
             together = joined({p: each for (_, p), each in found.items()}, len(state.passes))
             batches = [(together, state.labels[key[0]].repeat(len(found), 1))]
-        rows = torch.cat(row_losses_of(self.engine.cut.head, batches, self.loss_scratch))
+        rows = torch.cat(loss.of_passes(self.engine.cut.head, batches, self.loss_scratch))
         for k, losses_B in zip(
             found, torch.split(rows, [len(state.labels[m]) for m, _ in found]), strict=True
         ):
@@ -462,7 +463,7 @@ class ZerothOrder:
                 )
                 for r in values
             )
-        sums = self.chunked and self.function is None
+        sums = self.training_loss.sums
         shares: Sequence[int] = [1] * len(state.batches) if sums else state.counted
         return tuple(
             math.fsum(share * value for share, value in zip(shares, of_pass, strict=True))

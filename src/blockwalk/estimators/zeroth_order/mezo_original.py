@@ -15,8 +15,8 @@ from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.engine.engine import Engine
+from blockwalk.estimators.losses import Objective
 from blockwalk.estimators.zeroth_order.estimator import ZerothOrder
-from blockwalk.estimators.zeroth_order.objectives import Objective
 from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation
 from blockwalk.estimators.zeroth_order.step import Step
 from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule
@@ -122,7 +122,7 @@ class MezoOriginal(ZerothOrder):
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return the projected gradient, in the dtype of the model's own losses where those are all
         there is, as the original has it."""
-        if len(state.batches) > 1 or self.chunked or state.by_row:
+        if len(state.batches) > 1 or self.loss.sums or state.by_row:
             return super()._scalars(losses, state)
         return (
             ((state.losses[0, 0] - state.losses[0, 1]) / (2 * self.plan.zo.epsilon)).item(),

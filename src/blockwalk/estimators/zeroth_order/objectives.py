@@ -11,12 +11,7 @@ from torch import Tensor
 
 from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.data.metrics import macro_f1
-from blockwalk.estimators.head import OwnLoss
-
-Objective = OwnLoss
-"""Logits [B, S, V] and the micro-batch to a 0-d tensor, which is minimised. Micro-batches are
-weighed by their tokens that count, as means over these are; the function is not called where none
-counts."""
+from blockwalk.estimators.losses import Objective
 
 
 def as_objective(function: Callable[[Tensor, Mapping[str, Tensor]], Any]) -> Objective:

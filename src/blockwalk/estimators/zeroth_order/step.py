@@ -11,7 +11,8 @@ from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.cutting.calls import Prologue
 from blockwalk.data.batch import Batch
 from blockwalk.estimators.asked import Asked
-from blockwalk.estimators.head import Answers, Factors, Matrix, Vector
+from blockwalk.estimators.head import Factors, Matrix, Vector
+from blockwalk.estimators.losses import Answers
 
 
 @dataclass(slots=True)
@@ -39,8 +40,8 @@ class Step:
     """Functions that read the head's parameters in the forward pass that came last, for all
     micro-batches."""
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """The answer of each forward, where it was computed: 0-d, a sum over tokens (chunked) or the
-    model's or function's own mean; where losses are by row, one for each sequence."""
+    """The answer of each forward, where it was computed: 0-d, a sum over tokens or a mean over
+    them, as the loss is; where losses are by row, one for each sequence."""
     entry: LedgerEntry | None = None
     answers: Answers = field(default_factory=Answers)
     """Those of an evaluation."""
