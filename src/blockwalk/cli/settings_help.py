@@ -23,7 +23,7 @@ from blockwalk.plan.codecs import CODECS
 from blockwalk.plan.methods import METHODS
 from blockwalk.plan.parsing import READERS, did_you_mean, filled, flat, hints_of, names_words
 from blockwalk.plan.plan import Plan
-from blockwalk.plan.table import LOOSE
+from blockwalk.plan.table import LOOSE, spoken
 from blockwalk.plan.tiers import TIERS
 from blockwalk.train import config
 
@@ -147,7 +147,12 @@ def described(name: str) -> tuple[str, str]:
     )
     words: Any = hint if names_words(hint) else choices_of(name)
     table = getattr(hint, "table", words)
-    texts = {"tiers": TIERS.help, "codecs": CODECS.help, "choices": getattr(table, "help", "")}
+    texts = {
+        "tiers": TIERS.help,
+        "codecs": CODECS.help,
+        "automatic": spoken(CODECS.tried("frozen"), "and"),
+        "choices": getattr(table, "help", ""),
+    }
     form = "|".join(words) if words else READERS[hint][0]
     return form, filled(sentence, texts)
 

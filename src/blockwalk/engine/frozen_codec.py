@@ -9,6 +9,7 @@ the losses, seconds and bytes that this rests on)."""
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from blockwalk.cutting.adapters import adapt, adapter_parameters
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.models.model_source import ModelSource, listed_parts, model_source
 from blockwalk.numerics.codecs.layout import name_of
+from blockwalk.plan.codecs import CODECS
 from blockwalk.plan.methods import METHODS
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
@@ -33,8 +35,6 @@ from blockwalk.tiers.model_folder.safetensors import read_header
 
 log = logging.getLogger(__name__)
 
-LADDER = (Codec.RAW, Codec.INT8, Codec.INT4A)
-"""The codecs that are tried, with the most bits first; the last one is taken where none fits."""
 SINGLE = "model.safetensors"
 """The file that holds a whole checkpoint, or is cut in parts."""
 SHARE = 0.5
@@ -176,18 +176,15 @@ def _fitting(model: StrPath | nn.Module) -> tuple[Codec, str]:
     """Return the first codec that fits, and why it does, or that none does."""
     tensors = list(_tensors(model))
     memory = host_memory()[0]
-    sizes = {codec: _stored_bytes(tensors, codec) for codec in LADDER}
-    for codec, nbytes in sizes.items():
+    sizes = {name: _stored_bytes(tensors, Codec(name)) for name in CODECS.tried("frozen")}
+    most_bytes_first = sorted(sizes.items(), key=operator.itemgetter(1), reverse=True)
+    for name, nbytes in most_bytes_first:
         if nbytes <= SHARE * memory:
-            return (
-                codec,
-                f"{human_bytes(nbytes)} of weights, at most half of the {human_bytes(memory)} of"
-                " memory",
-            )
-    nbytes = sizes[LADDER[-1]]
-    return LADDER[
-        -1
-    ], f"{human_bytes(nbytes)} of weights, the fewest, of {human_bytes(memory)} of memory"
+            half = f"at most half of the {human_bytes(memory)} of memory"
+            return Codec(name), f"{human_bytes(nbytes)} of weights, {half}"
+    name, nbytes = most_bytes_first[-1]
+    fewest = f"{human_bytes(nbytes)} of weights, the fewest, of {human_bytes(memory)} of memory"
+    return Codec(name), fewest
 
 
 def _tensors(model: StrPath | nn.Module) -> Iterator[tuple[tuple[int, ...], str]]:

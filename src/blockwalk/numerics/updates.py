@@ -60,10 +60,6 @@ class Rule:
     settings: OptimizerSettings
 
     def __post_init__(self) -> None:
-        if self.settings.name not in RULES:
-            raise ValueError(
-                f"optimizer.name is {self.settings.name!r}; there are {', '.join(RULES)}"
-            )
         for name in RULES[self.settings.name].settings:
             holds, meaning = _RANGES[name]
             if not holds(value := getattr(self.settings, name)):
@@ -93,8 +89,9 @@ class Rule:
             scale: on a processor, a factor of the gradient: pages of a file map are not dirtied for
                 it.
         """
-        piece = globals()[self.settings.name]
-        states = [state[name] for name in RULES[self.settings.name].states]
+        facts = RULES[self.settings.name]
+        piece = facts.implementation or globals()[self.settings.name]
+        states = [state[name] for name in facts.states]
         if self.settings.name == "adamw" and not is_cpu(param.device):
             s = self.settings
             numbers = (lr, *s.betas, s.eps, s.weight_decay)

@@ -39,6 +39,15 @@ class CodecFacts:
     such a codec is read and never written."""
     chosen_later: bool = False
     """True where it stands for a codec that is chosen when the model and the machine are known."""
+    tried_for: tuple[str, ...] = ()
+    """The uses for which nobody has to name it. ``frozen``: weights that come a block at a time, by
+    the planner and by ``auto``, which tries the codecs in the table's order. ``gathered`` and
+    ``trainable``: by the planner, for weights that ranks gather, and for those of zeroth order."""
+    implementation: Any = None
+    """The ``MatrixCodec``, of a codec of codes registered from elsewhere; None: that of the file of
+    its name in :mod:`blockwalk.numerics.codecs`."""
+    as_it_came: bool = False
+    """True where a parameter keeps the codec that its source has it in."""
     trainable: bool = False
     """True where a trainable parameter may be kept in these codes, rounded stochastically (zeroth
     order only)."""
@@ -110,6 +119,10 @@ class Codecs(Table[CodecFacts]):
         """The names of those that Blockwalk writes."""
         return [name for name, facts in self.items() if facts.written]
 
+    def tried(self, use: str) -> list[str]:
+        """Return the names of those that are tried for a use."""
+        return [name for name, facts in self.items() if use in facts.tried_for]
+
     @property
     def help(self) -> str:
         return f"{', '.join(self.written)}, or what a file has"
@@ -118,16 +131,34 @@ class Codecs(Table[CodecFacts]):
 CODECS = Codecs(
     "codec",
     {
-        "raw": CodecFacts(),
+        "raw": CodecFacts(as_it_came=True, tried_for=("frozen", "trainable")),
         "auto": CodecFacts(chosen_later=True),
         "fp32": CodecFacts("float32"),
         "bf16": CodecFacts("bfloat16"),
         "fp16": CodecFacts("float16"),
-        "fp8": CodecFacts(codes="float8_e4m3fn", bits=8, scales=("float32",), trainable=True),
-        "int8": CodecFacts(codes="int8", bits=8, scales=("float32",), trainable=True),
-        "int4": CodecFacts(bits=4, scales=("float16",), group_sizes=(32, 64)),
+        "fp8": CodecFacts(
+            codes="float8_e4m3fn",
+            bits=8,
+            scales=("float32",),
+            trainable=True,
+            tried_for=("trainable",),
+        ),
+        "int8": CodecFacts(
+            codes="int8",
+            bits=8,
+            scales=("float32",),
+            trainable=True,
+            tried_for=("frozen", "gathered"),
+        ),
+        "int4": CodecFacts(
+            bits=4, scales=("float16",), group_sizes=(32, 64), tried_for=("gathered",)
+        ),
         "int4a": CodecFacts(
-            bits=4, scales=("float16", "float16"), group_sizes=(32,), interleaved=True
+            bits=4,
+            scales=("float16", "float16"),
+            group_sizes=(32,),
+            interleaved=True,
+            tried_for=("frozen",),
         ),
         "nf4": CodecFacts(bits=4, scales=("float32",), group_sizes=(32, 64)),
         "q8_0": _blocks(8, 32, 34),

@@ -229,8 +229,4 @@ class Estimator(RowName):
     """The estimator: how a step turns losses into a direction."""
 
     table = ESTIMATORS
-
-    @property
-    def facts(self) -> EstimatorFacts:
-        """The row."""
-        return ESTIMATORS[self]
+    facts: EstimatorFacts

@@ -63,7 +63,8 @@ class Axis:
         return tuple(first + i * self.inner for i in range(self.length))
 
 
-def group_sizes(mesh: MeshSettings) -> dict[str, int]:
+@lru_cache
+def group_sizes(mesh: MeshSettings) -> Mapping[str, int]:
     """Return ranks of each group of a mesh, by name.
 
     Raises:

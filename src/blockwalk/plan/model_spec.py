@@ -44,7 +44,7 @@ class ParamSpec:
 
     def stored_in(self, codec: Codec) -> Codec:
         """Return the codec that it lies in where the plan says ``codec``."""
-        if codec is Codec.RAW and not self.trainable:
+        if codec.facts.as_it_came and not self.trainable:
             return self.codec
         return codec if self.quantizable or not codec.encoded else Codec.RAW
 

@@ -1,5 +1,5 @@
 """The table of zeroth-order noises: a noise is a row, and a maker in
-:mod:`blockwalk.estimators.zeroth_order.draws`."""
+:mod:`blockwalk.estimators.zeroth_order.draws` or one that the row brings."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ class NoiseFacts:
     """The distribution of an element that is drawn by itself, as kernels know it."""
     draws_whole: bool = False
     """True where all of a parameter's draws lie in memory at once."""
+    implementation: Any = None
+    """The maker of the noise, of one registered from elsewhere; None: that of its name in
+    :mod:`blockwalk.estimators.zeroth_order.draws`."""
     against: Refusals = nothing
     """The refusals of plans with it, beside those for settings that it does not read."""
     help: str = ""

@@ -17,11 +17,7 @@ class Tier(RowName):
     """A memory that state can live in."""
 
     table = TIERS
-
-    @property
-    def facts(self) -> TierFacts:
-        """The row."""
-        return TIERS[self]
+    facts: TierFacts
 
 
 class Codec(RowName):
@@ -29,11 +25,7 @@ class Codec(RowName):
     that the model came in."""
 
     table = CODECS
-
-    @property
-    def facts(self) -> CodecFacts:
-        """The row."""
-        return CODECS[self]
+    facts: CodecFacts
 
     @property
     def written(self) -> bool:
@@ -43,7 +35,7 @@ class Codec(RowName):
     @property
     def encoded(self) -> bool:
         """True where a matrix is codes and scales, which are decoded when they are read."""
-        return self.facts.encoded
+        return self.facts.bits > 0
 
     def dtype_of(self, dtype: str) -> str:
         """Return the dtype of the numbers that a parameter of ``dtype`` is written as; of an

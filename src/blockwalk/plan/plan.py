@@ -51,7 +51,7 @@ class Plan:
     """The source of a step's direction: {choices}. The method decides it."""
     frozen: Placement = Placement()
     """The place and form of weights that are not trained: tier × codec × group. Tiers are {tiers}.
-    Codecs are {codecs}. auto is the first of raw, int8 and int4a that takes at most half of this machine's
+    Codecs are {codecs}. auto is the first of {automatic} that takes at most half of this machine's
     memory. The group of ranks is nobody, node, world or one of ``mesh.groups``."""
     trainable: Placement = Placement()
     """The place and form of weights that are trained. On a GPU an update needs them and

@@ -58,7 +58,7 @@ def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
 def unnamed_codec(plan: Plan) -> Plan:
     """Return the plan of a run whose settings name no codec of frozen weights: a row that rounds
     them off the device leaves the codec to be chosen by the model and the machine."""
-    if not plan.frozen.codec.encoded or plan.frozen.on_device:
+    if not plan.frozen.codec.encoded or plan.frozen.tier.facts.resident:
         return plan
     return override(plan, {"frozen.codec": str(Codec.AUTO)})
 

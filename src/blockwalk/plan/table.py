@@ -51,9 +51,10 @@ class Table(Mapping[str, Row]):
         del self._rows[name]
 
     def __getitem__(self, name: str) -> Row:
-        if name not in self._rows:
-            raise UnknownName(self.unknown(name))
-        return self._rows[name]
+        try:
+            return self._rows[name]
+        except KeyError:
+            raise UnknownName(self.unknown(name)) from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._rows
@@ -104,12 +105,14 @@ class _Members(type):
         if constant.isupper() and not constant.startswith("_"):
             for name in (constant.lower(), constant.lower().replace("_", "-")):
                 if name in cls.table:
-                    return cls(name)
+                    member = cls(name)
+                    setattr(cls, constant, member)
+                    return member
         raise AttributeError(f"{cls.__name__} has no row {constant!r}")
 
 
 class RowName(str, metaclass=_Members):
-    """The name of a row as the value of a setting: a text, one object for each name.
+    """The name of a row as the value of a setting: a text that has the row at hand.
 
     A subclass says its ``table``. ``Codec("int4a")`` and ``Codec.INT4A`` are the same object, and
     ``Codec`` is iterated over in the table's order.
@@ -118,8 +121,9 @@ class RowName(str, metaclass=_Members):
         ValueError: the table has no row of this name.
     """
 
-    __slots__ = ()
     table: ClassVar[Table[Any]]
+    facts: Any
+    """The row."""
     _members: ClassVar[dict[str, RowName]]
 
     def __init_subclass__(cls) -> None:
@@ -128,10 +132,13 @@ class RowName(str, metaclass=_Members):
     def __new__(cls, name: str) -> Self:
         if name not in cls.table:
             raise ValueError(cls.table.unknown(name))
-        if name not in cls._members:
-            cls._members[str(name)] = str.__new__(cls, name)
-        member: Self = cls._members[name]  # type: ignore[assignment]
-        return member
+        facts = cls.table[name]
+        member = cls._members.get(name)
+        if member is None or member.facts is not facts:
+            member = str.__new__(cls, name)
+            member.facts = facts
+            cls._members[str(name)] = member
+        return member  # type: ignore[return-value]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self),)

@@ -1,5 +1,5 @@
-"""The table of update rules: a rule is a row here and a function of its name in
-:mod:`blockwalk.numerics.updates`.
+"""The table of update rules: a rule is a row, and a function of its name in
+:mod:`blockwalk.numerics.updates` or one that the row brings.
 
 Nothing else names a rule: plans, programs, estimates and the engines read its row.
 """
@@ -27,6 +27,9 @@ class RuleFacts:
     """True where the update is θ ← (1 − lr·weight_decay)·θ − lr·g: a sum of directions may be
     applied one by one."""
     zeroth_order_only: bool = False
+    implementation: Any = None
+    """The function that applies it, of a rule registered from elsewhere; None: that of its name in
+    :mod:`blockwalk.numerics.updates`."""
     against: Refusals = nothing
     """Further refusals of plans with it."""
     help: str = ""

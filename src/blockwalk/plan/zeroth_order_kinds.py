@@ -36,6 +36,9 @@ class KindFacts:
     says its codec, and the value that it begins with."""
     settings: tuple[str, ...] = ()
     """Further fields of ``zo.*`` that an update reads."""
+    implementation: Any = None
+    """The kind's ``Kind``, of one registered from elsewhere; None: that of the file of its name in
+    :mod:`blockwalk.estimators.zeroth_order`."""
     against: Refusals = nothing
     """Further refusals of plans with it."""
     help: str = ""

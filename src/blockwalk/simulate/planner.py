@@ -15,10 +15,12 @@ from itertools import product
 from typing import Any
 
 from blockwalk.plan.choices import AUTO
+from blockwalk.plan.codecs import CODECS
 from blockwalk.plan.methods import METHODS, method
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import NOBODY
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.tiers import TIERS
 from blockwalk.program.compile import compile_ranks, resident
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import COMPUTES, Lane, Pool, Program, Shape, StepKind, human_bytes
@@ -165,7 +167,7 @@ def candidates(task: Task) -> Iterator[tuple[str, Plan]]:
 def _alone(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield variants of a row for one rank."""
     if row.frozen.codec.encoded:
-        for codec in ("int4a", "int8", "raw") if task.adapters else ():
+        for codec in reversed(CODECS.tried("frozen")) if task.adapters else ():
             yield f", {codec}", {"frozen": f"{row.frozen.tier} × {codec}"}
             if (
                 task.hardware.device != "cpu"
@@ -177,8 +179,9 @@ def _alone(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     elif row.trainable.on_device:
         yield "", {}
     else:
-        codecs = ("raw",) if task.adapters else ("raw", "fp8")
-        for tier, codec, prefetch in product(("host", "disk"), codecs, (1, 2)):
+        tiers = [name for name, facts in TIERS.items() if not facts.resident]
+        codecs = ["raw"] if task.adapters else CODECS.tried("trainable")
+        for tier, codec, prefetch in product(tiers, codecs, (1, 2)):
             placed = {"trainable": f"{tier} × {codec}", "frozen": f"{tier} × raw"}
             yield f", {tier} × {codec}, prefetch {prefetch}", {"prefetch": prefetch, **placed}
 
@@ -200,7 +203,7 @@ def _over_ranks(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     if task.hardware.device == "cuda":
         yield ", activations on the host", {"activation": "host", "mesh": mesh}
     if row.trainable.group == row.optimizer_state.group:
-        for codec in ("int4", "int8") if task.adapters else ():
+        for codec in reversed(CODECS.tried("gathered")) if task.adapters else ():
             yield f", {codec}", {"frozen": f"device × {codec}", "mesh": mesh}
     elif row.cache.tier == "none":
         for few, many in _groups(node, world):

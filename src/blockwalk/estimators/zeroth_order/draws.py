@@ -28,6 +28,7 @@ from blockwalk.numerics.noise.key import NoiseKey, NoiseKind, derive_seed
 from blockwalk.numerics.noise.noise import Where, add_products_, fill_
 from blockwalk.plan.choices import ZerothOrderSettings
 from blockwalk.plan.model_spec import ParamSpec
+from blockwalk.plan.noise_kinds import NOISES
 
 
 class Noise(Protocol):
@@ -136,7 +137,9 @@ class Draws:
     def __call__(self, seed: int, step: int, query: int, name: str) -> Noise:
         if pool := self.zo.seed_pool:
             step, query = 0, derive_seed("pool", seed, step, query) % pool
-        return _MAKERS[self.zo.noise](self, Asked(seed, step, query, name))
+        make = NOISES[self.zo.noise].implementation or _MAKERS[self.zo.noise]
+        noise: Noise = make(self, Asked(seed, step, query, name))
+        return noise
 
 
 def _elementwise(draws: Draws, asked: Asked) -> Noise:

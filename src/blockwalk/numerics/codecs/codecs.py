@@ -31,6 +31,7 @@ from blockwalk.numerics.noise import cpu
 from blockwalk.numerics.noise.key import NoiseKey, NoiseKind, Write, window
 from blockwalk.numerics.noise.noise import random_uint16, stochastic_round
 from blockwalk.numerics.operators import received, register, sent
+from blockwalk.plan.codecs import CODECS
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import spans
 
@@ -96,14 +97,15 @@ def encode_rows(
     assert 0 <= start <= stop <= layout.rows, (name, start, stop, layout)
     assert layout.order is None, f"{name} is only read: its rows stand in another order"
     if layout.groups and matrix_codec(layout.codec).encode is None:
+        written = ", ".join(name for name in CODECS.written if CODECS[name].encoded)
         raise ValueError(
-            f"{layout.codec} is read from files that have it, and not written; choose int4, int4a"
-            " or int8"
+            f"{layout.codec} is read from files that have it, and not written; choose of {written}"
         )
     if rounding is not None and layout.groups and not layout.codec.facts.trainable:
+        trained = ", ".join(name for name, facts in CODECS.items() if facts.trains)
         raise ValueError(
-            f"{layout.codec} is for frozen parameters: it has no stochastic rounding; choose"
-            " int8, fp8, fp16 or bf16"
+            f"{layout.codec} is for frozen parameters: it has no stochastic rounding; choose of"
+            f" {trained}"
         )
     if not rows_RD.numel():
         return buffer

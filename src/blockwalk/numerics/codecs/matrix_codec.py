@@ -95,12 +95,17 @@ class MatrixCodec:
     view."""
 
 
-@functools.cache
 def matrix_codec(codec: Codec) -> MatrixCodec:
-    """Return the codec of this name, out of the file of this name."""
-    found = importlib.import_module(f"{__package__}.{codec}").CODEC
-    assert isinstance(found, MatrixCodec)
-    return found
+    """Return the codec that a row brings, or that of the file of its name."""
+    matrix: MatrixCodec = codec.facts.implementation or _of_file(codec)
+    return matrix
+
+
+@functools.cache
+def _of_file(codec: Codec) -> MatrixCodec:
+    matrix = importlib.import_module(f"{__package__}.{codec}").CODEC
+    assert isinstance(matrix, MatrixCodec)
+    return matrix
 
 
 def grid_codec(grid: Grid, limit: float, native: int) -> MatrixCodec:
