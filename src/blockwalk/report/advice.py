@@ -129,5 +129,5 @@ def recommended(run: RunConfig, plan: Plan) -> dict[str, Any]:
             **changed(given["lora"], plain_values(LoraSettings())),
         }
     budget = {"budget": run.plan.budget} if run.plan.budget else {}
-    parts = {"model": run.model, **differing(plan), **own, **nested, **budget}
+    parts = {"model": given["model"], **differing(plan), **own, **nested, **budget}
     return {name: value for name, value in parts.items() if value != {}}
