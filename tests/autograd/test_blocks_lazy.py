@@ -11,7 +11,8 @@ from blockwalk.cutting.adapters import add_adapter, lora_config
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.skeleton import build_skeleton
-from blockwalk.cutting.verify import TOLERANCE, certified, difference
+from blockwalk.cutting.small_instance import TOLERANCE, difference
+from blockwalk.cutting.verify import certified
 from blockwalk.numerics.codecs import layout as codecs_layout
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
 from blockwalk.numerics.lazy_parameter import LazyParameter

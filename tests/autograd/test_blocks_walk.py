@@ -301,7 +301,7 @@ def test_what_the_machine_refused_is_no_verdict(error, tmp_path, monkeypatch) ->
     """Oracle: the study itself, once the machine has room again; in this process and in one that
     reads its file."""
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path))
-    monkeypatch.setattr(verification, "_known", {})
+    monkeypatch.setattr(verification, "_verdicts", {})
     model = build_skeleton(tiny_config("gpt2"))
     with monkeypatch.context() as full:
         full.setattr(verification, "compare", lambda *_: (_ for _ in ()).throw(error))
@@ -314,7 +314,7 @@ def test_what_the_machine_refused_is_no_verdict(error, tmp_path, monkeypatch) ->
 def test_verdicts_are_kept_in_a_file(tmp_path, monkeypatch) -> None:
     """Oracle: the verdict of the study itself; a second process would read the same file."""
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path))
-    monkeypatch.setattr(verification, "_known", {})
+    monkeypatch.setattr(verification, "_verdicts", {})
     studies = []
     study = verify.study
     monkeypatch.setattr(verification, "study", lambda *a, **k: studies.append(a) or study(*a, **k))
@@ -323,7 +323,7 @@ def test_verdicts_are_kept_in_a_file(tmp_path, monkeypatch) -> None:
     with refused(ValueError, "looped"):
         verify.certified_anatomy(bad)
     assert len(list(tmp_path.iterdir())) == len(studies) == 2
-    verify._known.clear()
+    verify._verdicts.clear()
     assert verify.certified_anatomy(good) == anatomy
     with refused(ValueError, "looped"):
         verify.certified_anatomy(bad)

@@ -492,7 +492,7 @@ def test_a_cache_that_somebody_else_wrote(
 
     monkeypatch.setattr(identity, "_SETTLED", -60.0)
     for text in (b"", bomb, b"[1]", b'{"seen": 1}', b"[" * 100_000):
-        monkeypatch.setattr(verify, "_known", {})
+        monkeypatch.setattr(verify, "_verdicts", {})
         for path in (tmp_path / "cache").rglob("*.json"):
             if path.parent == tmp_path / "cache" and text:
                 path.write_bytes(text)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from blockwalk.cli import main
-from blockwalk.cutting import verify
+from blockwalk.cutting import calls, verify
 from blockwalk.numerics import native
 from blockwalk.plan.methods import method
 from blockwalk.program.program import Shape
@@ -76,7 +76,7 @@ def test_an_entry_is_of_the_code_that_this_process_runs(monkeypatch: pytest.Monk
     model = tiny_model("llama")
     before = verify._key(model)
     read = Path.read_bytes
-    changed = {Path(verify.__file__), Path(str(verify.calls.__file__))}
+    changed = {Path(verify.__file__), Path(str(calls.__file__))}
     monkeypatch.setattr(
         Path, "read_bytes", lambda path: read(path) + (b"# newer" if path in changed else b"")
     )

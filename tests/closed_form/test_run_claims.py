@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from blockwalk.cutting.verify import require_positions
+from blockwalk.cutting.skeleton import require_positions
 from blockwalk.data.batching import Batches
 from blockwalk.data.dataset import Encoded
 from blockwalk.plan.run_config import DataSettings, RunConfig

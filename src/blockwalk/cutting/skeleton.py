@@ -21,6 +21,9 @@ from blockwalk.models.model_source import model_source
 
 _LARGE = 1 << 16
 """Elements: more than a buffer that a constructor leaves empty to fill it."""
+_POSITIONS = re.compile(r"(^|\.)(wpe|\w*positions?(_embed\w*)?)$")
+"""Names of embeddings of positions: GPT-2's wpe, OPT's embed_positions, the first GPT's
+positions_embed."""
 
 
 def load_config(path_or_config: Any) -> Any:
@@ -158,3 +161,17 @@ def build_skeleton(
             " without weights"
         )
     return model
+
+
+def require_positions(folder: str | Path, tokens: int) -> None:
+    """Raise ValueError where a model has learnt fewer positions than a sequence has tokens."""
+    model: Any = build_skeleton(folder)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and _POSITIONS.search(name):
+            learnt = module.num_embeddings - int(getattr(module, "offset", 0))
+            if tokens > learnt == positions:  # others are of pictures
+                raise ValueError(
+                    f"sequences have up to {tokens} tokens, and the model has learnt {learnt}"
+                    f" positions ({name}): lower data.max_length to {learnt}"
+                )

@@ -49,7 +49,7 @@ recomputes, and of no other."""
 
 @contextmanager
 def unread(weights: Iterable[Weight]) -> Iterator[None]:
-    """Inside, zeros stand for the products with these weights (:mod:`blockwalk.cutting.verify`
+    """Inside, zeros stand for the products with these weights (:mod:`blockwalk.cutting.unread_outputs`
     tells which they may be); their gradients are those of the products."""
     token = _unread.set(tuple(weights))
     try:

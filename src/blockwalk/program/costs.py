@@ -30,7 +30,7 @@ class UnitCost:
     backward: Work = NOTHING
     unread: Work = NOTHING
     """The operations of a forward that a recomputation leaves out
-    (:mod:`blockwalk.cutting.verify`). They are already subtracted from ``backward``: add them back
+    (:mod:`blockwalk.cutting.unread_outputs`). They are already subtracted from ``backward``: add them back
     for a kept graph, which recomputes nothing."""
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from blockwalk.cutting.skeleton import vocabulary_rows
-from blockwalk.cutting.verify import require_borders, require_positions
+from blockwalk.cutting.skeleton import require_positions, vocabulary_rows
+from blockwalk.cutting.verify import require_borders
 from blockwalk.data.batch import Batch
 from blockwalk.data.batching import Batches
 from blockwalk.data.corpus import training_set
