@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from blockwalk.plan.choices import PrefixSettings as PrefixSettings
     from blockwalk.plan.methods import method as method
     from blockwalk.plan.plan import Plan as Plan
+    from blockwalk.train import train as train
     from blockwalk.train.callbacks import Event as Event
-    from blockwalk.train.loop import train as train
     from blockwalk.walk.walker import StepResult as StepResult
     from blockwalk.walk.walker import Walker as Walker
 

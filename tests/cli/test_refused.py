@@ -93,7 +93,7 @@ def test_the_run_before_stays_until_the_first_checkpoint_is_whole(
     assert train(tiny_run, folder, *ZO2) == 0
     before = contents(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(loop._Loop, "_evaluate", refuse)
+        patch.setattr(loop.Run, "_evaluate", refuse)
         assert train(tiny_run, folder, *PLAIN, *OVER) == 2
     moved = contents(folder / "replaced")
     kept = (

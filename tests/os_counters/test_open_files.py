@@ -16,7 +16,7 @@ import pytest
 from blockwalk.checkpoints import sweeping
 from blockwalk.plan.methods import method
 from blockwalk.train.callbacks import Event
-from blockwalk.train.loop import train
+from blockwalk.train import train
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model

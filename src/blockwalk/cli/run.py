@@ -32,7 +32,7 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Train, and print the results. Answers 0, or 128 + the number of the signal that ended the run
     early."""
     from blockwalk.train import loop as training
-    from blockwalk.train.prepared_run import dry_run
+    from blockwalk.train.opening import dry_run
     from blockwalk.train.stop_signals import Stopped
 
     here = place.place()

@@ -21,11 +21,14 @@ from blockwalk.walk.walker import Walker
 INSTALL = "pip install 'blockwalk[track]'"
 
 
+EventName = Literal["begin", "step", "evaluation", "checkpoint", "end"]
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """A moment of a run."""
 
-    name: Literal["begin", "step", "evaluation", "checkpoint", "end"]
+    name: EventName
     step: int
     """Optimizer steps done."""
     values: Mapping[str, Any]
@@ -38,6 +41,36 @@ class Event:
 Callback = Callable[[Event], object]
 """A function that is called at each event, on every rank that has it. Where it answers True, on any
 rank, the run ends on all of them after this step as if it were the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """The callbacks of a run on one rank."""
+
+    callbacks: Sequence[Callback]
+    walker: Walker
+    run: RunConfig
+    on_any_rank: bool
+    """Whether several ranks tell one another what their callbacks answered: one of them has
+    some."""
+
+    @classmethod
+    def of(cls, callbacks: Sequence[Callback], walker: Walker, run: RunConfig) -> Listeners:
+        """Return the callbacks of a run; every rank calls this together."""
+        counts: list[list[float]] = []
+        if walker.ranks.world > 1:
+            counts = walker.ranks.exchange([float(len(callbacks))])
+        return cls(callbacks, walker, run, any(count for (count,) in counts))
+
+    def tell(self, name: EventName, values: Mapping[str, Any]) -> bool:
+        """Tell the callbacks of an event, and return whether one of them, on any rank, ends the
+        run."""
+        event = Event(name, self.walker.steps_done, values, self.walker, self.run)
+        answers = [callback(event) for callback in self.callbacks]
+        ends = any(answer is True for answer in answers)
+        if self.on_any_rank:
+            ends = any(flag for (flag,) in self.walker.ranks.exchange([float(ends)]))
+        return ends
 
 
 def trackers(names: Sequence[str]) -> list[Callback]:

@@ -18,7 +18,7 @@ from blockwalk.checkpoints.run_checkpoint import JOINED, SCRATCH
 from blockwalk.data.batch import Batch
 from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.engine.frozen_codec import already_said, refuse_rounded
-from blockwalk.estimators.zeroth_order.ledger_header import header
+from blockwalk.estimators.zeroth_order.ledger_header import header as ledger_header
 from blockwalk.numerics.device import chosen, is_cpu, model_of
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.ranks.agreement import facts_of, versions
@@ -27,6 +27,7 @@ from blockwalk.ranks.place import LostRank
 from blockwalk.report.capacity import check_budget, check_memory
 from blockwalk.system import atomic_files
 from blockwalk.tiers.model_folder.identity import weights_digest
+from blockwalk.train.beginning import Beginning
 from blockwalk.train.prepared_run import PreparedRun, prepare
 from blockwalk.walk.walker import Walker
 
@@ -60,6 +61,14 @@ def facts(run: RunConfig, prepared: PreparedRun) -> dict[str, str]:
         "the processor": f"{device.type} {name} × {torch.get_num_threads()} threads",
         **versions(),
     }
+
+
+def let_ranks_join(beginning: Beginning, walker: Walker) -> None:
+    """Let ranks join a run whose weights stand at its ledger's end."""
+    if beginning.host is not None and walker.ledger is not None:
+        run_facts = facts(beginning.config, beginning.prepared)
+        header = {"facts": run_facts, "ledger": walker.ledger.header}
+        beginning.host.open(header, walker.ledger.entries)
 
 
 def compare(walker: Walker, ranks: Elastic) -> None:
@@ -107,7 +116,7 @@ def lend(run: RunConfig) -> int:
                     ranks=ranks,
                 )
             with walker:
-                _require(there["ledger"], header(walker.engine, run.adapters_at_start, ""))
+                _require(there["ledger"], ledger_header(walker.engine, run.adapters_at_start, ""))
                 return follow(
                     walker, ranks, lambda at: prepared.batch_at(at[0], at[1], run.data.label_scores)
                 )

@@ -4,7 +4,7 @@ written."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,30 +22,25 @@ from blockwalk.data.encode_report import EncodeReport
 from blockwalk.data.given_template import missing_marks
 from blockwalk.data.label_words import LabelWordBatch, label_word_batch
 from blockwalk.data.tokenizer import require_rows, tokenizer_files, tokenizer_of
-from blockwalk.engine.frozen_codec import refuse_rounded, with_stored_codec
+from blockwalk.engine.frozen_codec import with_stored_codec
 from blockwalk.engine.model_weights import require_fitting_weights
 from blockwalk.models.model_source import model_source
 from blockwalk.models.stops import GENERATION, with_stops
-from blockwalk.numerics.device import chosen, described, is_cpu
+from blockwalk.numerics.device import chosen, is_cpu
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.schedules import schedule_of
 from blockwalk.plan.settings import override
-from blockwalk.plan.words import counted
 from blockwalk.program.program import Shape
 from blockwalk.program.settling import settled_before
-from blockwalk.report.capacity import check_budget, check_disks, check_memory
 from blockwalk.report.forecast import Forecast, foresee
 from blockwalk.simulate.simulator import Simulation
 from blockwalk.system.heap import give_back, large_returned
 from blockwalk.system.process_memory import process_bytes
 from blockwalk.system.temporary import require_temporary
-from blockwalk.train import preflight
 from blockwalk.train.best import require_evaluations
-from blockwalk.train.callbacks import trackers
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.frozen_codec import settled
-from blockwalk.train.progress import learnt_lines
 from blockwalk.walk.unit_costs import of_run
 
 LOOKED_AT = 100_000
@@ -249,41 +244,6 @@ def _require_positions(run: RunConfig, rows: Encoded, held_out: HeldOut | None) 
         elif len(encoded):
             longest = max(longest, int(np.diff(encoded.starts).max()))
     require_positions(run.model, longest + run.prefix.num_virtual_tokens)
-
-
-def dry_run(run: RunConfig) -> Iterator[str]:
-    """Yield everything that a run does before its model is opened, and what it found, in lines:
-    nothing is written.
-
-    Raises:
-        ValueError: settings or data that cannot be trained with.
-        DoesNotFit: the plan needs more than its budget, or than this machine has.
-    """
-    run, lines = settled(run)
-    refuse_rounded(run.model, run.plan, run.adapters)
-    trackers(run.report_to)  # which are named wrongly, or not installed
-    prepared = prepare(run)
-    check_budget(run, prepared.foreseen)
-    check_memory(run, prepared.foreseen, prepared.held_bytes)
-    check_disks(run, prepared.foreseen, prepared.total, prepared.map_bytes)
-    yield f"device  {described(chosen())}"
-    yield from prepared.foreseen.overview(prepared.total, prepared.usual)
-    yield from lines
-    yield from prepared.foreseen.lines()
-    held_out = "" if prepared.held_out is None else f", {prepared.held_out.records} held-out ones"
-    learnt = int(np.count_nonzero(prepared.rows.in_loss))
-    yield (
-        f"data    {counted(len(prepared.rows), 'sequence')} of up to {prepared.longest} tokens,"
-        f" {learnt:,} of"
-        f" {len(prepared.rows.token_ids):,} tokens learnt{held_out}; {counted(prepared.total, 'step')}"
-    )
-    yield from (
-        f"note: {warning}" for warning in (*prepared.notes, *prepared.rows.report.warnings())
-    )
-    yield from preflight.notes(run, prepared.longest)
-    yield from preflight.usual_elsewhere(run)
-    yield from learnt_lines("first record", prepared.shown)
-    yield "nothing was written; leave --dry-run out to train"
 
 
 def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoded, Choices | None]:
