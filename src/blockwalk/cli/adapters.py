@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from blockwalk.models.run_folder import ADAPTER_CONFIG, SETTINGS, adapter_of, is_model
 from blockwalk.models.saved_template import FILE as TEMPLATE
@@ -73,15 +72,12 @@ def trained_by(run: RunConfig, arguments: argparse.Namespace) -> tuple[RunConfig
             file=sys.stderr,
         )
         _note_best(folder)
-        own: dict[str, Any] = {"model": os.fspath(folder / "model")}
-        if "data.chat_template" in arguments.named:
-            return dataclasses.replace(run, **own), None
-        return dataclasses.replace(
-            run, **own, data=dataclasses.replace(run.data, chat_template="")
-        ), None  # it has its own
-    if (
-        Path(arguments.config).resolve().parent == folder.resolve()
-    ):  # the run itself was named, not a file for one to come
+        data = run.data
+        if "data.chat_template" not in arguments.named:  # the trained model has its own
+            data = dataclasses.replace(data, chat_template="")
+        return dataclasses.replace(run, model=os.fspath(folder / "model"), data=data), None
+    # The run itself may have been named, or a file for one to come.
+    if Path(arguments.config).resolve().parent == folder.resolve():
         refuse_unfinished(folder)
     return run, None
 
@@ -103,8 +99,7 @@ def refuse_unfinished(folder: Path) -> None:
     if newest is not None:
         raise ValueError(
             f"{folder} holds no trained adapter or model, since its run has not ended: --adapter"
-            f" {newest} takes its newest"
-            f" checkpoint, --adapter {NONE} the model before it"
+            f" {newest} takes its newest checkpoint, --adapter {NONE} the model before it"
         )
 
 

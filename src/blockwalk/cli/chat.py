@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import signal
 import sys
 from collections.abc import Iterator
@@ -32,26 +33,25 @@ def chat(run: RunConfig, arguments: argparse.Namespace) -> None:
     with opened(run, arguments) as speaker:
         note_unlearnt_chat(run.data)
         talk = _Talk(speaker, arguments, run.plan.seed)
-        speaker.conversation(
-            [*talk.turns, {"role": "user", "content": "Hello"}]
-        )  # refused before the first question
-        talks = is_terminal(sys.stdin) and is_terminal(sys.stdout)
-        if talks:
+        # A template that takes no such turns is refused before the first question.
+        speaker.conversation([*talk.turns, {"role": "user", "content": "Hello"}])
+        on_terminal = is_terminal(sys.stdin) and is_terminal(sys.stdout)
+        if on_terminal:
             say(f"{NEW} begins anew; ^C ends an answer, and ^D or ^C at the mark the program")
-        for line in _lines(talks):
+        for line in _lines(on_terminal):
             if line.strip() == NEW:
                 talk.begin()
             elif line.strip():
                 talk.answer(line)
 
 
-def _lines(talks: bool) -> Iterator[str]:
+def _lines(on_terminal: bool) -> Iterator[str]:
     """Yield the user's lines: with a mark before each, and with editing, on a terminal."""
-    if not talks:
+    if not on_terminal:
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # input() edits lines with it
+        importlib.import_module("readline")  # input() edits lines with it
     while True:
         try:
             yield input(MARK)
@@ -68,7 +68,7 @@ class _Talk:
     arguments: argparse.Namespace
     seed: int
     turns: list[dict[str, Any]] = field(default_factory=list)
-    asked: int = 0
+    questions: int = 0
     """Questions so far: each draws anew."""
 
     def __post_init__(self) -> None:
@@ -86,20 +86,20 @@ class _Talk:
         if ids_BS is None:
             self.turns.pop()
             return
-        most = min(self.arguments.max_new_tokens, self.speaker.room(ids_BS.shape[1]))
+        max_new_tokens = min(self.arguments.max_new_tokens, self.speaker.room(ids_BS.shape[1]))
         stop = _Stop()
         with handled(stop.act, (signal.SIGINT,)) as previous:
             stop.previous = previous.get(signal.SIGINT)
             text = self.speaker.answer(
                 ids_BS,
-                most,
+                max_new_tokens,
                 lambda piece: say(piece, end=""),
                 temperature=self.arguments.temperature,
-                seed=self.seed + self.asked,
-                ends=lambda: stop.asked,
+                seed=self.seed + self.questions,
+                ends=lambda: stop.requested,
             )
         say("")
-        self.asked += 1
+        self.questions += 1
         self.turns.append({"role": "assistant", "content": text})
 
     def _fitting(self) -> Any:
@@ -111,22 +111,21 @@ class _Talk:
             ids_BS = self.speaker.tokens(self.speaker.conversation(self.turns), special=False)
             if self.speaker.room(ids_BS.shape[1]) >= least:
                 break
-            first = 1 if self.turns[0]["role"] == "system" else 0
-            if len(self.turns) - first < 3:
+            oldest = 1 if self.turns[0]["role"] == "system" else 0
+            if len(self.turns) - oldest < 3:
                 say(
                     f"note: {ids_BS.shape[1]} tokens leave no room for an answer in the"
-                    f" {self.speaker.positions} positions"
-                    " that the model was made for: ask in fewer words",
+                    f" {self.speaker.positions} positions that the model was made for: ask in"
+                    " fewer words",
                     file=sys.stderr,
                 )
                 return None
-            del self.turns[first : first + 2]
+            del self.turns[oldest : oldest + 2]
             left_out += 2
         if left_out:
             say(
                 f"note: the oldest {counted(left_out, 'turn')} {is_or_are(left_out)} left out:"
-                " the model was made for"
-                f" {self.speaker.positions} positions",
+                f" the model was made for {self.speaker.positions} positions",
                 file=sys.stderr,
             )
         return ids_BS
@@ -137,11 +136,11 @@ class _Stop:
     """The answer to Ctrl-C while a text is written: it ends after the token in progress, and a
     second one ends the program."""
 
-    asked: bool = False
+    requested: bool = False
     previous: Any = None
 
     def act(self, number: int, _: FrameType | None) -> None:
-        if self.asked:
+        if self.requested:
             signal.signal(number, self.previous)
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True

@@ -84,8 +84,7 @@ def _turns(arguments: argparse.Namespace, text: str) -> list[dict[str, Any]]:
     if turns[-1]["role"] in ("assistant", "system"):
         raise ValueError(
             f"the last turn has the role {turns[-1]['role']!r}, and an answer follows a user: end"
-            f" {arguments.messages} with a"
-            " user's turn, or add one with --prompt"
+            f" {arguments.messages} with a user's turn, or add one with --prompt"
         )
     return turns
 
@@ -97,8 +96,8 @@ def _read_messages(path: Path) -> list[dict[str, Any]]:
         ValueError: it holds none.
     """
     with reading(path):
-        found = read_json(path)
-    turns = found.get("messages") if isinstance(found, dict) else found
+        content = read_json(path)
+    turns = content.get("messages") if isinstance(content, dict) else content
     if not isinstance(turns, list) or not turns:
         raise ValueError(
             f"{path}: a list of turns is expected, or an object with them as 'messages'"

@@ -18,12 +18,12 @@ from blockwalk.system.versions import installed
 
 def environment(arguments: argparse.Namespace) -> None:
     """Print the versions and the hardware, for a bug report."""
-    found = describe()
+    facts = describe()
     if arguments.json:
-        say(json.dumps(found, indent=2))
+        say(json.dumps(facts, indent=2))
     else:
-        width = max(map(len, found))
-        say("\n".join(f"{name:<{width}}  {value}" for name, value in found.items()))
+        width = max(map(len, facts))
+        say("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
 
 
 def doctor(arguments: argparse.Namespace) -> None:
@@ -38,10 +38,10 @@ def doctor(arguments: argparse.Namespace) -> None:
     def tell(line: str) -> None:
         say(f"  {line}", file=sys.stderr)
 
-    found = probe.measure(out.absolute().parent, name=platform.node() or "here", say=tell)
+    report = probe.measure(out.absolute().parent, name=platform.node() or "here", say=tell)
     if rank_place.rank == 0:
-        hardware.save(found.hardware, out)
-        say("\n".join(found.lines()))
+        hardware.save(report.hardware, out)
+        say("\n".join(report.lines()))
         say(f"written to {out}; blockwalk plan --hardware {out} ranks every method on it")
 
 
@@ -53,13 +53,12 @@ def describe() -> dict[str, str]:
     from blockwalk.numerics.device import model_of
 
     memory = psutil.virtual_memory()
-    found = torch.accelerator.current_accelerator(check_available=True)
-    count = 0 if found is None else torch.accelerator.device_count()
-    devices = (
-        []
-        if found is None
-        else [model_of(torch.device(found.type, i)) or str(found) for i in range(count)]
-    )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices: list[str] = []
+    if accelerator is not None:
+        for index in range(torch.accelerator.device_count()):
+            model = model_of(torch.device(accelerator.type, index))
+            devices.append(model or str(accelerator))
     return {
         "python": sys.version.split()[0],
         **installed(),
@@ -68,7 +67,8 @@ def describe() -> dict[str, str]:
         "processor": _processor(),
         "cores": f"{os.cpu_count()}; torch uses {torch.get_num_threads()} threads",
         "memory": f"{human_bytes(memory.total)}, {human_bytes(memory.available)} available",
-        "accelerator": f"{found or 'none'}: {', '.join(devices) or 'no device'} (CUDA: {torch.version.cuda or 'not built'})",
+        "accelerator": f"{accelerator or 'none'}: {', '.join(devices) or 'no device'}"
+        f" (CUDA: {torch.version.cuda or 'not built'})",
     }
 
 

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(command: Command | None, words: list[str]) -> int:
     """Run a subcommand with the words of the command line, and answer its exit code."""
     _prepare_process()
-    here = place.Place()
+    rank_place = place.Place()
     helps = "-h" in words or "--help" in words
     try:
         _require_command(words)
@@ -70,14 +70,14 @@ def _run(command: Command | None, words: list[str]) -> int:
             os.environ["BLOCKWALK_DEVICE"] = arguments.device
         if not command.takes_settings:
             return command.function()(arguments) or 0
-        here = place.place()
-        if here.world == 1 and getattr(arguments, "nproc_per_node", None):
+        rank_place = place.place()
+        if rank_place.world == 1 and getattr(arguments, "nproc_per_node", None):
             return _start_ranks(command, arguments, settings, words)
-        run = configuration(command, arguments, [*settings, *here.settings()])
+        run = configuration(command, arguments, [*settings, *rank_place.settings()])
         return command.function()(run, arguments) or 0
     except Exception as error:
         code = _explain(error)
-        if here.world > 1:
+        if rank_place.world > 1:
             os._exit(code)  # a thread may wait for other ranks for ever
         return code
     except KeyboardInterrupt:

@@ -138,8 +138,8 @@ def replay(arguments: argparse.Namespace) -> None:
     from blockwalk.convert import replay as replaying
 
     with _bar("replaying") as progress:
-        given = (arguments.base, arguments.ledger, arguments.out)
-        steps = replaying.replay(*given, until=arguments.until, progress=progress)
+        paths = (arguments.base, arguments.ledger, arguments.out)
+        steps = replaying.replay(*paths, until=arguments.until, progress=progress)
     say(
         f"replayed {counted(steps, 'step')} of {arguments.ledger} on {arguments.base}:"
         f" {arguments.out}"
@@ -151,10 +151,10 @@ def export(arguments: argparse.Namespace) -> None:
     from blockwalk.convert import replay as replaying
 
     with _bar("checking") as progress:
-        given = (arguments.base, arguments.ledger, arguments.out)
+        paths = (arguments.base, arguments.ledger, arguments.out)
         rebuild = not arguments.no_rebuild
         steps, nbytes = replaying.export(
-            *given, until=arguments.until, rebuild=rebuild, progress=progress
+            *paths, until=arguments.until, rebuild=rebuild, progress=progress
         )
     say(
         f"exported {counted(steps, 'step')} of {arguments.ledger} in {human_bytes(nbytes)}:"

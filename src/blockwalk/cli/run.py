@@ -35,20 +35,18 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
     from blockwalk.train.opening import dry_run
     from blockwalk.train.stop_signals import Stopped
 
-    here = place.place()
+    rank_place = place.place()
     if arguments.join:
         from blockwalk.train.elastic import lend
 
-        say(
-            f"the run at {run.elastic} has ended; this rank walked {counted(lend(run), 'time')}"
-            " for it"
-        )
+        walks = counted(lend(run), "time")
+        say(f"the run at {run.elastic} has ended; this rank walked {walks} for it")
         return 0
     if arguments.dry_run:
         say(*dry_run(run))
         return 0
     try:
-        with launch.joined(here, Path(run.output_dir), run.start_timeout, run.interface):
+        with launch.joined(rank_place, Path(run.output_dir), run.start_timeout, run.interface):
             outcome = training.train(run, trace=arguments.trace)
             say(*outcome.lines())  # of ranks other than 0 to their logs
             if outcome.stopped_by is not None:
@@ -120,29 +118,26 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
         plans = [plan_to_read(run, adapter, arguments, as_trained=arguments.as_trained)]
         codec = plans[0].frozen.codec
         if codec.encoded and not model_source(run.model).packed:
-            both = not arguments.as_trained
-            more = (
-                ", then over the model's own; --as-trained leaves these out"
-                if both
-                else " alone (--as-trained)"
-            )
-            say(f"note: over weights in {codec}{more}", file=sys.stderr)
-            plans += [override(run.plan, {"frozen": "disk"})] * both
-        found = []
+            scope = " alone (--as-trained)"
+            if not arguments.as_trained:
+                scope = ", then over the model's own; --as-trained leaves these out"
+                plans.append(override(run.plan, {"frozen": "disk"}))
+            say(f"note: over weights in {codec}{scope}", file=sys.stderr)
+        evaluations = []
         for plan in plans:
             with Walker(packed_model(run, plan), plan, lora=adapter, training=False) as walker:
-                found.append(held_out.evaluate(walker))
+                evaluations.append(held_out.evaluate(walker))
+    rounded, *unrounded = evaluations
     if arguments.json:
-        values = [dataclasses.asdict(each) for each in found]
-        say(json.dumps({**values[0], **({"unrounded": values[1]} if values[1:] else {})}))
+        figures = dataclasses.asdict(rounded)
+        if unrounded:
+            figures["unrounded"] = dataclasses.asdict(unrounded[0])
+        say(json.dumps(figures))
+    elif unrounded:
+        say(f"{rounded}   over weights in {codec}")
+        say(f"{unrounded[0]}   over the model's own, as merge deploys them")
     else:
-        over = [f"   over weights in {codec}", "   over the model's own, as merge deploys them"]
-        say(
-            "\n".join(
-                f"{each}{what if plans[1:] else ''}"
-                for each, what in zip(found, over, strict=False)
-            )
-        )
+        say(rounded)
 
 
 def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
@@ -163,11 +158,9 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
         run.model, run.adapters, machine, shape, budget=run.plan.budget, micro_batches=steps
     )
     trained = "every parameter" if run.adapters is None else str(run.adapters)
-    nodes = (
-        f"{machine.nodes} × {machine.devices_per_node} devices"
-        if machine.world > 1
-        else "one device"
-    )
+    nodes = "one device"
+    if machine.world > 1:
+        nodes = f"{machine.nodes} × {machine.devices_per_node} devices"
     tell(
         f"{run.model} on {machine.name} ({nodes}): {trained}, {shape.batch} × {shape.sequence}"
         " tokens a rank"
@@ -183,10 +176,10 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
         raise DoesNotFit(
             f"no plan of this model fits {machine.name}; the reasons stand beside each"
         )
-    for what, found in (("best of them", best), ("larger step", ranking.larger)):
-        if found is not None:
-            file = config.as_yaml(advice.recommended(run, found.plan))
-            title = f"{mark} the {what} as a file (run.yaml):".lstrip()
+    for role, candidate in (("best of them", best), ("larger step", ranking.larger)):
+        if candidate is not None:
+            file = config.as_yaml(advice.recommended(run, candidate.plan))
+            title = f"{mark} the {role} as a file (run.yaml):".lstrip()
             say(f"\n{title}\n\n{file}", end="")
     if arguments.trace:
         timed = [(span.op, span.began, span.ended) for span in best.simulation.spans]

@@ -90,12 +90,11 @@ def _section(properties: Schema, name: str) -> Schema:
     """Return the part of a section, which is made where there is none."""
     if "properties" not in properties.get(name, {}):
         opened = [key.removeprefix(f"{name}.") for key in OPEN if key.startswith(f"{name}.")]
-        part: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
-        properties[name] = (
-            {**part, "patternProperties": {rf"^({'|'.join(opened)})\.": {}}} if opened else part
-        )
-    found: Schema = properties[name]
-    return found
+        properties[name] = {"type": "object", "properties": {}, "additionalProperties": False}
+        if opened:
+            properties[name]["patternProperties"] = {rf"^({'|'.join(opened)})\.": {}}
+    part: Schema = properties[name]
+    return part
 
 
 def _values(name: str) -> Schema:
@@ -137,8 +136,6 @@ _BY_TYPE: dict[Any, Schema] = {
 
 def _number(name: str, *, whole: bool) -> Schema:
     """Return the range of a setting that is a number."""
-    most = ranges.SMALLER.get(name, ranges.MOST[int if whole else float])
-    part: Schema = {"type": "integer" if whole else "number", "maximum": most}
-    least = {**ranges.LEAST, **run_config.LEAST}.get(name)
-    part["minimum"] = -most if least is None else least
-    return part
+    maximum = ranges.SMALLER.get(name, ranges.MOST[int if whole else float])
+    minimum = {**ranges.LEAST, **run_config.LEAST}.get(name, -maximum)
+    return {"type": "integer" if whole else "number", "maximum": maximum, "minimum": minimum}

@@ -45,10 +45,9 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "held-out data, and how records become tokens",
         "data.eval data.eval_split data.eval_share data.subset data.format data.columns"
-        " data.prompt data.task* data.shots"
-        " data.template data.label_words data.label_field data.label_scores data.max_length"
-        " data.allow_truncation"
-        " data.packing data.padding_multiple eval_batch_size eval_batches",
+        " data.prompt data.task* data.shots data.template data.label_words data.label_field"
+        " data.label_scores data.max_length data.allow_truncation data.packing"
+        " data.padding_multiple eval_batch_size eval_batches",
         _EVAL,
     ),
     ("adapters", "lora lora.* prefix.*", _TRAIN),
@@ -64,13 +63,15 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "run",
         "output_dir overwrite_output_dir resume_from_checkpoint save_every keep_checkpoints"
-        " keep_best"
-        " early_stopping skip_nonfinite log_every report_to run_name push_to_hub eval_every"
-        " eval_first data.eval_limit",
+        " keep_best early_stopping skip_nonfinite log_every report_to run_name push_to_hub"
+        " eval_every eval_first data.eval_limit",
         _TRAIN,
     ),
 )
 """Each group's title, its settings by name or pattern, and the commands that read them."""
+
+_ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`")
+"""A reference in a docstring; its group is the last part of the name."""
 
 _CLASSES: dict[str, tuple[type, ...]] = {
     "": (run_config.RunConfig, Plan),
@@ -92,13 +93,12 @@ def lines(command: str, begins: str = "") -> Iterator[str]:
     Raises:
         ValueError: no name begins so.
     """
-    known = config.setting_names()
-    if not any(name.startswith(begins) for name in known):
-        raise ValueError(
-            f"no setting's name begins with {begins!r}{did_you_mean(begins, known, LOOSE)}"
-        )
+    all_names = config.setting_names()
+    if not any(name.startswith(begins) for name in all_names):
+        hint = did_you_mean(begins, all_names, LOOSE)
+        raise ValueError(f"no setting's name begins with {begins!r}{hint}")
     width = min(shutil.get_terminal_size().columns, 120)
-    standing = defaults()
+    default_of = defaults()
     yield (
         "Settings, named as in the YAML file, which a flag overrides. Defaults are those of"
         " method mebp."
@@ -114,14 +114,14 @@ def lines(command: str, begins: str = "") -> Iterator[str]:
             yield f"\n{title}:"
             for name in listed:
                 form, sentence = described(name)
-                default = (
-                    ""
-                    if name == "lora" or standing.get(name) in ("", None, [], {})
-                    else shown(standing[name])
-                )
-                text = f"{sentence} (default: {default})" if default else sentence
+                default = default_of.get(name)
+                if name != "lora" and default not in ("", None, [], {}):
+                    sentence += f" (default: {shown(default)})"
+                indent = " " * 8
                 yield f"  --{name} {form}"
-                yield textwrap.fill(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+                yield textwrap.fill(
+                    sentence, width, initial_indent=indent, subsequent_indent=indent
+                )
 
 
 def defaults() -> dict[str, Any]:
@@ -133,18 +133,16 @@ def settings_of(names: str) -> Iterator[str]:
     """Yield the settings that a group's names and patterns stand for; a placement is one, not its
     parts."""
     parts = tuple(f"{placement}." for placement in config.PLACEMENTS)
-    known = [name for name in config.setting_names() if not name.startswith(parts)]
+    listed = [name for name in config.setting_names() if not name.startswith(parts)]
     for pattern in names.split():
-        yield from fnmatch.filter(known, pattern)
+        yield from fnmatch.filter(listed, pattern)
 
 
 def described(name: str) -> tuple[str, str]:
     """Return one word for the values that a setting takes, and the sentence of its field."""
     cls, field = _field(name)
     hint = bool if name == "lora" else hint_of(name)
-    sentence = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", _sentences(cls)[field]).replace(
-        "``", ""
-    )
+    sentence = _ROLE.sub(r"\1", _sentences(cls)[field]).replace("``", "")
     words: Any = hint if names_words(hint) else choices_of(name)
     table = getattr(hint, "table", words)
     texts = {
@@ -172,7 +170,7 @@ def _field(name: str) -> tuple[type, str]:
     """Return the class that a setting is a field of, and the field's name."""
     section, _, setting = name.rpartition(".")
     field = f"{setting}_" if keyword.iskeyword(setting) else setting
-    (cls,) = [cls for cls in _CLASSES[section] if field in cls.__dataclass_fields__]  # type: ignore[attr-defined]
+    (cls,) = [cls for cls in _CLASSES[section] if field in hints_of(cls)]
     return cls, field
 
 

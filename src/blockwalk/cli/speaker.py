@@ -57,8 +57,8 @@ class Speaker:
         if not self.tokenizer.chat_template:
             raise ValueError(
                 f"{self.model} has no chat template: leave --chat, --system and --messages out,"
-                " or give one with"
-                " --data.chat_template (chatml, llama3, gemma, phi3, mistral or a file)"
+                " or give one with --data.chat_template (chatml, llama3, gemma, phi3, mistral or a"
+                " file)"
             )
         try:
             return render_chat(self.tokenizer, list(map(dict, turns)), add_generation_prompt=True)
@@ -73,13 +73,12 @@ class Speaker:
     def require_room(self, prompt_tokens: int, max_new_tokens: int) -> None:
         """Raise ValueError where a prompt and its answer would pass the positions that the model
         was made for."""
-        if self.room(prompt_tokens) < max_new_tokens:
-            most = self.room(prompt_tokens)
-            way = f"lower --max_new_tokens to {most}" if most > 0 else "shorten the prompt"
+        room = self.room(prompt_tokens)
+        if room < max_new_tokens:
+            way_out = f"lower --max_new_tokens to {room}" if room > 0 else "shorten the prompt"
             raise ValueError(
                 f"a prompt of {prompt_tokens} tokens with --max_new_tokens {max_new_tokens}"
-                f" passes the {self.positions}"
-                f" positions that the model was made for; {way}"
+                f" passes the {self.positions} positions that the model was made for; {way_out}"
             )
 
     def answer(

@@ -37,75 +37,82 @@ def init(arguments: argparse.Namespace) -> None:
         return
     out = Path(arguments.out)
     atomic_files.refuse_existing(out)
-    given = {
-        "model": arguments.model or _ask("model", "the model: a folder, or a name of the hub"),
-        "data.train": arguments.train
-        or _ask("--train", "the training data: a JSON, CSV, Parquet or text file"),
-        "data.eval": arguments.eval or "",
-        "lora": not arguments.full,
-        **({"budget": arguments.budget} if arguments.budget else {}),
-    }
-    run = config.from_mapping({**given, "output_dir": f"runs/{Path(given['model']).name}"})
+    run = config.from_mapping(_answers(arguments))
     machine = this_machine(chosen().type)
     shape = Shape(run.micro_batch_rows, run.data.max_length)
-    found = planner.rank(
-        advice.task(run.model, run.adapters, machine, shape, budget=run.plan.budget)
-    )
+    task = advice.task(run.model, run.adapters, machine, shape, budget=run.plan.budget)
     codec = settled(run)[0].plan.frozen.codec
-    found = _of_codec(found, codec)
-    best = next(iter(found.first_order), None)
+    ranking = _of_codec(planner.rank(task), codec)
+    best = next(iter(ranking.first_order), None)
     if best is None:
         raise ValueError(
             f"no method with exact gradients fits {machine.name}: give --budget, or a smaller model"
         )
-    beside = out.with_name(schema.FILE).is_file()
-    facts = [
-        *([f"yaml-language-server: $schema={schema.FILE}"] if beside else []),
-        f"The fastest of {len(found.first_order)} plans that fit {machine.name}: {_held(best)}"
-        " of tensors in a step.",
-        *_of_little_memory(found, best),
+    comments = [
+        f"The fastest of {len(ranking.first_order)} plans that fit {machine.name}:"
+        f" {_tensors(best)} of tensors in a step.",
+        *_of_little_memory(ranking, best),
         f"Look at it: blockwalk plan {out}. Train: blockwalk train {out}. Every setting:"
         " blockwalk train --help.",
     ]
+    if out.with_name(schema.FILE).is_file():
+        comments.insert(0, f"yaml-language-server: $schema={schema.FILE}")
     settings = advice.recommended(run, best.plan)
-    if best.plan.method == run.plan.method and best.plan.frozen == replace(
-        run.plan.frozen, codec=codec
-    ):
-        settings.pop("frozen", None)  # what a run chooses by itself
-    if (
-        settings.get("resident") == 0
-    ):  # as without the setting: none are kept, or as many as a budget has room for
+    by_itself = replace(run.plan.frozen, codec=codec)
+    if best.plan.method == run.plan.method and best.plan.frozen == by_itself:
+        settings.pop("frozen", None)
+    # 0 is as without the setting: none are kept, or as many as a budget has room for.
+    if settings.get("resident") == 0:
         del settings["resident"]
-    atomic_files.write_bytes(out, "\n".join(_file(facts, settings, run)).encode())
+    atomic_files.write_bytes(out, "\n".join(_file(comments, settings, run)).encode())
     say(f"written to {out} ({best.label}); next: blockwalk train {out} --dry-run")
-    say(*_of_little_memory(found, best))
+    say(*_of_little_memory(ranking, best))
+
+
+def _answers(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that the command line has; what it lacks is asked."""
+    model = arguments.model or _ask("model", "the model: a folder, or a name of the hub")
+    data = arguments.train or _ask(
+        "--train", "the training data: a JSON, CSV, Parquet or text file"
+    )
+    answers = {
+        "model": model,
+        "data.train": data,
+        "data.eval": arguments.eval or "",
+        "lora": not arguments.full,
+        "output_dir": f"runs/{Path(model).name}",
+    }
+    return {**answers, "budget": arguments.budget} if arguments.budget else answers
 
 
 def _of_codec(ranking: planner.Ranking, codec: Codec) -> planner.Ranking:
     """Return a ranking without the plans of method mebp in other codecs than the one that a run
     would choose, where one in that codec fits."""
     mebp = [candidate for candidate in ranking.first_order if candidate.plan.method == "mebp"]
-    others = [candidate for candidate in mebp if candidate.plan.frozen.codec is not codec]
-    if len(others) == len(mebp):
+    excluded = [candidate for candidate in mebp if candidate.plan.frozen.codec is not codec]
+    if len(excluded) == len(mebp):
         return ranking
-    return replace(ranking, first_order=tuple(c for c in ranking.first_order if c not in others))
+    candidates = (c for c in ranking.first_order if c not in excluded)
+    return replace(ranking, first_order=tuple(candidates))
 
 
-def _held(candidate: planner.Candidate) -> str:
-    """Return the tensors that a plan holds in a step, as text."""
-    return human_bytes(candidate.peaks[Pool.DEVICE] + candidate.peaks[Pool.HOST])
+def _peak_bytes(candidate: planner.Candidate) -> int:
+    """Return bytes of tensors that a plan holds at a step's peak."""
+    return candidate.peaks[Pool.DEVICE] + candidate.peaks[Pool.HOST]
+
+
+def _tensors(candidate: planner.Candidate) -> str:
+    return human_bytes(_peak_bytes(candidate))
 
 
 def _of_little_memory(ranking: planner.Ranking, best: planner.Candidate) -> Iterator[str]:
     """Yield a line on the memory that method mebp would take, where it was not chosen."""
     mebp = [candidate for candidate in ranking.first_order if candidate.plan.method == "mebp"]
     if mebp and best.plan.method != "mebp":
-        least = min(
-            mebp, key=lambda candidate: candidate.peaks[Pool.DEVICE] + candidate.peaks[Pool.HOST]
-        )
+        smallest = min(mebp, key=_peak_bytes)
         yield (
-            f"method: mebp would take {_held(least)} instead of {_held(best)}, and more time:"
-            " weights come from disk."
+            f"method: mebp would take {_tensors(smallest)} instead of {_tensors(best)}, and more"
+            " time: weights come from disk."
         )
 
 
@@ -114,11 +121,10 @@ def _examples() -> None:
     import shutil
 
     package = Path(__file__).parents[1]
-    there = next(
-        path for path in (package / "examples", package.parents[1] / "examples") if path.is_dir()
-    )
+    folders = (package / "examples", package.parents[1] / "examples")
+    source = next(folder for folder in folders if folder.is_dir())
     atomic_files.refuse_existing("examples")
-    shutil.copytree(there, "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(source, "examples", ignore=shutil.ignore_patterns("__pycache__"))
     say("written to examples; next: blockwalk train examples/quickstart.yaml")
 
 
@@ -145,7 +151,7 @@ EDITED = {
 or the defaults."""
 
 
-def _file(facts: list[str], settings: Mapping[str, Any], run: RunConfig) -> Iterator[str]:
+def _file(comments: list[str], settings: Mapping[str, Any], run: RunConfig) -> Iterator[str]:
     """Yield lines of a YAML file: what was chosen, with the sentence of each setting above it, then
     those that people edit."""
     values = flat(run.to_mapping())
@@ -153,7 +159,7 @@ def _file(facts: list[str], settings: Mapping[str, Any], run: RunConfig) -> Iter
     if run.lora is None:
         left_out.add("lora.rank")
     edited = {name: values[name] for name in EDITED if name not in left_out}
-    yield from (f"# {fact}" for fact in facts)
+    yield from (f"# {comment}" for comment in comments)
     sections: dict[str, dict[str, Any]] = {}
     for name, value in {**flat(settings), **edited}.items():
         head, _, inner = name.partition(".")
@@ -161,10 +167,8 @@ def _file(facts: list[str], settings: Mapping[str, Any], run: RunConfig) -> Iter
             sections.setdefault(head, {})[inner] = value
         elif name not in edited:
             sentence = settings_help.described(name)[1]
-            yield from [
-                "",
-                *textwrap.wrap(sentence, 110, initial_indent="# ", subsequent_indent="# "),
-            ]
+            yield ""
+            yield from textwrap.wrap(sentence, 110, initial_indent="# ", subsequent_indent="# ")
             yield config.as_yaml({name: value}).rstrip()
     yield ""
     yield from (_commented(name, value) for name, value in edited.items() if "." not in name)
