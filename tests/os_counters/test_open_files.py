@@ -15,8 +15,8 @@ import pytest
 
 from blockwalk.checkpoints import sweeping
 from blockwalk.plan.methods import method
-from blockwalk.train.callbacks import Event
 from blockwalk.train import train
+from blockwalk.train.callbacks import Event
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model

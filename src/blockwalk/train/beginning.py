@@ -188,7 +188,8 @@ def _saved(path: Path) -> Checkpoint:
 
 
 def _resume(beginning: Beginning, saved: Checkpoint) -> Resumed:
-    """Put the data where a checkpoint left them, and return what differs from the run that wrote it.
+    """Put the data where a checkpoint left them, and return what differs from the run that wrote
+    it.
 
     Raises:
         ValueError: settings, data or the model's weights differ from those that the saved state

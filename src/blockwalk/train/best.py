@@ -55,14 +55,13 @@ class Best:
     def beside(self, first: Mapping[str, Any] | None, last: int) -> str:
         """Return what a user should know of the best, given the line of the evaluation before the
         first step (None: there was none) and the last step; empty where nothing is."""
-        known = (
-            f"; the weights at the run's end are those of step {last}" if self.step != last else ""
-        )
+        note = ""
+        if self.step != last:
+            note = f"; the weights at the run's end are those of step {last}"
         if first is not None and first["step"] == 0 and self._is_less_than(first):
-            known += (
-                f"; before the first step it was better: {_figure(self.score, first[self.score])}"
-            )
-        return known
+            figure = _figure(self.score, first[self.score])
+            note += f"; before the first step it was better: {figure}"
+        return note
 
     @property
     def name(self) -> str:
@@ -82,11 +81,9 @@ def note_on_best(folder: Path) -> str:
     is not the last step's; empty where there is no such run or checkpoint, or its files do not
     tell."""
     try:
-        score = (
-            read_yaml(folder / SETTINGS, Loader).get("keep_best")
-            if (folder / SETTINGS).is_file()
-            else ""
-        )
+        score = ""
+        if (folder / SETTINGS).is_file():
+            score = read_yaml(folder / SETTINGS, Loader).get("keep_best")
         lines = whole_lines(folder / "evaluations.jsonl") if score else []
         with reading(folder / "evaluations.jsonl"):
             best = Best.of(lines, score, lines[-1].get("records", "")) if lines else Best()
@@ -96,9 +93,8 @@ def note_on_best(folder: Path) -> str:
     if not best.name or best.step == lines[-1]["step"] or not checkpoint.is_dir():
         return ""
     way = f"--adapter {checkpoint}"
-    if (
-        folder / "model"
-    ).is_dir():  # trained whole: there is no adapter, and the refusal names a command
+    if (folder / "model").is_dir():
+        # Trained whole, it has no adapter: the refusal names a command.
         way += " says how to write them"
     return (
         f"these are the weights of step {lines[-1]['step']}, the last; those of the best"
@@ -112,18 +108,17 @@ def require_evaluations(run: RunConfig, held_out: HeldOut | None) -> None:
     Raises:
         ValueError: it has none; the setting that is missing is named.
     """
-    asks = "keep_best" if run.keep_best else "early_stopping" if run.early_stopping else ""
-    if not asks:
+    if not (run.keep_best or run.early_stopping):
         return
+    name = "keep_best" if run.keep_best else "early_stopping"
     if held_out is None:
-        raise ValueError(f"{asks} needs held-out records: set data.eval, or data.eval_share: 0.05")
+        raise ValueError(f"{name} needs held-out records: set data.eval, or data.eval_share: 0.05")
     if not run.eval_every:
         raise ValueError(
-            f"{asks} needs evaluations during the run: set eval_every to the steps between them"
+            f"{name} needs evaluations during the run: set eval_every to the steps between them"
         )
     if run.keep_best == "accuracy" and not isinstance(held_out.rows, Choices):
         raise ValueError(
             "keep_best: accuracy needs held-out records with candidates (data.template with"
-            " data.label_words, or a data.task"
-            " that has them); keep_best: loss needs none"
+            " data.label_words, or a data.task that has them); keep_best: loss needs none"
         )

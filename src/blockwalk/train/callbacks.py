@@ -87,20 +87,21 @@ def trackers(names: Sequence[str]) -> list[Callback]:
         raise ValueError(f"report_to is {', '.join(names)}; none and all stand alone")
     from accelerate import tracking
 
-    known = {str(name): cls for name, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}
-    there = {str(name) for name in tracking.get_available_trackers()}
-    names = tuple(name for name in known if name in there) if names == ("all",) else names
+    classes = {str(name): cls for name, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}
+    installed = {str(name) for name in tracking.get_available_trackers()}
+    if names == ("all",):
+        names = tuple(name for name in classes if name in installed)
     for name in names:
-        if name not in known:
+        if name not in classes:
             raise ValueError(
-                f"report_to: unknown tracker {name!r}{did_you_mean(name, list(known), LOOSE)};"
-                f" known: {', '.join(known)}"
+                f"report_to: unknown tracker {name!r}{did_you_mean(name, list(classes), LOOSE)};"
+                f" known: {', '.join(classes)}"
             )
-        if name not in there:
+        if name not in installed:
             raise ValueError(
                 f"report_to: {name} is not installed: pip install {name} (tensorboard: {INSTALL})"
             )
-    return [_tracker(name, known[name]) for name in names]
+    return [_tracker(name, classes[name]) for name in names]
 
 
 PROJECT = "blockwalk"
@@ -151,10 +152,9 @@ def _tracker(name: str, cls: Any) -> Callback:
                 {k: v if isinstance(v, int | float) else str(v) for k, v in settings}
             )
             opened.append(tracker)
-        told = flat(
-            {_GROUP.get(event.name, event.name): {**event.values, "step": None}}, "/"
-        ).items()
-        if figures := {name: value for name, value in told if isinstance(value, int | float)}:
+        group = _GROUP.get(event.name, event.name)
+        values = flat({group: {**event.values, "step": None}}, "/")
+        if figures := {k: v for k, v in values.items() if isinstance(v, int | float)}:
             opened[0].log(figures, step=event.step)
         if event.name == "end":
             opened[0].finish()
@@ -174,10 +174,9 @@ def pushes(repo: str) -> list[Callback]:
     first(lambda: hub.create(repo))
 
     def push(event: Event) -> None:
-        ended = event.name == "end" and not Path(event.values["saved_to"]).name.startswith(
-            "checkpoint"
-        )
-        if ended and event.walker.ranks.rank == 0:
+        if event.name != "end" or event.walker.ranks.rank:
+            return
+        if not Path(event.values["saved_to"]).name.startswith("checkpoint"):
             say(f"uploaded to {card.push(event.run.output_dir, repo)}")
 
     return [push]

@@ -82,13 +82,12 @@ def load(
     raw = read_yaml(Path(path), Loader)
     if not isinstance(raw, Mapping):
         raise ValueError(
-            f"{path} holds {type(raw).__name__}; a mapping of settings is needed, such as 'model:"
-            " ...'"
+            f"{path} holds {type(raw).__name__}; a mapping of settings is needed, such as"
+            " 'model: ...'"
         )
     overrides = list(overrides)
-    return _with_room_to_warm_up(
-        from_mapping(raw, overrides, as_flags=as_flags), {name for name, _ in overrides}, path
-    )
+    run = from_mapping(raw, overrides, as_flags=as_flags)
+    return _with_room_to_warm_up(run, {name for name, _ in overrides}, path)
 
 
 SHORTENS = frozenset(("max_steps", "epochs", "batch_size", "data.train"))
@@ -102,14 +101,10 @@ def _with_room_to_warm_up(run: RunConfig, named: set[str], path: str | Path) -> 
     from blockwalk.train.preflight import steps_of
 
     rate = run.plan.optimizer
-    warms = {"optimizer", "optimizer.warmup_steps", "optimizer.total_steps"} & named
-    if (
-        SCHEDULES[rate.schedule].endless
-        or rate.warmup_steps < 1
-        or rate.total_steps
-        or warms
-        or not named & SHORTENS
-    ):
+    says_warmup = {"optimizer", "optimizer.warmup_steps", "optimizer.total_steps"} & named
+    if says_warmup or not named & SHORTENS:
+        return run
+    if SCHEDULES[rate.schedule].endless or rate.warmup_steps < 1 or rate.total_steps:
         return run
     steps = steps_of(run)
     if not 0 < steps < rate.warmup_steps:
@@ -146,70 +141,100 @@ def of(
 def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
     """Return the configuration that dotted settings of our own names describe, the later ones
     winning."""
-    known = setting_names()
+    settings = _winning(pairs)
+    values = _run_values(settings)
+    data = section(DataSettings, "data", settings)
+    values["prefix"] = section(PrefixSettings, "prefix", settings)
+    lora, wants_lora = _lora(settings)
+    name = str(settings.pop("method", "mebp"))
+    if name == "auto":
+        adapters = lora if wants_lora else None
+        plan = _chosen(values, data, adapters, settings)
+        return RunConfig(plan=plan, data=data, lora=adapters, **values)
+    plan = _plan(name, settings, values)
+    if wants_lora is None:
+        # Weights in a block codec cannot be trained: a row that has them, or is given them, means
+        # LoRA.
+        codecs = (method(name).frozen.codec, plan.frozen.codec)
+        rounded = any(codec.encoded or codec.facts.chosen_later for codec in codecs)
+        wants_lora = rounded and not values["prefix"]
+    adapters = lora if wants_lora else None
+    return RunConfig(plan=plan, data=data, lora=adapters, named=frozenset(settings), **values)
+
+
+def _winning(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return settings by dotted name, the later ones winning: a whole replaces earlier parts, and a
+    part changes an earlier placement.
+
+    Raises:
+        ValueError: a name is unknown, or that of a group of settings.
+    """
+    names = setting_names()
     settings: dict[str, Any] = {}
     for key, value in pairs:
-        is_option = is_open(key) or (key in (*OPEN, *WHOLE) and isinstance(value, Mapping))
-        parts = [name for name in known if name.startswith(f"{key}.")]
-        if parts and key not in known:
-            raise ValueError(
-                f"{key} is {value!r}; it takes a group of settings, such as {parts[0]}"
-            )
-        if key not in known and not is_option:
-            raise ValueError(
-                f"unknown setting {key!r}{_of_value(key, value, known) or did_you_mean(key, known)}"
-            )
-        for other in list(
-            settings
-        ):  # a later whole replaces earlier parts; a later part changes an earlier placement
-            if other.startswith(f"{key}.") or (
-                key.startswith(f"{other}.") and other not in PLACEMENTS
-            ):
-                del settings[other]
+        _require_name(key, value, names)
+        for earlier in list(settings):
+            is_part = earlier.startswith(f"{key}.")
+            is_whole = key.startswith(f"{earlier}.") and earlier not in PLACEMENTS
+            if is_part or is_whole:
+                del settings[earlier]
         settings[key] = value
+    return settings
 
-    if str(resume := settings.get("resume_from_checkpoint")).lower() in ("true", "false"):
-        settings["resume_from_checkpoint"] = "latest" if str(resume).lower() == "true" else ""
-    own = {
-        k: coerce(k, settings.pop(k), hints_of(RunConfig)[k]) for k in list(settings) if k in _OWN
-    }
-    if own.get("model"):
-        own["model"] = model_source(os.path.expanduser(own["model"]))
-    data = section(DataSettings, "data", settings)
-    own["prefix"] = section(PrefixSettings, "prefix", settings)
-    lora_given = "lora" in settings or any(k.startswith("lora.") for k in settings)
-    wants_lora = coerce("lora", settings.pop("lora", True), bool)
-    lora_named = {key.split(".")[1] for key in settings if key.startswith("lora.")}
+
+def _require_name(key: str, value: Any, names: list[str]) -> None:
+    """Raise ValueError where a setting's name is none of ours."""
+    if key in names:
+        return
+    if parts := [name for name in names if name.startswith(f"{key}.")]:
+        raise ValueError(f"{key} is {value!r}; it takes a group of settings, such as {parts[0]}")
+    if not is_open(key) and not (key in (*OPEN, *WHOLE) and isinstance(value, Mapping)):
+        hint = _of_value(key, value, names) or did_you_mean(key, names)
+        raise ValueError(f"unknown setting {key!r}{hint}")
+
+
+def _run_values(settings: dict[str, Any]) -> dict[str, Any]:
+    """Take out the settings that are fields of the run itself, and return their values."""
+    resume = str(settings.get("resume_from_checkpoint")).lower()
+    if resume in ("true", "false"):
+        settings["resume_from_checkpoint"] = "latest" if resume == "true" else ""
+    hints = hints_of(RunConfig)
+    names = [name for name in settings if name in _OWN]
+    values = {name: coerce(name, settings.pop(name), hints[name]) for name in names}
+    if values.get("model"):
+        values["model"] = model_source(os.path.expanduser(values["model"]))
+    return values
+
+
+def _lora(settings: dict[str, Any]) -> tuple[LoraSettings, bool | None]:
+    """Take out the settings of LoRA. Return them, and whether it is wanted; None where they do not
+    tell."""
+    names = {name.partition(".")[2] for name in settings if name.startswith("lora.")}
+    wants_lora = True if names else None
+    if "lora" in settings:
+        wants_lora = coerce("lora", settings.pop("lora"), bool)
     lora = section(LoraSettings, "lora", settings)
     if lora.from_:
         from blockwalk.cutting.going_on import settings_from  # it imports torch
 
-        lora = settings_from(lora, lora_named)
-    name = str(settings.pop("method", "mebp"))
-    if name == "auto":
-        asked = lora if lora_given and wants_lora else None
-        return RunConfig(plan=_chosen(own, data, asked, settings), data=data, lora=asked, **own)
+        lora = settings_from(lora, {name.partition(".")[0] for name in names})
+    return lora, wants_lora
+
+
+def _plan(name: str, settings: Mapping[str, Any], values: Mapping[str, Any]) -> Plan:
+    """Return the plan of a method with settings; the model's own codec where none is named."""
     if name not in METHODS:
         raise ValueError(
             f"unknown method {name!r}{METHODS.nearest(name)}; known: auto, {METHODS.choices}"
         )
     plan = method(name, **settings)
-    named = {"frozen", "frozen.codec"} & settings.keys()
-    if not named:
+    if not {"frozen", "frozen.codec"} & settings.keys():
         plan = unnamed_codec(plan)
-    if plan.frozen.codec.facts.chosen_later and _is_here(own):
+    if plan.frozen.codec.facts.chosen_later and _is_here(values):
         from blockwalk.engine.frozen_codec import with_stored_codec  # it imports torch
 
-        plan = with_stored_codec(plan, own["model"])
-    # weights in a block codec cannot be trained: a row that has them, or is given them, means LoRA
-    if not lora_given:
-        codecs = (METHODS[name]().frozen.codec, plan.frozen.codec)
-        wants_lora = (
-            any(codec.encoded or codec.facts.chosen_later for codec in codecs) and not own["prefix"]
-        )
-    return RunConfig(
-        plan=plan, data=data, lora=lora if wants_lora else None, named=frozenset(settings), **own
-    )
+        plan = with_stored_codec(plan, values["model"])
+    return plan
 
 
 EXAMPLES = {
@@ -220,15 +245,15 @@ EXAMPLES = {
 """Settings that take a list or a mapping as one value, each with one."""
 
 
-def _of_value(key: str, value: Any, known: Collection[str]) -> str:
+def _of_value(key: str, value: Any, names: Collection[str]) -> str:
     """Return what to write where a name is a part of a setting that has none; empty where it is no
     such part."""
-    whole = next((name for name in known if key.startswith(f"{name}.")), "")
-    if whole in EXAMPLES:
-        return f": {whole} is one value, such as {EXAMPLES[whole]}"
-    if whole and value is None and not any(name.startswith(f"{whole}.") for name in known):
-        text = key.removeprefix(f"{whole}.")
-        return f": YAML reads braces as a mapping; put the text in quotes: {whole}: '{{{text}}}'"
+    setting = next((name for name in names if key.startswith(f"{name}.")), "")
+    if setting in EXAMPLES:
+        return f": {setting} is one value, such as {EXAMPLES[setting]}"
+    if setting and value is None and not any(name.startswith(f"{setting}.") for name in names):
+        text = key.removeprefix(f"{setting}.")
+        return f": YAML reads braces as a mapping; put the text in quotes: {setting}: '{{{text}}}'"
     return ""
 
 
@@ -241,14 +266,14 @@ def reads(settings: Mapping[str, Any]) -> bool:
     return True
 
 
-def _is_here(own: Mapping[str, Any]) -> bool:
+def _is_here(values: Mapping[str, Any]) -> bool:
     """Whether a model is named that can be looked at while settings are read."""
-    name = str(own.get("model", ""))
+    name = str(values.get("model", ""))
     return name.partition("@")[0].endswith(".gguf") or (name != "" and Path(name).is_dir())
 
 
 def _chosen(
-    own: Mapping[str, Any],
+    values: Mapping[str, Any],
     data: DataSettings,
     lora: LoraSettings | None,
     settings: Mapping[str, Any],
@@ -259,17 +284,20 @@ def _chosen(
     from blockwalk.report import advice
     from blockwalk.simulate import hardware, planner
 
-    if not own.get("model"):
+    if not values.get("model"):
         raise ValueError("method: auto reads the model's configuration; give model")
-    given = override(Plan(), settings)
-    steps = given.gradient_accumulation_steps
-    machine = hardware.load("here")
-    shape = Shape(own.get("batch_size", RunConfig().batch_size) // steps, data.max_length)
-    trained = lora or own["prefix"] or None
+    plan = override(Plan(), settings)
+    steps = plan.gradient_accumulation_steps
+    batch_size = values.get("batch_size", RunConfig().batch_size)
     task = advice.task(
-        own["model"], trained, machine, shape, budget=given.budget, micro_batches=steps
+        values["model"],
+        lora or values["prefix"] or None,
+        hardware.load("here"),
+        Shape(batch_size // steps, data.max_length),
+        budget=plan.budget,
+        micro_batches=steps,
     )
-    return override(planner.choose(task, world=given.mesh.world), settings)
+    return override(planner.choose(task, world=plan.mesh.world), settings)
 
 
 def dump(config: RunConfig) -> str:
@@ -293,45 +321,38 @@ def split_flags(
     Raises:
         ValueError: a setting without a value.
     """
-    known = set(setting_names())
-    rest = deque(arguments)
+    names = set(setting_names())
+    words = deque(arguments)
     pairs: list[tuple[str, Any]] = []
-    others: list[str] = []
-    while rest:
-        argument = rest.popleft()
-        name, equals, text = argument.removeprefix("--").partition("=")
-        theirs = name not in known and "." not in name
-        if not argument.startswith("--") or (
-            theirs and (name in options or not _has_ours(name, known))
-        ):
-            others.append(argument)
+    positional: list[str] = []
+    while words:
+        word = words.popleft()
+        name, equals, text = word.removeprefix("--").partition("=")
+        foreign = name not in names and "." not in name
+        is_option = foreign and (name in options or not _has_ours(name, names))
+        if not word.startswith("--") or is_option:
+            positional.append(word)
             continue
         if not equals:
-            has_value = bool(rest) and not rest[0].startswith("--")
-            if not (has_value or theirs):
+            has_value = bool(words) and not words[0].startswith("--")
+            if not (has_value or foreign):
                 raise ValueError(f"--{name} needs a value (known settings: blockwalk train --help)")
-            text = rest.popleft() if has_value else "true"
-        pairs.append(
-            (
-                name,
-                text
-                if text.startswith("{") and _takes_no_mapping(name, known)
-                else _flag_value(text),
-            )
-        )
-    return pairs, others
+            text = words.popleft() if has_value else "true"
+        is_text = text.startswith("{") and _takes_no_mapping(name, names)
+        pairs.append((name, text if is_text else _flag_value(text)))
+    return pairs, positional
 
 
-def _takes_no_mapping(name: str, known: Collection[str]) -> bool:
+def _takes_no_mapping(name: str, names: Collection[str]) -> bool:
     """Return whether a setting of ours has neither parts nor a mapping as its value: braces are
     text then."""
-    has_parts = any(other.startswith(f"{name}.") for other in known)
-    return name in known and not has_parts and name not in (*OPEN, *WHOLE)
+    has_parts = any(other.startswith(f"{name}.") for other in names)
+    return name in names and not has_parts and name not in (*OPEN, *WHOLE)
 
 
-def _has_ours(name: str, known: Collection[str]) -> bool:
+def _has_ours(name: str, names: Collection[str]) -> bool:
     """Return whether a name that is not ours is one of another tool's, or ours with dashes."""
-    return name.replace("-", "_") in known or find(name) is not None
+    return name.replace("-", "_") in names or find(name) is not None
 
 
 def _flag_value(text: str) -> Any:
@@ -361,9 +382,8 @@ class _Dumper(yaml.SafeDumper):
     """A writer of YAML that quotes texts which :class:`Loader` would read as something else."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        unusual = any(
-            mark in data for mark in "\x85\u2028\u2029\ufeff"
-        )  # plain, they would be read as line breaks
+        # Plain, these characters would be read as line breaks.
+        unusual = any(character in data for character in "\x85\u2028\u2029\ufeff")
         return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if unusual else None)
 
 

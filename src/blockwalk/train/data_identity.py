@@ -59,32 +59,31 @@ def differences(
     saved_settings: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> list[str]:
-    """The reasons why a resumed run's examples are others than a checkpoint's, a phrase each, by
-    the :func:`identity` of both and their settings of ``data``. A checkpoint that knows fewer
-    parts, for it is older, differs in none of the others."""
-    before = {**now, **saved}
-    known = {**settings, **saved_settings}
+    """Return the reasons why a resumed run's examples are not a checkpoint's, a phrase each, by the
+    :func:`identity` of both and their settings of ``data``. An older checkpoint that has fewer
+    parts differs in none of the others."""
+    earlier = {**now, **saved}
+    earlier_settings = {**settings, **saved_settings}
     phrases = []
-    if before["text"] != now["text"]:
+    if earlier["text"] != now["text"]:
         old, new = (
             " + ".join(f"{text[0]:,} bytes" if text else "no file" for text in side["text"])
-            for side in (before, now)
+            for side in (earlier, now)
         )
         phrases.append(f"the text of data.train ({old}, now {'other ones' if old == new else new})")
     for counted in ("records", "sequences", "tokens"):
-        if before[counted] != now[counted]:
-            phrases.append(f"the number of {counted} ({before[counted]:,}, now {now[counted]:,})")
-    if before["template"] != now["template"]:
+        if earlier[counted] != now[counted]:
+            phrases.append(f"the number of {counted} ({earlier[counted]:,}, now {now[counted]:,})")
+    if earlier["template"] != now["template"]:
         phrases.append("the chat template")
-    if before["tokenizer"] != now["tokenizer"]:
-        either = dict(before["tokenizer"].items() ^ now["tokenizer"].items())
-        phrases.append(f"the tokenizer ({', '.join(sorted(either))})")
+    if earlier["tokenizer"] != now["tokenizer"]:
+        files = dict(earlier["tokenizer"].items() ^ now["tokenizer"].items())
+        phrases.append(f"the tokenizer ({', '.join(sorted(files))})")
     for name, value in settings.items():
-        if known[name] != value and (
-            name == "eval_share" or not f"data.{name}".startswith(ONLY_EVALUATION)
-        ):
-            phrases.append(f"data.{name} ({known[name]}, now {value})")
-    if not phrases and saved and all(before["text"]):
+        trains = name == "eval_share" or not f"data.{name}".startswith(ONLY_EVALUATION)
+        if trains and earlier_settings[name] != value:
+            phrases.append(f"data.{name} ({earlier_settings[name]}, now {value})")
+    if not phrases and saved and all(earlier["text"]):
         return [
             "the versions of the libraries that make them (the same text, template, tokenizer and"
             " settings)"

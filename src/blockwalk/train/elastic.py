@@ -100,12 +100,11 @@ def lend(run: RunConfig) -> int:
     scratch = Path(run.output_dir) / SCRATCH
     atomic_files.make_folder(scratch)
     try:
-        there = ranks.header()
-        _require(there["facts"], facts(run, prepared))
+        header = ranks.header()
+        _require_same(header["facts"], facts(run, prepared))
         with tempfile.TemporaryDirectory(prefix=JOINED, dir=scratch) as folder:
-            marks.write(
-                Path(folder), "joined"
-            )  # by which a later run knows what a killed rank left
+            # By this mark a later run knows what a killed rank left.
+            marks.write(Path(folder), "joined")
             prepared = prepared.put_away(Path(folder))
             with already_said():
                 walker = Walker(
@@ -116,20 +115,21 @@ def lend(run: RunConfig) -> int:
                     ranks=ranks,
                 )
             with walker:
-                _require(there["ledger"], ledger_header(walker.engine, run.adapters_at_start, ""))
+                own_header = ledger_header(walker.engine, run.adapters_at_start, "")
+                _require_same(header["ledger"], own_header)
                 return follow(
                     walker, ranks, lambda at: prepared.batch_at(at[0], at[1], run.data.label_scores)
                 )
     except DistError:
         raise LostRank(
             f"the run at {run.elastic} does not answer any more: its host has ended, or cannot be"
-            " reached. Resume the run,"
-            " and join it again"
+            " reached. Resume the run, and join it again"
         ) from None
 
 
-def _require(there: dict[str, Any], here: dict[str, Any]) -> None:
-    if different := differences(there, here):
+def _require_same(host: dict[str, Any], local: dict[str, Any]) -> None:
+    """Raise ValueError where facts of this rank differ from the host's."""
+    if different := differences(host, local):
         raise ValueError(
             f"this rank cannot join, for it would compute other bits: {'; '.join(different)}"
         )

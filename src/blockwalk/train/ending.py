@@ -37,11 +37,11 @@ class Ending:
         """
         ranks = self.walker.ranks
         if ranks.world == 1:
-            number = self.stop.asked
+            number = self.stop.signal
         elif heard:
             number = ranks.stop_signal_of_any_rank
         else:
-            number = int(max(values[0] for values in ranks.exchange([self.stop.asked])))
+            number = int(max(values[0] for values in ranks.exchange([self.stop.signal])))
         if number:
             self.stopped_by = signal.Signals(number)
         return self.stopped_by is not None

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -44,13 +44,8 @@ class Evaluation:
     def of(cls, line: Mapping[str, Any]) -> Evaluation:
         """Return the evaluation that a line of ``evaluations.jsonl`` tells of. Raises TypeError for
         a name that it does not know."""
-        return cls(
-            **{
-                name: value
-                for name, value in line.items()
-                if name not in ("step", "seconds", "records")
-            }
-        )
+        of_the_log = ("step", "seconds", "records")
+        return cls(**{name: value for name, value in line.items() if name not in of_the_log})
 
     @property
     def scores(self) -> dict[str, float]:
@@ -157,29 +152,28 @@ class HeldOut:
             FloatingPointError: the loss is not finite.
         """
         if isinstance(self.rows, Choices):
-            found = self._ranked(walker, self.rows, watch)
+            evaluation = self._ranked(walker, self.rows, watch)
         else:
-            found = self._losses(walker, watch)
+            evaluation = self._losses(walker, watch)
             if isinstance(self.rows, Answers):
                 f1, exact = self._generated(walker, self.rows, watch)
-                found = replace(found, f1=f1, exact_match=exact)
-        if not math.isfinite(found.loss):
+                evaluation = replace(evaluation, f1=f1, exact_match=exact)
+        if not math.isfinite(evaluation.loss):
             raise FloatingPointError(
-                f"the held-out loss is {found.loss} after step {walker.steps_done}: go on from an"
-                " earlier checkpoint with a"
-                " lower optimizer.learning_rate, or set compute_dtype: float32"
+                f"the held-out loss is {evaluation.loss} after step {walker.steps_done}: go on"
+                " from an earlier checkpoint with a lower optimizer.learning_rate, or set"
+                " compute_dtype: float32"
             )
-        return found
+        return evaluation
 
     def _visits(self, watch: Callable[[int], None]) -> Iterator[tuple[list[int], Batch, int]]:
         """Yield row numbers, batch, and the number of batches that the visit is cut into."""
-        done = 0
-        for rows, batch in by_length(
-            self.encoded, self.batch_size * self.batches, self.settings.padding_multiple
-        ):
-            watch(done * len(self.rows) // len(self.encoded))
+        measured = 0
+        visit = self.batch_size * self.batches
+        for rows, batch in by_length(self.encoded, visit, self.settings.padding_multiple):
+            watch(measured * len(self.rows) // len(self.encoded))
             yield rows, batch, -(-len(rows) // self.batch_size)
-            done += len(rows)
+            measured += len(rows)
 
     def _losses(self, walker: Walker, watch: Callable[[int], None]) -> Evaluation:
         results = [walker.evaluate(batch, batches=cuts) for _, batch, cuts in self._visits(watch)]
@@ -210,35 +204,35 @@ class HeldOut:
         )
 
     def _generated(
-        self, walker: Walker, asked: Answers, watch: Callable[[int], None]
+        self, walker: Walker, answers: Answers, watch: Callable[[int], None]
     ) -> tuple[float, float]:
-        """F1 and exact match of answers that the walker writes, greedily, to the end of a line;
-        prompts of like length go together, and ranks share them."""
+        """Return F1 and exact match of answers that the walker writes, greedily, to the end of a
+        line. Prompts of like length go together, and ranks share them."""
         line_end = self.tokenizer("a\n", add_special_tokens=False)["input_ids"][-1]
         stops = {line_end, self.tokenizer.eos_token_id} - {None}
-        order = sorted(range(len(asked)), key=lambda row: len(asked.prompts[row]))
+        order = sorted(range(len(answers)), key=lambda row: len(answers.prompts[row]))
         ranks = walker.ranks
-        right = []
+        scores: list[float] = []
         for start in range(0, len(order), self.batch_size):
             watch(start)
             rows = order[start : start + self.batch_size]
-            said = []
-            each = -(-len(rows) // ranks.world)
-            own = (rows * ranks.world)[ranks.rank * each :][
-                :each
-            ]  # as many on each: the last ones may be asked twice
-            ids_BS, mask_BS = left_padded([asked.prompts[row] for row in own], asked.rows.pad_id)
+            # Each rank writes as many answers: the last ones may be written twice.
+            share = -(-len(rows) // ranks.world)
+            local_rows = (rows * ranks.world)[ranks.rank * share :][:share]
+            local_scores: list[float] = []
+            prompts = [answers.prompts[row] for row in local_rows]
+            ids_BS, mask_BS = left_padded(prompts, answers.rows.pad_id)
             written_BS = walker.generate(
                 ids_BS, ANSWER_TOKENS, attention_mask=mask_BS, stop_ids=stops, shared=True
             )
-            for row, ids in zip(own, written_BS[:, ids_BS.shape[1] :].tolist(), strict=True):
+            answers_BS = written_BS[:, ids_BS.shape[1] :].tolist()
+            for row, ids in zip(local_rows, answers_BS, strict=True):
                 answer = self.tokenizer.decode(ids, skip_special_tokens=True).partition("\n")[0]
-                said += [
-                    token_f1(answer, asked.answers[row]),
-                    exact_match(answer, asked.answers[row]),
-                ]
-            right += [score for part in ranks.exchange(said) for score in part][: 2 * len(rows)]
-        return math.fsum(right[::2]) / len(order), math.fsum(right[1::2]) / len(order)
+                references = answers.answers[row]
+                local_scores += [token_f1(answer, references), exact_match(answer, references)]
+            everyone = ranks.exchange(local_scores)
+            scores += list(chain.from_iterable(everyone))[: 2 * len(rows)]
+        return math.fsum(scores[::2]) / len(order), math.fsum(scores[1::2]) / len(order)
 
 
 def eval_batch_size(run: RunConfig) -> int:

@@ -28,9 +28,9 @@ class Note(UserWarning):
 class Reader:
     """The means to tell whether a line can be read."""
 
-    given: Mapping[str, Any]
+    settings: Mapping[str, Any]
     """Every setting of the run by its name, theirs and ours."""
-    known: frozenset[str]
+    names: frozenset[str]
     """Our names."""
     reads: Callable[[Mapping[str, Any]], bool]
     """A function that tries whether settings of our names can be read."""
@@ -40,17 +40,17 @@ class Reader:
         folder, wherever it is."""
         if name == "lora.from":
             return isinstance(value, str) and value != ""
-        method = self.given.get("method", "auto")
-        beside = {"method": method} if method != "auto" and self.reads({"method": method}) else {}
-        if name == "data.weights" and "data.train" in self.given:
-            beside["data.train"] = self.given["data.train"]
-        return self.reads({**beside, name: value})
+        method = self.settings.get("method", "auto")
+        context = {"method": method} if method != "auto" and self.reads({"method": method}) else {}
+        if name == "data.weights" and "data.train" in self.settings:
+            context["data.train"] = self.settings["data.train"]
+        return self.reads({**context, name: value})
 
 
 def translated(
     raw: list[Pair],
     overrides: list[Pair],
-    known: Iterable[str],
+    names: Iterable[str],
     reads: Callable[[Mapping[str, Any]], bool],
     *,
     as_flags: bool = False,
@@ -58,7 +58,7 @@ def translated(
     """Return the settings of a file, then those that override them, under our names.
 
     Args:
-        known: our names.
+        names: our names.
         reads: a function that tries whether settings of our names can be read.
         as_flags: errors write what overrides as flags.
 
@@ -66,26 +66,27 @@ def translated(
         ValueError: a name that is not ours and means something else, or nothing here; one setting
             under two names. Further ones of the kind are warnings (:class:`Note`).
     """
-    reader = Reader(dict([*raw, *overrides]), frozenset(known), reads)
+    reader = Reader(dict([*raw, *overrides]), frozenset(names), reads)
     result: list[Pair] = []
     problems: list[str] = []
     for pairs, flag in ((raw, False), (overrides, as_flags)):
-        taken = {key: key for key, _ in pairs if key in reader.known}
-        for key, value in _grouped(pairs, reader.known):
-            name, row, exact = _row(key, reader.known)
+        spelling = {key: key for key, _ in pairs if key in reader.names}
+        for key, value in _grouped(pairs, reader.names):
+            name, row, exact = _row(key, reader.names)
             if row is None and name == key:
                 problems += _value_problem(key, value, reader, flag=flag)
                 result.append((key, value))
             elif row is not None and value is None:
                 _note(f"{_as_text(key, flag=flag)} is left out, for it has no value")
             elif row is None or (
-                exact and name in reader.known and row.same is not None and row.same(value)
+                exact and name in reader.names and row.same is not None and row.same(value)
             ):
-                if name in taken:
+                if name in spelling:
                     problems.append(
-                        f"{taken[name]} and {key} are both given, and mean the same; leave one out"
+                        f"{spelling[name]} and {key} are both given, and mean the same; leave one"
+                        " out"
                     )
-                taken[name] = key
+                spelling[name] = key
                 _note(
                     f"{_as_text(key, flag=flag)} is {_as_text(name, flag=flag)} here, and is"
                     " taken as that"
@@ -105,40 +106,36 @@ def translated(
     return result
 
 
-def _grouped(pairs: list[Pair], known: frozenset[str]) -> list[Pair]:
+def _grouped(pairs: list[Pair], names: frozenset[str]) -> list[Pair]:
     """Return the settings, with mappings of other tools whole again where the table knows them and
     not their parts."""
-    ours = {name.partition(".")[0] for name in known}
+    sections = {name.partition(".")[0] for name in names}
     result: dict[str, Any] = {}
     for key, value in pairs:
-        section, _, rest = key.partition(".")
-        if (
-            rest
-            and section not in ours
-            and section in BY_NAME
-            and _row(key, known)[:2] == (key, None)
-        ):
-            result.setdefault(section, {})[rest] = value
+        section, _, field = key.partition(".")
+        is_foreign = section not in sections and section in BY_NAME
+        if field and is_foreign and _row(key, names)[:2] == (key, None):
+            result.setdefault(section, {})[field] = value
         else:
             result.pop(key, None)  # the later one, in its place
             result[key] = value
     return list(result.items())
 
 
-def _row(key: str, known: frozenset[str]) -> tuple[str, Foreign | None, bool]:
+def _row(key: str, names: frozenset[str]) -> tuple[str, Foreign | None, bool]:
     """Return our name for a name; the row that says so, None where the name is ours but for its
     dashes, or unknown; and whether the name may be taken as it is."""
     name = key.replace("-", "_")
     section, _, field = key.partition(".")
-    if f"{section}.{field.partition('.')[0]}" in known and "." in field:
+    if f"{section}.{field.partition('.')[0]}" in names and "." in field:
         return key, None, True  # a part of a mapping, whose names are not ours
-    if key in known or name in known:
-        return (key if key in known else name), None, True
+    if key in names or name in names:
+        return (key if key in names else name), None, True
     if (match := find(key)) is not None:
         return match.row.ours, match.row, match.exact
-    rest = name.partition(".")[2]
-    if rest in known:
-        return rest, Foreign(rest, "The setting stands by itself here.", {}, same(rest)), False
+    field = name.partition(".")[2]
+    if field in names:
+        return field, Foreign(field, "The setting stands by itself here.", {}, same(field)), False
     return key, None, True
 
 
@@ -147,7 +144,7 @@ def _name_problem(key: str, value: Any, row: Foreign, reader: Reader, *, flag: b
     text = f"unknown setting {key!r}: {row.sentence}"
     if not row.ours:
         return f"{text} Leave it out."
-    if row.ours not in reader.known:
+    if row.ours not in reader.names:
         return f"{text} This version has no such setting; leave it out."
     return f"{text} {_line(row, value, reader, flag=flag) or f'The setting is {row.ours}.'}"
 
@@ -170,8 +167,8 @@ def _value_problem(key: str, value: Any, reader: Reader, *, flag: bool) -> list[
 def _line(row: Foreign, value: Any, reader: Reader, *, flag: bool) -> str:
     """Return the line to write for a value of theirs, or else for the row's example; empty where
     neither can be read here."""
-    for theirs in (value, row.example):
-        pair = _pair(row, theirs, reader)
+    for foreign_value in (value, row.example):
+        pair = _pair(row, foreign_value, reader)
         if pair is not None and reader.tries(*pair):
             return WRITE + _as_text(*pair, flag=flag)
     return ""
@@ -183,7 +180,7 @@ def _pair(row: Foreign | None, value: Any, reader: Reader) -> Pair | None:
     if row is None or row.line is None:
         return None
     try:
-        return row.line(value, reader.given)
+        return row.line(value, reader.settings)
     except (TypeError, ValueError, LookupError, ArithmeticError, SyntaxError):
         return None
 
@@ -191,12 +188,8 @@ def _pair(row: Foreign | None, value: Any, reader: Reader) -> Pair | None:
 def _as_text(name: str, *value: Any, flag: bool) -> str:
     """Return a setting as a line of YAML or as a flag; its name alone where there is no value."""
     if flag:
-        return " ".join(
-            [
-                f"--{name}",
-                *(shlex.quote(each if isinstance(each, str) else _shown(each)) for each in value),
-            ]
-        )
+        texts = (text if isinstance(text, str) else _shown(text) for text in value)
+        return " ".join([f"--{name}", *map(shlex.quote, texts)])
     return ": ".join([name, *map(_shown, value)])
 
 

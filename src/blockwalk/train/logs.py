@@ -122,8 +122,8 @@ def notes_on_lost_lines(beginning: Beginning, walker: Walker, logs: Logs) -> Seq
                 " after: they were lost"
             )
     line = logs.metrics.first_line
-    whole = logs.metrics.last_step >= checkpoint.step > 0
-    if whole and line is not None and line["step"] > 1:
+    has_the_last = logs.metrics.last_step >= checkpoint.step > 0
+    if has_the_last and line is not None and line["step"] > 1:
         notes.append(
             f"{logs.metrics.path.name} begins with step {line['step']}: the lines before were lost"
         )

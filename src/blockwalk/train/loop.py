@@ -251,7 +251,7 @@ class Run:
         """Say what the run goes on with, and do what is due before the first step."""
         walker = self.walker
         resumed = self.beginning.resumed
-        walker.ranks.own_stop_signal = lambda: self.ending.stop.asked
+        walker.ranks.own_stop_signal = lambda: self.ending.stop.signal
         notes: Sequence[str] = ()
         if resumed is not None:
             self.progress.say(f"resumed at step {walker.steps_done}")

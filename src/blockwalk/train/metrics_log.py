@@ -1,4 +1,4 @@
-"""The line of ``metrics.jsonl`` that each step leaves."""
+"""A log of a run: one JSON object a line."""
 
 from __future__ import annotations
 
@@ -25,11 +25,8 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, source: Path | None = None, keep_until: int = -1) -> None:
         with atomic_files.reading(source or path):
-            kept = (
-                []
-                if source is None
-                else [line for line in whole_lines(source) if line["step"] <= keep_until]
-            )
+            earlier = [] if source is None else whole_lines(source)
+            kept = [line for line in earlier if line["step"] <= keep_until]
         text = "".join(f"{atomic_files.seal(json.dumps(line))[0]}\n" for line in kept)
         atomic_files.write_bytes(path, text.encode())
         self.first_line: Mapping[str, Any] | None = kept[0] if kept else None

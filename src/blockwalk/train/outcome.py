@@ -25,6 +25,7 @@ class Outcome:
     step."""
     before: Evaluation | None
     after: Evaluation | None
+    """The evaluations before the first step and after the last; None: there was none."""
     peak_bytes: int
     """The process's peak; see :func:`blockwalk.system.process_memory.process_bytes`."""
     saved_to: Path
@@ -50,17 +51,15 @@ class Outcome:
             yield f"held-out loss      {self.after.loss:.4f}"
         if self.first_loss is not None and self.last_loss is not None:
             tenth = -(-self.steps // 10)
-            beside = "" if tenth == 1 else f"; means of the first and the last {tenth}"
+            means = "" if tenth == 1 else f"; means of the first and the last {tenth}"
             yield (
                 f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f} "
-                f" ({counted(self.steps, 'step')}{beside})"
+                f" ({counted(self.steps, 'step')}{means})"
             )
         yield f"peak memory        {human_bytes(self.peak_bytes)} ({COUNTED})"
         if self.resident_bytes:
-            yield (
-                "                   RSS incl. droppable file pages:"
-                f" {human_bytes(self.resident_bytes)}"
-            )
+            resident = human_bytes(self.resident_bytes)
+            yield f"                   RSS incl. droppable file pages: {resident}"
         yield from self.compared
         yield f"saved to           {self.saved_to}"
         if self.best:

@@ -20,8 +20,8 @@ def steps_of(run: RunConfig) -> int:
     network."""
     data = run.data
     files = names_of(data.train)
-    here = data.train and all(Path(file).exists() for file in files)
-    if run.max_steps or not here or data.packing or data.shares:
+    readable = data.train and all(Path(file).exists() for file in files)
+    if run.max_steps or not readable or data.packing or data.shares:
         return run.max_steps
     records = sum(1 for file in files for _ in read_records(file))
     if data.eval_share:
@@ -41,27 +41,24 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
         yield f"note: eval_every is {run.eval_every}, and data.eval is empty: nothing is evaluated"
     plan = run.plan
     if plan.cache.tier != "none" and plan.caches_nothing:
-        ranks = (
-            f"the {plan.mesh.world} ranks are one node"
-            if plan.mesh.world > 1
-            else "there is one rank"
-        )
+        ranks = "there is one rank"
+        if plan.mesh.world > 1:
+            ranks = f"the {plan.mesh.world} ranks are one node"
         yield (
             f"note: cache.tier is {plan.cache.tier}, and {ranks}: nothing is cached, parameters"
-            " are gathered as under zero3;"
-            " on several nodes each keeps its slices"
+            " are gathered as under zero3; on several nodes each keeps its slices"
         )
     positions = positions_of(run.model)
     prefix = run.prefix.num_virtual_tokens
     if positions and longest + prefix > positions:
-        beside = f", {prefix} of a prefix," if prefix else ""
+        part = f", {prefix} of a prefix," if prefix else ""
         yield (
-            f"note: sequences of {longest + prefix} tokens{beside} are longer than the"
-            f" {positions} positions that the model was"
-            f" made for: lower data.max_length to {positions - prefix}"
+            f"note: sequences of {longest + prefix} tokens{part} are longer than the {positions}"
+            " positions that the model was made for: lower data.max_length to"
+            f" {positions - prefix}"
         )
-    found = text_config(run.model)
-    width = found.get("hidden_size") or found.get("n_embd")
+    architecture = text_config(run.model)
+    width = architecture.get("hidden_size") or architecture.get("n_embd")
     if run.lora is not None and width and run.lora.rank > width:
         yield (
             f"note: lora.rank is {run.lora.rank}, above the model's width of {width}: adapters"

@@ -90,24 +90,19 @@ class PreparedRun:
     def batch_at(self, epoch: int, position: int, label_scores: str) -> Batch | LabelWordBatch:
         """Return the batch at a place in the data: an epoch, and the examples of it that were given
         out before."""
-        if (epoch, position) != (self.batches.epoch, self.batches.position):
-            self.batches.load_state_dict(
-                {**self.batches.state_dict(), "epoch": epoch, "position": position}
-            )
+        batches = self.batches
+        if (epoch, position) != (batches.epoch, batches.position):
+            place = {"epoch": epoch, "position": position}
+            batches.load_state_dict({**batches.state_dict(), **place})
         return self.next_batch(label_scores)[0]
 
     @property
     def map_bytes(self) -> int:
         """Bytes of the files that :meth:`put_away` makes."""
         rows = self.rows
-        borders = () if rows.positions is None else (rows.positions,)
-        arrays = (
-            rows.token_ids,
-            rows.in_loss,
-            rows.starts,
-            *borders,
-            *self.tokenizer_files.values(),
-        )
+        arrays = [rows.token_ids, rows.in_loss, rows.starts, *self.tokenizer_files.values()]
+        if rows.positions is not None:
+            arrays.append(rows.positions)
         return sum(array.nbytes for array in arrays)
 
     def put_away(self, folder: Path) -> PreparedRun:
@@ -162,52 +157,43 @@ def prepare(run: RunConfig) -> PreparedRun:
     plan = run.plan
     if not plan.optimizer.total_steps:
         plan = override(plan, {"optimizer.total_steps": total})
-    schedule_of(
-        plan.optimizer
-    )  # a warm-up that the steps have no room for is refused here, by a dry run as well
-    longest = (
-        -(-int(np.diff((rows if choices is None else choices.rows).starts).max()) // multiple)
-        * multiple
+    # A warm-up that the steps have no room for is refused here, by a dry run as well.
+    schedule_of(plan.optimizer)
+    sequences = rows if choices is None else choices.rows
+    longest = -(-int(np.diff(sequences.starts).max()) // multiple) * multiple
+    # A task's records alone tell how many candidates there are.
+    candidates = choices.classes if choices is not None and run.data.task else 1
+    _require_positions(run, sequences, held_out)
+    held_bytes = process_bytes()
+    costs = of_run(run)
+    micro_batch = run.micro_batch_rows * candidates
+    documents_walk_apart = (
+        rows.positions is None and costs.walks_documents(plan) and run.batch_size % plan.cuts == 0
     )
-    candidates = (
-        choices.classes if choices is not None and run.data.task else 1
-    )  # its records alone tell
-    _require_positions(run, rows if choices is None else choices.rows, held_out)
-    held = process_bytes()
-    measured = of_run(run)
-    wide = run.micro_batch_rows * candidates
-    apart = (
-        rows.positions is None
-        and measured.walks_documents(plan)
-        and run.batch_size % plan.cuts == 0
-    )
-    lengths_T = batches.row_lengths(
-        min(total, -(-LOOKED_AT // run.batch_size)), plan.cuts, apart=apart
-    )
-    fullest = Shape(wide, int(lengths_T.max()) if apart else longest)
-    foreseen = foresee(
-        run, fullest, measured, held_out.visit(plan.mesh.world) if held_out else None
-    )
+    steps = min(total, -(-LOOKED_AT // run.batch_size))
+    lengths_T = batches.row_lengths(steps, plan.cuts, apart=documents_walk_apart)
+    fullest = Shape(micro_batch, int(lengths_T.max()) if documents_walk_apart else longest)
+    visit = held_out.visit(plan.mesh.world) if held_out else None
+    foreseen = foresee(run, fullest, costs, visit)
     plan = override(plan, {"resident": foreseen.plan.resident, **foreseen.choices()})
-    average = Shape(wide, math.ceil(lengths_T.mean()))
-    usual = (
-        foreseen.simulated()
-        and foresee(replace(run, plan=plan, named=None), average, measured).simulated()
-    )
+    usual = foreseen.simulated()
+    if usual is not None:
+        average = Shape(micro_batch, math.ceil(lengths_T.mean()))
+        usual = foresee(replace(run, plan=plan, named=None), average, costs).simulated()
     return PreparedRun(
-        files,
-        shown,
-        rows,
-        choices,
-        batches,
-        held_out,
-        total,
-        plan,
-        longest,
-        held,
-        foreseen,
-        usual,
-        notes,
+        tokenizer_files=files,
+        shown=shown,
+        rows=rows,
+        choices=choices,
+        batches=batches,
+        held_out=held_out,
+        total=total,
+        plan=plan,
+        longest=longest,
+        held_bytes=held_bytes,
+        foreseen=foreseen,
+        usual=usual,
+        notes=notes,
     )
 
 
@@ -217,10 +203,9 @@ def _require_whole(report: EncodeReport, run: RunConfig) -> None:
     if 2 * report.truncated > report.records and not run.data.allow_truncation:
         raise ValueError(
             f"{report.truncated} of {report.records} records, more than half, are longer than"
-            " data.max_length:"
-            f" {run.data.max_length} tokens, and would be cut: set data.max_length to"
-            f" {report.longest}, the longest, or"
-            " data.packing: true, which cuts nothing, or data.allow_truncation: true"
+            f" data.max_length: {run.data.max_length} tokens, and would be cut: set"
+            f" data.max_length to {report.longest}, the longest, or data.packing: true, which"
+            " cuts nothing, or data.allow_truncation: true"
         )
 
 
@@ -250,5 +235,5 @@ def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoded, C
     """Return ``data.train`` as tokens; and with every label word, for an objective that ranks
     them."""
     ranks = run.plan.zeroth_order and run.plan.zo.objective != "loss"
-    found = training_set(run.data, tokenizer, seed=run.plan.seed, every_word=ranks)
-    return (found.answered(), found) if isinstance(found, Choices) else (found, None)
+    rows = training_set(run.data, tokenizer, seed=run.plan.seed, every_word=ranks)
+    return (rows.answered(), rows) if isinstance(rows, Choices) else (rows, None)

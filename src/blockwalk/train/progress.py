@@ -97,9 +97,8 @@ class Progress:
                 self._bar.update(task, completed=done)
             elif done and now - said > QUIET:
                 said = now
-                say(
-                    f"evaluation {done}/{count}  {(now - began) / done * (count - done):.0f} s left"
-                )
+                remaining = (now - began) / done * (count - done)
+                say(f"evaluation {done}/{count}  {remaining:.0f} s left")
 
         try:
             yield show
@@ -118,12 +117,14 @@ class Progress:
             f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {human_bytes(peak_bytes)} private"
         )
         if self._bar is not None:
-            beside = f" of {human_bytes(self._foreseen)} foreseen" if self._foreseen else ""
-            self._bar.update(self._task, completed=step, description=figures + beside)
+            if self._foreseen:
+                figures += f" of {human_bytes(self._foreseen)} foreseen"
+            self._bar.update(self._task, completed=step, description=figures)
         elif step % self._log_every == 0 or step == self._total:
             width = int(math.log10(self._total)) + 1
-            left = (now - self._began) / (step - self._first) * (self._total - step)
-            say(f"step {step:>{width}}/{self._total}  {figures}  {left:.0f} s left")
+            step_seconds = (now - self._began) / (step - self._first)
+            remaining = step_seconds * (self._total - step)
+            say(f"step {step:>{width}}/{self._total}  {figures}  {remaining:.0f} s left")
 
 
 def learnt_lines(title: str, runs: Sequence[tuple[str, bool]]) -> list[str]:

@@ -28,14 +28,14 @@ class Stop:
     noted for the loop, which ends between two steps."""
 
     noted: bool = False
-    asked: int = 0
+    signal: int = 0
     """The number of the signal that came; 0: none."""
 
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Signals that ask the run to end, as a :class:`Stop` says; a second one acts as it would
-    have."""
+    """Handle the signals that ask the run to end, as a :class:`Stop` says; a second one acts as it
+    would have."""
     stop = Stop()
 
     def act(number: int, _: FrameType | None) -> None:
@@ -43,12 +43,13 @@ def stop_signals() -> Iterator[Stop]:
         signal.signal(number, previous[number])
         if not stop.noted:
             raise Stopped(number)
-        stop.asked = number
-        if (
-            place.place().rank == 0
-        ):  # not through a buffered writer, which this may have interrupted
-            when = "after this step, or this batch of an evaluation"
-            say_in_handler(f"\nstopping {when}, with a checkpoint; ^C again to quit\n")
+        stop.signal = number
+        # Not through a buffered writer, which this may have interrupted.
+        if place.place().rank == 0:
+            say_in_handler(
+                "\nstopping after this step, or this batch of an evaluation, with a checkpoint;"
+                " ^C again to quit\n"
+            )
 
     with handled(act, STOPS) as previous:
         yield stop
