@@ -388,4 +388,5 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
+_Dumper.add_multi_representer(str, _Dumper.represent_str)  # texts that know more, such as a model
 _Dumper.yaml_implicit_resolvers = _resolvers()
