@@ -19,8 +19,12 @@ OfLogits = Callable[[Tensor, Tensor], Tensor]
 """(logits [n, V], float32 at least, labels [n]): the loss of each token, [n], differentiable."""
 
 
-def by_logits(function: OfLogits) -> TokenLoss:
-    """Return a loss of a token's logits as a loss that Blockwalk trains with.
+def by_logits(function: OfLogits, tokens: int | None = None) -> TokenLoss:
+    """Return a function of a token's logits as a loss that Blockwalk trains with.
+
+    Args:
+        tokens: those whose logits are held at once, instead of what
+            :func:`~blockwalk.plan.losses.token_chunk` says.
 
     >>> def z_loss(logits_nV, labels_n):
     ...     lse_n = logits_nV.logsumexp(1)
@@ -43,7 +47,7 @@ def by_logits(function: OfLogits) -> TokenLoss:
         of_batches = []
         for hidden_ND, labels_N in batches:
             losses_N = hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float64)
-            for places_n, labels_n in _parts(layer, hidden_ND, labels_N):
+            for places_n, labels_n in _parts(layer, hidden_ND, labels_N, tokens):
                 logits_nV, _ = _logits(layer, layer.hidden(hidden_ND, places_n), len(places_n))
                 losses_N.index_copy_(0, places_n, function(logits_nV, labels_n).double())
             of_batches.append(losses_N)
@@ -68,7 +72,7 @@ def by_logits(function: OfLogits) -> TokenLoss:
         layer.require_gradients(head_grad, bias_grad)
         grad_ND = torch.zeros_like(hidden_ND, memory_format=torch.contiguous_format)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        for places_n, labels_n in _parts(layer, hidden_ND, labels_N):
+        for places_n, labels_n in _parts(layer, hidden_ND, labels_N, tokens):
             h_fD = layer.hidden(hidden_ND, places_n)
             logits_nV, slope_nV = _logits(layer, h_fD, len(places_n))
             with torch.enable_grad():
@@ -96,9 +100,13 @@ def by_logits(function: OfLogits) -> TokenLoss:
     return TokenLoss(losses, with_gradient)
 
 
-def _parts(head: Head, hidden_ND: Tensor, labels_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _parts(
+    head: Head, hidden_ND: Tensor, labels_N: Tensor, tokens: int | None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield places and labels of the tokens that count, a chunk at a time, on the head's device."""
-    most = token_chunk(head.weight.shape[0], head.accumulates_in.itemsize, head.device.type)
+    most = tokens or token_chunk(
+        head.weight.shape[0], head.accumulates_in.itemsize, head.device.type
+    )
     for places_n, labels_n in head.counting(hidden_ND, labels_N, most):
         yield sent(places_n, head.device), sent(labels_n, head.device)
 
