@@ -1,8 +1,8 @@
 """The same LoRA step by Blockwalk (mebp, 4-bit weights on disk) and by plain transformers + PEFT
 with the model in memory.
 
-    python benchmarks/vs_peft.py [--model Qwen2.5-0.5B] [--seq 256] [--steps 7] python
-    benchmarks/vs_peft.py --model FOLDER --data gsm8k_train.jsonl --batch 4 --seq 512 --steps 11
+    python benchmarks/vs_peft.py [--model Qwen2.5-0.5B] [--seq 256] [--steps 7]
+    python benchmarks/vs_peft.py --model FOLDER --data FILE.jsonl --batch 4 --seq 512 --steps 11
 
 Each side is a process of its own, and they take their steps in turn; a ratio is the median of those
 of single rounds. PEFT runs in bfloat16 and in float32, with gradient checkpointing and without; the
