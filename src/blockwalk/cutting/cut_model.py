@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from blockwalk.cutting.calls import (
 )
 from blockwalk.cutting.decay import spared_by_decay
 from blockwalk.cutting.ownership import find_parameters, find_parts
+from blockwalk.cutting.rule_masks import long_masks_as_rules
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.documents import by_document
@@ -197,6 +198,11 @@ class CutModel:
             config.is_prompt_learning for config in getattr(self.model, "peft_config", {}).values()
         )
         return split and bool(self.anatomy.borders) and not (prompted or self.draws_random_numbers)
+
+    def _masks(self) -> AbstractContextManager[None]:
+        """Return the context of a pass in which long masks are rules. A compiled block takes none."""
+        compiled = self._call_block is not _call
+        return nullcontext() if compiled else long_masks_as_rules()
 
     def compile_blocks(self) -> None:
         """Run blocks through ``torch.compile`` from now on. Parameters are inputs of the compiled
@@ -447,6 +453,7 @@ class CutModel:
             stack.enter_context(self._seeded(seed))
             stack.enter_context(self._forwards(stubs))
             stack.enter_context(answered(batch))
+            stack.enter_context(self._masks())
             for name, module in self._prologue_pieces:
                 stack.callback(module.register_forward_hook(note(name)).remove)
             try:
@@ -594,6 +601,7 @@ class CutModel:
             self._forwards(replaced),
             self._zeros_in_prologue(),
             answered(batch),
+            self._masks(),
         )
         with ExitStack() as stack, narrow_products(hidden_BSD):
             for each in passing:

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from blockwalk.numerics.row_tiles import filled
+from blockwalk.numerics.rule_mask import RuleMask
 
 
 def by_document(
@@ -101,13 +102,17 @@ class ByDocument(TorchFunctionMode):
     def _within(self, mask_11SS: Tensor) -> list[Tensor | None]:
         """Return the mask of each group's documents, [n, 1, L, L]; None where it is the causal
         one."""
-        place = mask_11SS.data_ptr(), mask_11SS.stride()
+        rule = isinstance(mask_11SS, RuleMask)
+        place = (id(mask_11SS), ()) if rule else (mask_11SS.data_ptr(), mask_11SS.stride())
         if place not in self._masks:
             found: list[Tensor | None] = []
             for index_nL, own_nL in self._groups:
                 mask_nLL = (
-                    mask_11SS[0, 0][index_nL[:, :, None], index_nL[:, None, :]] & own_nL[:, None, :]
+                    mask_11SS.among(index_nL)
+                    if isinstance(mask_11SS, RuleMask)
+                    else mask_11SS[0, 0][index_nL[:, :, None], index_nL[:, None, :]]
                 )
+                mask_nLL = mask_nLL & own_nL[:, None, :]
                 causal_nLL = torch.ones_like(mask_nLL).tril_()
                 found.append(
                     None if torch.equal(mask_nLL[own_nL], causal_nLL[own_nL]) else mask_nLL[:, None]

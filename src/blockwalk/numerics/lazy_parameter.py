@@ -29,16 +29,19 @@ _FACTS = (
     "grad_fn",
     "grad",
     "layout",
+    "_version",
 )
 _KINDS = ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized")
-_METADATA = {getattr(Tensor, name).__get__ for name in (*_FACTS, *_KINDS)}
-_METADATA |= {
+METADATA = {getattr(Tensor, name).__get__ for name in (*_FACTS, *_KINDS)}
+METADATA |= {
     Tensor.size,
     Tensor.dim,
     Tensor.numel,
     Tensor.is_floating_point,
+    Tensor.is_inference,
     torch.is_floating_point,
 }
+"""What a tensor answers without its elements."""
 
 
 class LazyParameter(Tensor):
@@ -87,7 +90,7 @@ class LazyParameter(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         match func:

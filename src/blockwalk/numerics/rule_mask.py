@@ -1,0 +1,301 @@
+"""A mask of attention that is the rule by which it is made, and attention by tiles of queries under
+it. A row of S tokens then never lies under a mask of S × S.
+
+B batch, H heads, Q queries, K keys, D features of a head, E those of a value, T queries of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from blockwalk.numerics.lazy_parameter import METADATA
+
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Whether a query sees a key, boolean, by the numbers of row, head, query and key: tensors that
+broadcast against one another."""
+
+TILE_ELEMENTS = 1 << 22
+"""Elements of the mask of one tile: 4 MB, and twice that where a kernel adds it in 16 bits."""
+MOST_QUERIES = 512
+LEAST_QUERIES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The keys that one tile of queries sees."""
+
+    queries: slice
+    keys: slice
+    """From the first key that any of the queries sees to the last."""
+    seen_by_all: int
+    """Keys at the beginning of ``keys`` that every query sees."""
+
+
+class RuleMask(Tensor):
+    """A boolean mask [B, 1, Q, K] that is its rule. Attention reads it by tiles; anything else that
+    needs its elements gets them as an ordinary tensor.
+
+    Args:
+        rules: the rule of some rows of the batch, and their number; one after the other they are B.
+        queries: the number of the first query, and of all.
+        keys: the number of the first key, and of all.
+    """
+
+    rules: Sequence[tuple[Rule, int]]
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    _spans: list[Span] | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        rules: Sequence[tuple[Rule, int]],
+        queries: tuple[int, int],
+        keys: tuple[int, int],
+        device: torch.device | str,
+    ) -> RuleMask:
+        shape = (sum(rows for _, rows in rules), 1, queries[1], keys[1])
+        mask: RuleMask = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.bool, device=torch.device(device)
+        )
+        mask.rules = rules
+        mask.queries = queries
+        mask.keys = keys
+        mask._spans = None
+        return mask
+
+    def elements(self, queries: slice, keys: slice) -> Tensor:
+        """Return the elements of some queries and keys, [B, 1, T, K]."""
+        query_T1 = self._numbers(self.queries[0], queries)[:, None]
+        key_1K = self._numbers(self.keys[0], keys)[None]
+        parts = []
+        for rule, rows in self.rules:
+            row_B111 = torch.arange(rows, device=self.device).view(-1, 1, 1, 1)
+            seen = rule(row_B111, row_B111.new_zeros(1, 1, 1, 1), query_T1, key_1K)
+            parts.append(seen.expand(rows, 1, len(query_T1), key_1K.shape[1]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def among(self, places_nL: Tensor) -> Tensor:
+        """Return whether tokens of the one row see one another, [n, L, L], for n groups of L
+        places."""
+        ((rule, _),) = self.rules
+        query_nL1 = places_nL[:, :, None] + self.queries[0]
+        key_n1L = places_nL[:, None, :] + self.keys[0]
+        nought = torch.zeros((), dtype=torch.long, device=places_nL.device)
+        return rule(nought, nought, query_nL1, key_n1L)
+
+    def whole(self) -> Tensor:
+        """Return all elements as an ordinary tensor."""
+        return self.elements(slice(0, self.queries[1]), slice(0, self.keys[1]))
+
+    def spans(self) -> list[Span]:
+        """Return the tiles of queries, and the keys that each sees. The rule answers for every pair
+        once, and the device once for all tiles."""
+        if self._spans is None:
+            tiles = self._tiles()
+            edges = torch.stack([self._edges(queries) for queries in tiles])
+            self._spans = [
+                Span(queries, slice(begin, end), seen_by_all)
+                for queries, (begin, end, seen_by_all) in zip(tiles, edges.tolist(), strict=True)
+            ]
+        return self._spans
+
+    def causal_spans(self) -> list[Span]:
+        """Return tiles whose queries see every key before them: the most that a causal rule lets
+        them see, where its elements are not known."""
+        offset = self.queries[0] - self.keys[0]
+        return [
+            Span(queries, slice(0, min(self.keys[1], queries.stop + offset)), 0)
+            for queries in self._tiles()
+        ]
+
+    def _tiles(self) -> list[slice]:
+        a_query = max(1, self.shape[0] * self.keys[1])
+        queries = min(MOST_QUERIES, max(LEAST_QUERIES, TILE_ELEMENTS // a_query))
+        total = self.queries[1]
+        return [slice(begin, min(begin + queries, total)) for begin in range(0, total, queries)]
+
+    def _edges(self, queries: slice) -> Tensor:
+        """Return the first key that a tile sees, the one after its last, and the keys from there on
+        that all see: int64 [3]."""
+        count = self.keys[1]
+        seen_RK = self.elements(queries, slice(0, count)).flatten(0, 2)
+        any_K = seen_RK.any(0).long()
+        begin = any_K.argmax()
+        end = count - any_K.flip(0).argmax()
+        hidden_K = (~seen_RK.all(0)).long()
+        hidden_K = hidden_K.masked_fill(torch.arange(count, device=self.device) < begin, 0)
+        seen_by_all = torch.where(hidden_K.any(), hidden_K.argmax(), end) - begin
+        return torch.stack([begin, end, seen_by_all.clamp(min=0)])
+
+    def of_span(self, span: Span) -> Tensor:
+        """Return the elements of a span, [B, 1, T, K]. The rule answers for the keys alone that some
+        query does not see."""
+        if not span.seen_by_all:
+            return self.elements(span.queries, span.keys)
+        begin = span.keys.start + span.seen_by_all
+        rest_BTK = self.elements(span.queries, slice(begin, span.keys.stop))
+        return F.pad(rest_BTK, (span.seen_by_all, 0), value=True)
+
+    def _numbers(self, begin: int, part: slice) -> Tensor:
+        return torch.arange(begin + part.start, begin + part.stop, device=self.device)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is Tensor.__getitem__ and _is_all_of(args[0], args[1]):
+            return args[0]
+        if func is torch.cat and not kwargs and len(args) == 1:
+            return _concatenated(args[0])
+        if func is torch.equal:
+            return _equal(*args)
+        return func(*_as_tensors(args), **_as_tensors(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*_as_tensors(args), **_as_tensors(kwargs or {}))
+
+
+def _as_tensors(value: Any) -> Any:
+    """Copy arguments with each rule's elements in its place."""
+    if isinstance(value, RuleMask):
+        return value.whole()
+    if isinstance(value, tuple | list):
+        return type(value)(_as_tensors(part) for part in value)
+    if isinstance(value, dict):
+        return {name: _as_tensors(part) for name, part in value.items()}
+    return value
+
+
+def _is_all_of(mask: Any, index: Any) -> bool:
+    """Whether an index takes all of a mask, as models do that cut it to the length of their keys."""
+    if not isinstance(mask, RuleMask) or not isinstance(index, tuple) or len(index) > mask.ndim:
+        return False
+    sizes = zip(index, mask.shape, strict=False)
+    return all(
+        isinstance(part, slice) and part.indices(size) == (0, size, 1) for part, size in sizes
+    )
+
+
+def _concatenated(masks: Sequence[Tensor]) -> Tensor:
+    """Return masks of several batches as that of all their rows."""
+    alike = [mask for mask in masks if isinstance(mask, RuleMask)]
+    if len(alike) < len(masks) or len({(mask.queries, mask.keys) for mask in alike}) > 1:
+        return torch.cat([_as_tensors(mask) for mask in masks])
+    rules = [part for mask in alike for part in mask.rules]
+    return RuleMask(rules, alike[0].queries, alike[0].keys, alike[0].device)
+
+
+def _equal(left: Tensor, right: Tensor) -> bool:
+    """Whether two masks have the same elements; one tile of each is made at a time."""
+    if not (isinstance(left, RuleMask) and isinstance(right, RuleMask)):
+        return torch.equal(_as_tensors(left), _as_tensors(right))
+    keys = slice(0, left.keys[1])
+    return left.shape == right.shape and all(
+        torch.equal(left.elements(queries, keys), right.elements(queries, keys))
+        for queries in left._tiles()
+    )
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` under a rule. Under dropout, whose draws a recomputation
+    would not see again, the mask is whole."""
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    fits = (
+        isinstance(attn_mask, RuleMask)
+        and query.ndim == key.ndim == value.ndim == 4
+        and attn_mask.shape[0] in (1, query.shape[0])
+        and attn_mask.shape[2:] == (query.shape[2], key.shape[2])
+    )
+    if dropout_p or is_causal or not fits:
+        return F.scaled_dot_product_attention(
+            query, key, value, _as_tensors(attn_mask), dropout_p, is_causal, **options
+        )
+    out: Tensor = _Tiled.apply(query, key, value, attn_mask, options)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _is_unknown(tensor: Tensor) -> bool:
+    """Whether a tensor has no elements: it stands for the shapes of a run that is foreseen."""
+    return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
+
+
+class _Tiled(torch.autograd.Function):
+    """Attention by tiles of queries. Backward computes each tile again, from the queries, keys and
+    values that forward had; gradients of keys and values add up in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_BHQD: Tensor,
+        key_BHKD: Tensor,
+        value_BHKE: Tensor,
+        mask: RuleMask,
+        options: dict[str, Any],
+    ) -> Tensor:
+        ctx.save_for_backward(query_BHQD, key_BHKD, value_BHKE)
+        ctx.mask = mask
+        ctx.options = options
+        ctx.spans = mask.causal_spans() if _is_unknown(query_BHQD) else mask.spans()
+        out_BHQE = query_BHQD.new_empty((*query_BHQD.shape[:3], value_BHKE.shape[-1]))
+        for span in ctx.spans:
+            out_BHQE[:, :, span.queries] = F.scaled_dot_product_attention(
+                query_BHQD[:, :, span.queries],
+                key_BHKD[:, :, span.keys],
+                value_BHKE[:, :, span.keys],
+                mask.of_span(span),
+                **options,
+            )
+        return out_BHQE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BHQE: Tensor) -> tuple[Tensor | None, ...]:
+        query_BHQD, key_BHKD, value_BHKE = ctx.saved_tensors
+        grad_query_BHQD = torch.empty_like(query_BHQD)
+        grad_key_BHKD = torch.zeros_like(key_BHKD, dtype=torch.float32)
+        grad_value_BHKE = torch.zeros_like(value_BHKE, dtype=torch.float32)
+        for span in ctx.spans:
+            leaves = (
+                query_BHQD[:, :, span.queries].detach().requires_grad_(),
+                key_BHKD[:, :, span.keys].detach().requires_grad_(),
+                value_BHKE[:, :, span.keys].detach().requires_grad_(),
+            )
+            with torch.enable_grad():
+                out_BHTE = F.scaled_dot_product_attention(
+                    *leaves, attn_mask=ctx.mask.of_span(span), **ctx.options
+                )
+            grads = torch.autograd.grad(out_BHTE, leaves, grad_BHQE[:, :, span.queries])
+            grad_query_BHQD[:, :, span.queries] = grads[0]
+            grad_key_BHKD[:, :, span.keys] += grads[1]
+            grad_value_BHKE[:, :, span.keys] += grads[2]
+        return (
+            grad_query_BHQD,
+            grad_key_BHKD.to(key_BHKD.dtype),
+            grad_value_BHKE.to(value_BHKE.dtype),
+            None,
+            None,
+        )
