@@ -48,8 +48,8 @@ def of_batch(ending: Ending) -> Tensor:
 
 
 ROWS = {
-    "label_smoothing": LossFacts(f"{__name__}:BY_TOKENS", by_tokens, by_chunks=True),
-    "label_smoothing_of_batches": LossFacts(f"{__name__}:of_batch", whole_logits),
+    "label_smoothing": LossFacts(BY_TOKENS, by_tokens, by_chunks=True),
+    "label_smoothing_of_batches": LossFacts(of_batch, whole_logits),
 }
 
 
@@ -132,7 +132,7 @@ def test_zeroth_order(name: str, loss: str, tmp_path: Path) -> None:
 def test_forecasts_know_its_bytes_and_its_work() -> None:
     """Closed form: a row that says that its loss takes a megabyte and a thousand FLOPs more than
     another one takes so much more in the epilogue."""
-    taken = LossFacts(f"{__name__}:BY_TOKENS", by_tokens, by_chunks=True)
+    taken = LossFacts(BY_TOKENS, by_tokens, by_chunks=True)
 
     def more(call: LossCall) -> LossCost:
         cost = by_tokens(call)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -153,8 +153,10 @@ def loss_of(facts: LossFacts, head: HeadSpec, objective: Objective | None = None
         ValueError: the row takes an objective, and there is none.
     """
     facts = facts.for_head(custom=head.custom)
-    module, _, name = facts.computed_by.partition(":")
-    computes: Any = getattr(importlib.import_module(module), name)
+    computes = facts.implementation
+    if isinstance(computes, str):
+        module, _, name = computes.partition(":")
+        computes = getattr(importlib.import_module(module), name)
     if facts.by_chunks:
         return TokenSum(computes)
     if not facts.takes_objective:

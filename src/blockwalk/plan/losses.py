@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from blockwalk.plan.refusal import Refusals, nothing
 from blockwalk.plan.sizes import (
@@ -91,10 +92,10 @@ class LossCost:
 class LossFacts:
     """One loss, as planning knows it."""
 
-    computed_by: str
-    """The object that computes it, as ``module:name``: a
-    :class:`~blockwalk.numerics.losses.head.TokenLoss` of a loss by chunks; else a function of an
-    :class:`~blockwalk.estimators.losses.Ending` that answers a mean over the tokens that count."""
+    implementation: Any = field(repr=False)
+    """The object that computes it, or its place as ``module:name``. Of a loss by chunks it is a
+    :class:`~blockwalk.numerics.losses.head.TokenLoss`; else a function of an
+    :class:`~blockwalk.estimators.head.Ending` that answers a mean over the tokens that count."""
     cost: Callable[[LossCall], LossCost] = field(repr=False)
     """Bytes and operations of one call."""
     by_chunks: bool = False
@@ -102,7 +103,7 @@ class LossFacts:
     holds all logits: padding is cut, several forwards may read the head once, and a sequence may
     hold several documents. It needs logits of the known form."""
     takes_objective: bool = False
-    """True where it is a function that the user hands over: ``computed_by`` takes it too."""
+    """True where it is a function that the user hands over: ``implementation`` takes it too."""
     refuses: Refusals = field(default=nothing, repr=False)
     help: str = ""
 

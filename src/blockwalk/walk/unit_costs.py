@@ -123,8 +123,8 @@ class UnitCosts:
         """Return the cost of each kind of unit; none, with a warning, for a model whose code does
         not run on fake tensors."""
         traits = _traits(plan, name_of(self.stored), self._stored_codec)
-        source = _source(plan.loss_facts.cost)
-        key = cache.key(f"{self._digest} {source} {traits} {shape}".encode())
+        loss = f"{plan.loss} {_source(traits.loss.cost)}"
+        key = cache.key(f"{self._digest} {loss} {traits} {shape}".encode())
         if key not in self._known:
             kept = cache.read_json(f"costs-{key}", partial(from_plain, Costs))
             self._known[key] = kept or self._measured(key, traits, shape)
@@ -651,8 +651,8 @@ def _digest(config: Any, lora: Any, device: str, padded: bool, cut: bool) -> str
 
 @lru_cache
 def _source(function: Callable[..., Any]) -> str:
-    """Return the key of the file that a loss's cost is written in, which may be anybody's."""
-    return cache.source_key(inspect.getfile(function))
+    """Return a loss's cost by name, and the key of the file that it is written in: anybody's."""
+    return f"{function.__qualname__} {cache.source_key(inspect.getfile(function))}"
 
 
 _ROOMS = (chunks, lazy_linear, row_tiles, metering, work, unit_costs)
