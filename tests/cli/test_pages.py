@@ -20,11 +20,9 @@ import yaml
 
 from blockwalk.cli import main
 from blockwalk.doctor import machine
-from blockwalk.plan import methods
-from blockwalk.plan.placement import Codec, Placement, Tier
+from blockwalk.plan.methods import METHODS
 from blockwalk.simulate import hardware
 from tests.support.pages import HUB_NAMES, PAGES, REASONS, ROOT, blocks, commands, shown, yaml_files
-from tests.support.rows import registered
 
 BEFORE = {
     "how-to/run-it.md": ["train examples/quickstart.yaml", "train run.yaml"],
@@ -159,12 +157,12 @@ def test_every_command_of_a_page_runs(
     if page == "how-to/add-a-method.md":
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
         (block,) = re.findall(r"^ *```python\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
-        names = {"Plan": methods.Plan, "Placement": Placement, "Tier": Tier, "Codec": Codec}
-        exec(compile(textwrap.dedent(block), page, "exec"), names)
-        with registered(methods.METHODS, "offload", names["offload"]):
-            run(page, capsys)
-    else:
+        exec(compile(textwrap.dedent(block), page, "exec"), {})
+    try:
         run(page, capsys)
+    finally:
+        if "offload" in METHODS:
+            METHODS.unregister("offload")
 
 
 def test_a_command_that_is_not_run_says_what_it_needs() -> None:

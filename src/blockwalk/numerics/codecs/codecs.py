@@ -268,14 +268,16 @@ def _encode_native(
     """Encode scaled rows with the C kernel where it can: False, and nothing written, where torch
     must."""
     library = native_code.load("codecs")
-    if library is None or x_RD.device.type != "cpu" or layout.codec.facts.group_sizes:
+    native = matrix_codec(layout.codec).native
+    in_groups = layout.codec.facts.group_sizes
+    if library is None or native is None or x_RD.device.type != "cpu" or in_groups:
         return False
     draws = None
     if rounding is not None:
         draws = torch.empty(x_RD.numel(), dtype=torch.uint16)
         random_uint16(rounding.key, rounding.first_element, draws)
     library.blockwalk_encode(
-        matrix_codec(layout.codec).native,
+        native,
         x_RD.data_ptr(),
         None if draws is None else draws.data_ptr(),
         scales_R1.data_ptr(),

@@ -108,7 +108,7 @@ def _of_file(codec: Codec) -> MatrixCodec:
     return matrix
 
 
-def grid_codec(grid: Grid, limit: float, native: int) -> MatrixCodec:
+def grid_codec(grid: Grid, limit: float, native: int | None = None) -> MatrixCodec:
     """Return the codec that rounds each group to its nearest codes on a grid; the others as
     :class:`MatrixCodec` has them."""
 
