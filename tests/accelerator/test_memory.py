@@ -24,8 +24,9 @@ from blockwalk.plan.methods import method
 from blockwalk.plan.placement import Codec, Tier
 from blockwalk.program.program import Lane, Pool, Shape, StepKind
 from blockwalk.system.card import Card
-from blockwalk.tiers.host import Staged
-from blockwalk.tiers.scratch_maps import Activations, ScratchMaps
+from blockwalk.tiers.activations import Activations
+from blockwalk.tiers.memories import Memories
+from blockwalk.tiers.unit_buckets import Staged
 from blockwalk.walk.device_card import card
 from blockwalk.walk.lanes import Lanes
 from blockwalk.walk.walker import Walker
@@ -198,7 +199,7 @@ def test_an_op_is_finished_when_the_device_has_done_it(sim: Simulated) -> None:
 
 def test_what_is_brought_back_lies_in_its_places_for_good(sim: Simulated, tmp_path: Path) -> None:
     """However far the host runs ahead: as many buffers as the plan prefetches blocks, and one."""
-    activations = Activations(Tier.HOST, torch.device("sim", 1), ScratchMaps(tmp_path), 2)
+    activations = Activations(Tier.HOST, Memories(torch.device("sim", 1), tmp_path), 2)
     activations.begin(12)
     addresses = []
     for key in range(5):

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from blockwalk.engine import spread
+from blockwalk.engine import sharded_part
 from blockwalk.engine.sharded_part import ShardedPart
 from blockwalk.numerics import loss
 from blockwalk.numerics.device import recorded
 from blockwalk.plan.methods import method
 from blockwalk.program import backprop
 from blockwalk.program.program import Lane
-from blockwalk.tiers.host import HostTier
+from blockwalk.tiers.unit_buckets import UnitBuckets
 from blockwalk.walk import lanes, walker
 from blockwalk.walk.lanes import Lanes, Mark
 from tests.accelerator.device import Simulated
@@ -111,7 +111,9 @@ def test_weights_read_before_they_arrived(
     with visited_host():
         expected = stored("cpu")
     assert torch.equal(stored("sim:1"), expected)
-    monkeypatch.setattr(HostTier, "bucket", lambda self, unit: self._buckets[unit])
+    monkeypatch.setattr(
+        UnitBuckets, "bucket", lambda self, unit: self._memory.bytes((self._kind, unit))
+    )
     assert not torch.equal(stored("sim:1"), expected)
 
 
@@ -178,5 +180,5 @@ def test_a_slice_that_stays_is_not_written_while_its_memory_is_read(
         return all(found)
 
     assert right()
-    monkeypatch.setattr(spread, "is_cpu", lambda _: True)
+    monkeypatch.setattr(sharded_part, "is_cpu", lambda _: True)
     assert not right()

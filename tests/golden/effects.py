@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from blockwalk.cutting.cut_model import CutModel
-from blockwalk.engine import spread
+from blockwalk.engine import sharded_part
 from blockwalk.engine.buckets import Buckets
 from blockwalk.engine.engine import Engine
 from blockwalk.engine.gradients import FlatGradients, NamedGradients
@@ -26,7 +26,9 @@ from blockwalk.plan.mesh import gather_bytes, names_of
 from blockwalk.program.program import Lane
 from blockwalk.ranks.groups import Groups
 from blockwalk.ranks.shared_forwards import SharedForwards
-from blockwalk.tiers.scratch_maps import Activations, ScratchMaps
+from blockwalk.tiers.activations import Activations
+from blockwalk.tiers.memory import BufferMemory
+from blockwalk.tiers.scratch_maps import ScratchMaps
 from blockwalk.walk.lanes import Lanes
 from blockwalk.walk.walker import Walker
 
@@ -145,12 +147,15 @@ class Effects:
                     name,
                     lambda _, names, what=name: _of_unit(what, names, units),
                 )
-        self._tap(ScratchMaps, "will_need", lambda _, group: ("will need", group))
-        self._tap(
-            ScratchMaps,
-            "dont_need",
-            lambda _, group: None if "before" in str(group) else ("done with", group),
-        )
+        # over ranks no op brings states: where they are in memory, nothing moves
+        memories = (ScratchMaps,) if self.walker.plan.sharded else (ScratchMaps, BufferMemory)
+        for memory in memories:
+            self._tap(memory, "will_need", lambda _, group: ("will need", group))
+            self._tap(
+                memory,
+                "dont_need",
+                lambda _, group: None if "before" in group else ("done with", group),
+            )
         self._tap(Buckets, "fetch", lambda _, unit, slot: ("fetch", unit, slot))
         self._tap(Buckets, "store", lambda buckets, unit: ("store", unit, buckets.step(unit)))
         self._tap(Buckets, "vacate", lambda _, slot: ("vacate", slot))
@@ -166,7 +171,7 @@ class Effects:
             lambda _, full, axes, lane: _collective("reduce", axes, lane),
             lambda _, full, axes, lane: gather_bytes(axes, full.nbytes),
         )
-        self._tap(spread, "_copy", lambda out, from_: ("copy", out.nbytes))
+        self._tap(sharded_part, "_copy", lambda out, from_: ("copy", out.nbytes))
 
     def _updating(self) -> None:
         self._tap(Engine, "update", lambda _, unit, *, step, **__: ("update", unit, step))

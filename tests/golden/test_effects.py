@@ -136,9 +136,8 @@ def expected(op: Op, program: Program, walker: Walker, step: int) -> set[Effect]
 
 
 def _group(op: Op) -> Any:
-    """The file maps that an op of a first-order run is about."""
-    named = {StateKind.OPTIMIZER: "optimizer", StateKind.GRADIENT: "gradients"}
-    return (named[op.part], op.unit) if op.part in named else op.unit
+    """The group of state that an op of a first-order run is about."""
+    return (op.part, op.unit)
 
 
 def _sums(op: Op, walker: Walker) -> bool:

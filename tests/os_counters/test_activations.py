@@ -12,8 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.program.program import Pool, Shape, StepKind
-from blockwalk.tiers import scratch_maps
-from blockwalk.tiers.scratch_maps import SavedTensors, ScratchMaps
+from blockwalk.tiers import activations
+from blockwalk.tiers.activations import SavedTensors
+from blockwalk.tiers.scratch_maps import ScratchMaps
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 
@@ -64,11 +65,11 @@ def test_a_map_that_is_closed_holds_nothing(tmp_path: Path) -> None:
     that was closed."""
     first = ScratchMaps(tmp_path / "a")
     second = ScratchMaps(tmp_path / "b")
-    held = first.bytes(8 << 20)
+    held = first.buffer(8 << 20)
     assert first.holds(held[5:])
     address = held.data_ptr()
     del held
-    others = [second.bytes(8 << 20) for _ in range(64)]
+    others = [second.buffer(8 << 20) for _ in range(64)]
     assert address in [other.data_ptr() for other in others]
     assert all(map(second.holds, others))
     assert not any(map(first.holds, others))
@@ -137,7 +138,7 @@ def test_what_graphs_saved_goes_before_the_kernel_writes_it(
     saved.rewind()
     assert saved.write(numbers).data_ptr() == place
     before = never_written()
-    monkeypatch.setattr(scratch_maps, "_FRESH", 0.0)
+    monkeypatch.setattr(activations, "_FRESH", 0.0)
     saved.rewind()
     if never_written() == before:
         pytest.skip(

@@ -25,7 +25,7 @@ from blockwalk.plan.plan import Plan
 from blockwalk.program.program import Lane, Op, OpKind, Pool, Shape, StepKind
 from blockwalk.reference.zeroth_order import masters_of, spsa_step
 from blockwalk.tiers.block_store.store import StoredUnit
-from blockwalk.tiers.host import HostTier, Staged
+from blockwalk.tiers.unit_buckets import Staged, UnitBuckets
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import assert_same, trained
@@ -209,7 +209,7 @@ def buffers(walker: Walker) -> dict[str, tuple[int, int]]:
     estimator = walker.estimator
     assert isinstance(estimator, ZerothOrder)
     held = {f"slot {i}": buffer for i, buffer in enumerate(buckets.slots._buffers)}
-    if isinstance(buckets.tier, HostTier):
+    if isinstance(buckets.tier, UnitBuckets):
         held |= {
             f"host {i}": buckets.tier.bucket(unit)
             for i, unit in enumerate(sorted(buckets.streamed))

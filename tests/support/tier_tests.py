@@ -1,12 +1,10 @@
-"""Contracts of the tiers, for each tier to inherit: :class:`WeightSourceTests` for what parameters
-are read from by name, :class:`UnitTierTests` for what buckets are read from and written to. Not a
-test by itself: it has no tier.
+"""Contracts of the tiers, for each to inherit: :class:`MemoryTests` for a memory that state is kept
+in, :class:`WeightSourceTests` for what parameters are read from by name, :class:`UnitTierTests` for
+what buckets are read from and written to. Not a test by itself: it has no tier.
 
-    class TestHost(UnitTierTests):
-        def open(self, buckets, folder):
-            tier = HostTier([len(bytes_P) for bytes_P in buckets], torch.device("cpu"))
-            ...  # put the buckets there, as they are at the start
-            return tier
+    class TestHostMemory(MemoryTests):
+        def open(self, folder):
+            return host_memory(torch.device("cpu"))
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from blockwalk.tiers.memory import Memory, Shapes
 from blockwalk.tiers.protocols import UnitTier, WeightSource
 
 SIZES = (64, 4096, 4032, (1 << 20) + 8192 + 64)
@@ -30,6 +29,80 @@ def random_bytes(nbytes: int, seed: int) -> torch.Tensor:
     return torch.randint(
         0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
     )
+
+
+class MemoryTests:
+    def open(self, folder: Path) -> Memory:
+        """An empty memory."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def memory(self, tmp_path: Path) -> Memory:
+        return self.open(tmp_path)
+
+    @staticmethod
+    def shapes() -> Shapes:
+        return {
+            "weight": ((5, 3), torch.float32),
+            "bias": ((3,), torch.bfloat16),
+            "empty": ((0, 7), torch.float32),
+            "scalar": ((), torch.float64),
+        }
+
+    def test_tensors_of_a_group_are_worked_on_in_place(self, memory: Memory) -> None:
+        """Oracle: the values that were written, after the group's turn and its next one."""
+        shapes = self.shapes()
+        tensors = memory.zeros(shapes, ("kind", 1))
+        others = memory.zeros(shapes, ("kind", 2))
+        assert {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()} == shapes
+        assert not any(t.any() for t in (*tensors.values(), *others.values()))
+        for number, tensor in enumerate(tensors.values(), 1):
+            memory.will_need(("kind", 1))
+            tensor.fill_(number)
+            memory.dont_need(("kind", 1))
+        for number, tensor in enumerate(tensors.values(), 1):
+            assert torch.equal(tensor, torch.full_like(tensor, number))
+        assert not any(t.any() for t in others.values())
+        memory.forget(("kind", 1))
+        again = memory.zeros(shapes, ("kind", 1))
+        assert not any(t.any() for t in again.values())
+
+    def test_what_was_written_last_is_read(self, memory: Memory) -> None:
+        """Oracle: the bytes that were handed over; the buffers stay the caller's."""
+        for seed in range(3):
+            for unit, nbytes in enumerate(SIZES):
+                data_P = random_bytes(nbytes, 10 * seed + unit)
+                memory.write(("kind", unit), data_P)
+                data_P.zero_()
+            for unit, nbytes in enumerate(SIZES):
+                wanted_P = random_bytes(nbytes, 10 * seed + unit)
+                out_P = torch.full((nbytes,), 77, dtype=torch.uint8)
+                memory.read(("kind", unit), out_P)
+                assert torch.equal(out_P, wanted_P)
+                in_memory_P = memory.bytes(("kind", unit))
+                assert in_memory_P is None or torch.equal(in_memory_P, wanted_P)
+
+    def test_a_group_s_tensors_are_its_bytes(self, memory: Memory) -> None:
+        """Oracle: one tensor, read as a bucket after it was changed in place."""
+        (tensor,) = memory.zeros({"only": ((16,), torch.float32)}, ("kind", 0)).values()
+        tensor.copy_(torch.arange(16))
+        out_P = torch.empty(64, dtype=torch.uint8)
+        memory.read(("kind", 0), out_P)
+        assert torch.equal(out_P.view(torch.float32), torch.arange(16.0))
+
+    def test_a_group_that_is_not_there_has_no_turn(self, memory: Memory) -> None:
+        """Oracle: the contract."""
+        memory.will_need(("kind", 5))
+        memory.dont_need(("kind", 5))
+        memory.forget(("kind", 5))
+
+    def test_tensors_outlive_the_memory(self, memory: Memory) -> None:
+        """Oracle: the values before it was closed."""
+        tensors = memory.zeros(self.shapes(), ("kind", 0))
+        for tensor in tensors.values():
+            tensor.fill_(3)
+        memory.close()
+        assert all(torch.equal(t, torch.full_like(t, 3)) for t in tensors.values())
 
 
 class UnitTierTests:

@@ -41,8 +41,9 @@ from blockwalk.system.atomic_files import discard
 from blockwalk.tiers.block_store.store import BlockStore, StoredParam, StoredUnit
 from blockwalk.tiers.block_store.writable import WritableStore
 from blockwalk.tiers.block_store.writer import plan_units, write_store
-from blockwalk.tiers.host import HostTier, Staged
+from blockwalk.tiers.memories import Memories
 from blockwalk.tiers.protocols import UnitTier
+from blockwalk.tiers.unit_buckets import Staged
 
 PREFIX = "bucket\0"
 """The beginning of a bucket's name in a state dict; the unit's name follows."""
@@ -58,10 +59,17 @@ class Buckets:
         keep: leave that store on the disk when this is closed; only then can a state be saved
             without it.
         group: the ranks that hold the streamed buckets together, each rank a slice.
+        memories: where streamed buckets are kept on a tier that does not outlive the run.
     """
 
     def __init__(
-        self, model: ModelHandle, path: Path, group: SharedForwards, *, keep: bool
+        self,
+        model: ModelHandle,
+        path: Path,
+        group: SharedForwards,
+        memories: Memories,
+        *,
+        keep: bool,
     ) -> None:
         plan = model.plan
         self._keep = keep
@@ -95,9 +103,10 @@ class Buckets:
         self._resident: dict[int, Tensor] = {}
         self._steps = [0] * len(self.units)
         largest = max(map(self._room, self.streamed), default=0)
-        if plan.trainable.on_disk:
-            self._open_disk(path, source, spec, written_as, largest)
+        if plan.trainable.tier.facts.durable:
+            self._open_store(path, source, spec, written_as, largest)
         else:
+            self.tier = memories.buckets(plan.trainable.tier, StateKind.TRAINABLE, largest)
             self._fill(source)
         self.slots = Slots([largest] * places.slot_count, self.device)
         self.tensors = {
@@ -111,27 +120,19 @@ class Buckets:
         return self._slices[unit].room if self.sliced(unit) else self.units[unit].nbytes
 
     def _fill(self, source: Initial) -> None:
-        sizes = [
-            (s.nbytes if (s := self._slices.get(n)) else u.nbytes) for n, u in enumerate(self.units)
-        ]
-        host = HostTier(
-            [size if n in self.streamed else 0 for n, size in enumerate(sizes)], self.device
-        )
+        """Encode every unit, into the memory that it streams from or on the device."""
         for number, unit in enumerate(self.units):
             if self.sliced(number):
-                host.bucket(number).copy_(self._slice(number, source))
+                self.tier.write_unit(number, self._slice(number, source), 0)
                 continue
-            into_P = (
-                host.bucket(number)
-                if number in self.streamed
-                else torch.zeros(unit.nbytes, dtype=torch.uint8)
-            )
-            self.units[number] = fill(unit, source, into_P)
-            if number not in self.streamed:
-                self._resident[number] = into_P.to(self.device)
-        self.tier = host
+            bytes_P = torch.zeros(unit.nbytes, dtype=torch.uint8)
+            self.units[number] = fill(unit, source, bytes_P)
+            if number in self.streamed:
+                self.tier.write_unit(number, bytes_P, 0)
+            else:
+                self._resident[number] = bytes_P.to(self.device)
 
-    def _open_disk(
+    def _open_store(
         self, path: Path, source: Initial, spec: ModelSpec, codec: Codec, largest: int
     ) -> None:
         if self._group.slices > 1:
@@ -301,59 +302,50 @@ class Buckets:
                 "weights on the disk tier are saved by the run's ledger: give the walker one"
                 " (ledger=...)"
             )
-        out: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         assembler = Assembler(self._whole)
-        for number, bytes_P in sorted(self._held().items()):
-            name = PREFIX + self.units[number].name
-            nbytes = self.units[number].nbytes
-            whole = Assembled(assembler, number, (nbytes,), torch.uint8, lambda whole_P: whole_P)
-            out[name] = whole if self.sliced(number) else bytes_P
-        out["bucket_steps"] = [self.stored_step(number) for number in range(len(self.units))]
-        return out
+        for name, number in self._saved_units().items():
+            shape = (self.units[number].nbytes,)
+            if self.sliced(number):
+                state[name] = Assembled(
+                    assembler, number, shape, torch.uint8, lambda unit_P: unit_P
+                )
+            else:
+                state[name] = self._between_turns(number)
+        state["bucket_steps"] = [self.stored_step(number) for number in range(len(self.units))]
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave. Raises ValueError where it does not fit."""
-        held = {
-            PREFIX + self.units[number].name: (number, bytes_P)
-            for number, bytes_P in self._held().items()
-        }
-        found = {name for name in state if name.startswith(PREFIX)}
-        if different := sorted(held.keys() ^ found):
+        saved = self._saved_units()
+        names = {name for name in state if name.startswith(PREFIX)}
+        if different := sorted(saved.keys() ^ names):
             raise ValueError(
                 f"the saved state does not fit this model and plan; it differs in {different[:5]}"
             )
-        for name, (number, bytes_P) in held.items():
+        for name, number in saved.items():
             unit = self.units[number]
-            saved_P = state[name]
-            if saved_P.shape != (unit.nbytes,):
+            unit_P = state[name]
+            if unit_P.shape != (unit.nbytes,):
                 raise ValueError(
-                    f"{unit.name} has {saved_P.numel()} bytes in the saved state and"
-                    f" {unit.nbytes} here: model, codec or rule"
-                    " differ"
+                    f"{unit.name} has {unit_P.numel()} bytes in the saved state and {unit.nbytes}"
+                    " here: model, codec or rule differ"
                 )
-            own_P = (
-                self._slices[number].cut(saved_P, self._group.place)
-                if self.sliced(number)
-                else saved_P
-            )
             step = int(state["bucket_steps"][number])
-            if number in self.streamed:
-                self.tier.write_unit(number, own_P, step)
-            else:
-                bytes_P.copy_(own_P)
+            if number not in self.streamed:
+                self._resident[number].copy_(unit_P)
                 self._steps[number] = step
+                continue
+            if self.sliced(number):
+                unit_P = self._slices[number].cut(unit_P, self._group.place)
+            self.tier.write_unit(number, unit_P, step)
 
-    def _held(self) -> dict[int, Tensor]:
-        found = {
-            number: self._lying(number)
-            for number in range(len(self.units))
-            if self._durable is None
-        }
-        return {
-            number: bytes_P
-            for number, bytes_P in found.items()
-            if bytes_P is not None and bytes_P.numel()
-        }
+    def _saved_units(self) -> dict[str, int]:
+        """Return the units that a state dict holds, by the names of their buckets there: those that
+        no disk keeps."""
+        if self._durable is not None:
+            return {}
+        return {PREFIX + u.name: number for number, u in enumerate(self.units) if u.nbytes}
 
     def _whole(self, unit: int) -> Tensor:
         """Return a sliced unit as one process would hold it: a copy, assembled by all ranks

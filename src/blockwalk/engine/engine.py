@@ -38,8 +38,8 @@ from blockwalk.program.program import Op, OpKind
 from blockwalk.ranks.groups import Groups, make_groups
 from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.system.heap import Slack, give_back
+from blockwalk.tiers.memories import Memories
 from blockwalk.tiers.model_folder import safetensors
-from blockwalk.tiers.scratch_maps import ScratchMaps
 
 MOVES = (OpKind.FETCH, OpKind.GATHER, OpKind.CACHE, OpKind.REDUCE, OpKind.STORE, OpKind.EVICT)
 """The ops that an engine answers; the others are its estimator's."""
@@ -69,14 +69,14 @@ class Engine:
             make_groups(plan.mesh, device, sums_apart=plan.sums_apart) if plan.sharded else None
         )
         self.rank = 0 if self._groups is None else self._groups.rank
-        self.scratch = ScratchMaps(opened.workdir)
+        self.memories = Memories(device, opened.workdir)
         self.module = opened.module
         self.cut = opened.cut
         self.spec = opened.spec
         self.source = opened.source
         self.compute_dtype = opened.compute_dtype
         self.compute_dtype_of = opened.compute_dtype_of
-        self.rule, self._undo = Rule(plan.optimizer), Undo(self.scratch, device)
+        self.rule, self._undo = Rule(plan.optimizer), Undo(self.memories.scratch, device)
         self.keeps_decay_of_all = False
         """True where the run began when weight decay reached norms and biases too: it goes on so,
         whatever the plan says."""
@@ -103,21 +103,21 @@ class Engine:
         """The homes of state that ranks hold in slices."""
         trainable: Home
         if self._groups is not None:
-            frozen: Home = (part := sharded_frozen(opened, self._groups))
+            frozen: Home = (part := sharded_frozen(opened, self._groups, self.memories))
             self.trained = self.first_order = sharded = ShardedMasters(
-                opened, self._groups, self.scratch
+                opened, self._groups, self.memories
             )
             trainable = sharded.part
             self._sharded_homes = (part, sharded)
         else:
-            frozen = whole = Frozen(opened, slices)
+            frozen = whole = Frozen(opened, slices, self.memories)
             self._bound = whole.bound
             if self._differentiates:
-                self.trained = self.first_order = trainable = Masters(opened, self.scratch)
+                self.trained = self.first_order = trainable = Masters(opened, self.memories)
             else:
                 path = opened.workdir / f"weights-{run or uuid.uuid4().hex[:12]}"
                 self.trained = self.buckets = trainable = Buckets(
-                    opened, path, slices, keep=bool(run)
+                    opened, path, slices, self.memories, keep=bool(run)
                 )
         if self._differentiates:
             self.gradients = self.first_order.gradients
@@ -393,7 +393,7 @@ class Engine:
 
     def close(self) -> None:
         self.trained.close()
-        self.scratch.close()
+        self.memories.close()
         self.model.close()
 
 

@@ -21,13 +21,15 @@ from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import Layout, name_of
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight, Value, opened
+from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec, StateKind
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind
 from blockwalk.ranks.shared_forwards import SharedForwards
-from blockwalk.tiers.host import HostTier, Staged
+from blockwalk.tiers.memories import Memories
 from blockwalk.tiers.protocols import UnitTier
+from blockwalk.tiers.unit_buckets import Staged
 
 
 class Frozen:
@@ -36,12 +38,14 @@ class Frozen:
     Args:
         model: the model.
         group: the ranks that may hold its buckets together.
+        memories: where buckets are kept that visit the device from a tier of their own.
     """
 
-    def __init__(self, model: ModelHandle, group: SharedForwards) -> None:
+    def __init__(self, model: ModelHandle, group: SharedForwards, memories: Memories) -> None:
         self._model = model
         self._group = group
         plan = model.plan
+        self._facts = plan.frozen.tier.facts
         self._places = places = Placements(plan, model.spec, model.device.type)
         self._reads = model.reads[False]
         self._stored = [
@@ -49,7 +53,6 @@ class Frozen:
         ]
         """The names of each unit's parameters that the source has; a frozen adapter's it has
         not."""
-        self._on_disk = plan.frozen.on_disk
         self._ranks = places.ranks(StateKind.FROZEN)
         self._place = group.place_of(group.rank, self._ranks)
         self._buckets = {
@@ -59,7 +62,7 @@ class Frozen:
         }
         largest = max((bucket.nbytes for bucket in self._buckets.values()), default=0)
         self.slots = Slots([largest] * places.slot_count, model.device) if self._buckets else None
-        self._tier = self._make_tier(largest) if self._buckets else None
+        self._tier = self._open_tier(memories, largest) if self._buckets else None
         self.bound: dict[str, Value] = {}
         """Every parameter as its products read it, by name; one that visits as it came last."""
         for unit, params in enumerate(self._reads):
@@ -79,9 +82,9 @@ class Frozen:
         """Return the parameters that are copied to a slot when their unit's turn comes, instead of
         staying or being read where they are mapped. Those without a source (a frozen adapter's)
         stay, and so do those of fixed units."""
-        if self._model.plan.frozen.on_device or self._places.fixed(unit, StateKind.FROZEN):
+        if self._facts.resident or self._places.fixed(unit, StateKind.FROZEN):
             return ()
-        mapped = self._on_disk and self._model.device.type == "cpu"
+        mapped = self._facts.maps(self._model.device.type)
         return tuple(
             p for p in params if p.name not in self._model.in_memory and (p.assembled or not mapped)
         )
@@ -111,31 +114,32 @@ class Frozen:
             return weight.to(dtype)
         if not isinstance(weight, Tensor):
             return weight
-        if model.plan.frozen.on_device or (whole and model.device.type != "cpu"):
+        if self._facts.resident or (whole and model.device.type != "cpu"):
             return weight.to(model.device, dtype, copy=model.source is not None)
         weight = weight.to(model.device)
         return (
             _read_as(dtype, weight) if param.quantizable and weight.dim() == 2 else weight.to(dtype)
         )
 
-    def _make_tier(self, largest: int) -> UnitTier:
-        source = self._model.source
+    def _open_tier(self, memories: Memories, largest: int) -> UnitTier:
+        """Return the buckets where they stay between their turns: in the model's own files, where
+        the tier's bytes are files, or in its memory."""
+        model = self._model
+        source = model.source
         assert source is not None, "frozen parameters that travel have a source"
-        if self._model.plan.frozen.on_host:
-            sizes = [0] * len(self._reads)
-            for unit, bucket in self._buckets.items():
-                sizes[unit] = bucket.nbytes // self._ranks
-            host = HostTier(sizes, self._model.device)
-            for unit, bucket in self._buckets.items():
-                self._fill_slice(bucket, host.bucket(unit))
-                source.release([name for name in bucket.layouts if source.in_place(name)])
-            return host
-        from_source = _FromSource(self._model, self._buckets)
-        return (
-            Staged(from_source, largest, self._model.device)
-            if self._model.device.type != "cpu"
-            else from_source
-        )
+        if self._facts.mapped:
+            from_source = _FromSource(model, self._buckets)
+            return (
+                from_source if is_cpu(model.device) else Staged(from_source, largest, model.device)
+            )
+        tier = memories.buckets(model.plan.frozen.tier, StateKind.FROZEN, largest)
+        slice_P = torch.empty(largest // self._ranks, dtype=torch.uint8)
+        for unit, bucket in self._buckets.items():
+            own_P = slice_P[: bucket.nbytes // self._ranks]
+            self._fill_slice(bucket, own_P)
+            tier.write_unit(unit, own_P, 0)
+            source.release([name for name in bucket.layouts if source.in_place(name)])
+        return tier
 
     def _fill_slice(self, bucket: BucketLayout, own_P: Tensor) -> None:
         """Read this process's slice of a unit (uint8 [nbytes // ranks]) from the source."""
@@ -180,7 +184,7 @@ class Frozen:
         bytes_P = self._arrive(op.unit, op.slot) if op.unit in self._buckets else None
 
         def work() -> None:
-            if self._on_disk:
+            if self._facts.mapped:
                 source.prefetch(names)
             if bytes_P is not None and self._tier is not None:
                 self._tier.read_unit(op.unit, self._own(bytes_P))

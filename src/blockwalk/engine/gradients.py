@@ -16,49 +16,51 @@ from blockwalk.numerics.device import host_buffers, is_cpu, recorded, sent
 from blockwalk.numerics.updates import norm_of_sums, square_sums, sum_of_squares
 from blockwalk.plan.mesh import reach
 from blockwalk.plan.model_spec import ParamSpec
+from blockwalk.plan.placement import StateKind
 from blockwalk.program.flat_layout import buffer_pools
 from blockwalk.program.program import Op
 from blockwalk.program.reductions import sums_replicas
-from blockwalk.tiers.scratch_maps import ScratchMaps
+from blockwalk.tiers.memory import Memory
 
 
-class GradientMaps:
-    """The file maps in which gradients wait for the step's end, those of a unit in one. Each step
-    makes them anew: the pages of a fresh file need not be read before they are overwritten, and
-    what is not written yet of a file that is gone never is."""
+class GradientGroups:
+    """The memory in which gradients wait for the step's end, those of a unit in one group. Each
+    step makes them anew: the pages of a fresh file need not be read before they are overwritten,
+    and what is not written yet of a file that is gone never is."""
 
-    def __init__(self, scratch: ScratchMaps, units: Sequence[Iterable[ParamSpec]]) -> None:
-        self._scratch = scratch
+    def __init__(self, memory: Memory, units: Sequence[Iterable[ParamSpec]]) -> None:
+        self._memory = memory
         self._shapes = [{p.name: (p.shape, torch.float32) for p in params} for params in units]
         self._unit = {name: unit for unit, shapes in enumerate(self._shapes) for name in shapes}
-        self._places: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
 
-    def place(self, name: str) -> Tensor:
-        """Return the float32 tensor that a gradient lies in."""
-        if name not in self._places:
+    def tensor(self, name: str) -> Tensor:
+        """Return the float32 tensor that a gradient lies in; it reads zero at first."""
+        if name not in self._tensors:
             unit = self._unit[name]
-            self._places |= self._scratch.zeros(self._shapes[unit], ("gradients", unit))
-        return self._places[name]
+            self._tensors |= self._memory.zeros(self._shapes[unit], (StateKind.GRADIENT, unit))
+        return self._tensors[name]
 
     def will_need(self, names: Iterable[str]) -> None:
-        """Map the pages of gradients, blocking."""
+        """Make gradients ready to be added to, blocking."""
         for unit in {self._unit[name] for name in names}:
-            self._scratch.will_need(("gradients", unit))
+            self._memory.will_need((StateKind.GRADIENT, unit))
 
     def dont_need(self, names: Iterable[str]) -> None:
-        """Hand the pages of gradients to the kernel."""
+        """Note that the turn of gradients is over."""
         for unit in {self._unit[name] for name in names}:
-            self._scratch.dont_need(("gradients", unit))
+            self._memory.dont_need((StateKind.GRADIENT, unit))
 
-    def drop(self, unit: int) -> None:
-        """Let go of a unit's gradients."""
+    def forget(self, unit: int) -> None:
+        """Free a unit's gradients."""
         for name in self._shapes[unit]:
-            self._places.pop(name, None)
-        self._scratch.forget(("gradients", unit))
+            self._tensors.pop(name, None)
+        self._memory.forget((StateKind.GRADIENT, unit))
 
     def clear(self) -> None:
+        """Free all gradients."""
         for unit in range(len(self._shapes)):
-            self.drop(unit)
+            self.forget(unit)
 
 
 class NamedGradients:
@@ -67,7 +69,7 @@ class NamedGradients:
     Args:
         masters: the trainables by name.
         device: where blocks compute.
-        maps: the file maps that they lie in, where they are not on the device.
+        groups: where they lie if not on the device.
         landings: bytes of the places in host memory where updates read them, behind an accelerator.
         ends: whether updates use gradients up before the step's end; their squares are then kept
             until it.
@@ -78,7 +80,7 @@ class NamedGradients:
         self,
         masters: Mapping[str, Tensor],
         device: torch.device,
-        maps: GradientMaps | None,
+        groups: GradientGroups | None,
         *,
         landings: Sequence[int] = (),
         ends: bool,
@@ -86,7 +88,7 @@ class NamedGradients:
     ) -> None:
         self._masters = masters
         self._device = device
-        self._maps = maps
+        self._groups = groups
         self._ends = ends
         self._clips = clips
         self.sums: dict[str, Tensor] = {}
@@ -102,8 +104,8 @@ class NamedGradients:
         self._squares.clear()
         self._chunk_sums.clear()
         self._landed.clear()
-        if self._maps is not None:
-            self._maps.clear()
+        if self._groups is not None:
+            self._groups.clear()
 
     def expect(self, op: Op) -> None:
         """Do nothing: each parameter has one place."""
@@ -112,21 +114,20 @@ class NamedGradients:
         if name is None or name not in self._masters:
             return None
         if name not in self.sums:
-            if self._maps is None:
+            if self._groups is None:
                 self.sums[name] = torch.zeros(self._masters[name].shape, device=self._device)
-            else:  # a fresh map reads zero
-                self.sums[name] = self._maps.place(name)
+            else:
+                self.sums[name] = self._groups.tensor(name)
         return self.sums[name]
 
     def add(self, names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None and name in self.sums:
                 self.sums[name].add_(gradient)
-            elif gradient is not None:
-                maps = self._maps
-                self.sums[name] = (
-                    gradient.to(torch.float32) if maps is None else maps.place(name).copy_(gradient)
-                )
+            elif gradient is not None and self._groups is None:
+                self.sums[name] = gradient.to(torch.float32)
+            elif gradient is not None and self._groups is not None:
+                self.sums[name] = self._groups.tensor(name).copy_(gradient)
 
     def reduce(self, op: Op) -> Callable[[], None]:
         raise AssertionError("one process has nothing to sum over")
@@ -191,13 +192,11 @@ class NamedGradients:
         return {**self._squares, **rest}
 
     def take(self) -> dict[str, Tensor]:
-        taken = self.sums
+        gradients = self.sums
         self.sums = {}
-        return (
-            taken
-            if self._maps is None
-            else {name: gradient.clone() for name, gradient in taken.items()}
-        )
+        if self._groups is None:
+            return gradients
+        return {name: gradient.clone() for name, gradient in gradients.items()}
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ No copy is ever written back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -18,11 +17,9 @@ from blockwalk.engine.home import Job
 from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.plan.placement import Codec, StateKind
+from blockwalk.plan.placement import Codec, StateKind, Tier
 from blockwalk.program.placements import Placements
-from blockwalk.tiers.host import HostTier, Staged
-from blockwalk.tiers.protocols import UnitTier
-from blockwalk.tiers.scratch_maps import ScratchMaps
+from blockwalk.tiers.memories import Memories
 
 
 class MasterCopies:
@@ -31,10 +28,13 @@ class MasterCopies:
     Args:
         model: the model; nothing is read from it yet.
         places: where the plan has each unit's trainables.
-        scratch: where file maps are made, those of a unit in the group of its number.
+        memories: where masters lie.
+        tier: the tier that they lie on.
     """
 
-    def __init__(self, model: ModelHandle, places: Placements, scratch: ScratchMaps) -> None:
+    def __init__(
+        self, model: ModelHandle, places: Placements, memories: Memories, tier: Tier
+    ) -> None:
         codec = model.plan.trainable.codec
         device = model.device
         self._buckets = [
@@ -50,15 +50,13 @@ class MasterCopies:
         sizes = [bucket.nbytes for bucket in self._buckets]
         visits = [unit for unit in units if places.streams(unit, StateKind.TRAINABLE)]
         largest = max((sizes[unit] for unit in visits), default=0)
-        self._tier: UnitTier
-        if places.masters_on_disk:
-            maps = _Maps(sizes, scratch)
-            self._bytes = [maps.bucket(unit) for unit in units]
-            self._tier = Staged(maps, largest, device)
-        else:
-            host = HostTier(sizes, device)
-            self._bytes = [host.bucket(unit) for unit in units]
-            self._tier = host
+        self._bytes = [
+            memories[tier]
+            .zeros({"masters": ((nbytes,), torch.uint8)}, (StateKind.TRAINABLE, unit))
+            .get("masters", torch.empty(0, dtype=torch.uint8))
+            for unit, nbytes in enumerate(sizes)
+        ]
+        self._tier = memories.buckets(tier, StateKind.TRAINABLE, largest)
         self.slots = Slots([largest] * places.slot_count, device) if visits else None
         stay = [unit for unit in units if unit not in visits and sizes[unit]]
         self._resident = {
@@ -104,34 +102,3 @@ class MasterCopies:
     def close(self) -> None:
         """Let go of threads."""
         self._tier.close()
-
-
-class _Maps:
-    """Buckets in file maps, a :class:`~blockwalk.tiers.protocols.UnitTier` that is written in
-    place."""
-
-    def __init__(self, sizes: Sequence[int], scratch: ScratchMaps) -> None:
-        self._scratch = scratch
-        self._buckets = [
-            scratch.zeros({"masters": ((nbytes,), torch.uint8)}, unit).get(
-                "masters", torch.empty(0, dtype=torch.uint8)
-            )
-            for unit, nbytes in enumerate(sizes)
-        ]
-
-    def step(self, unit: int) -> int:
-        return 0
-
-    def bucket(self, unit: int) -> Tensor:
-        return self._buckets[unit]
-
-    def read_unit(self, unit: int, out_P: Tensor) -> int:
-        out_P.copy_(self._buckets[unit])
-        self._scratch.dont_need(unit)
-        return 0
-
-    def write_unit(self, unit: int, data_P: Tensor, step: int) -> None:
-        raise AssertionError("masters are updated where they lie")
-
-    def close(self) -> None:
-        """Do nothing: maps are let go of with the folder."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from blockwalk.checkpoints.pieces import Pieces
-from blockwalk.engine.gradients import GradientMaps, NamedGradients
+from blockwalk.engine.gradients import GradientGroups, NamedGradients
 from blockwalk.engine.home import Change, Job
 from blockwalk.engine.master_copies import MasterCopies
 from blockwalk.engine.model_handle import ModelHandle
+from blockwalk.engine.undo import BEFORE
 from blockwalk.numerics.codecs.layout import dtype_of
 from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.placement import StateKind, Tier
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind, Pool
 from blockwalk.program.state_sizes import gradient_pool
-from blockwalk.tiers.scratch_maps import ScratchMaps
+from blockwalk.tiers.memories import Memories
 
 
 class Masters:
@@ -31,69 +32,82 @@ class Masters:
     optimizer states are on the device, or both in host memory and file maps, where the processor
     updates them beside the walk."""
 
-    def __init__(self, model: ModelHandle, scratch: ScratchMaps) -> None:
+    def __init__(self, model: ModelHandle, memories: Memories) -> None:
         self._model = model
-        self._scratch = scratch
+        self._scratch = memories.scratch
         plan = model.plan
         places = Placements(plan, model.spec, model.device.type)
-        self._places = places
-        self._copies = MasterCopies(model, places, scratch) if places.updates_on_host else None
+        self._copies: MasterCopies | None = None
+        self._memories = {
+            StateKind.TRAINABLE: memories[plan.trainable.tier],
+            StateKind.OPTIMIZER: memories[plan.optimizer_state.tier],
+            StateKind.GRADIENT: memories[plan.gradient.tier],
+        }
+        if places.updates_on_host:
+            self._place_on_host(memories, places)
+        elif not is_cpu(model.device):
+            self._memories = dict.fromkeys(self._memories, memories["device"])
         self.slots = None if self._copies is None else self._copies.slots
         self._reads = model.reads[True]
         self.masters: dict[str, Tensor] = {}
         self.moments: dict[str, dict[str, Tensor]] = {}
-        for unit, spec in enumerate(model.spec.units):
-            params = spec.part(True)
-            kept: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-                p.name: (p.shape, dtype_of(plan.trainable.codec.dtype_of(p.dtype))) for p in params
-            }
-            copies = self._copies
-            self.masters |= (
-                self._allocate(plan.trainable.tier, kept, unit)
-                if copies is None
-                else copies.masters(unit)
-            )
-            for p in params:
-                model.read_into(p.name, self.masters[p.name])
-                model.in_memory.pop(p.name, None)
-            states = {
-                f"{p.name}\0{s}": (p.shape, torch.float32)
-                for p in params
-                for s in plan.update_rule.states
-            }
-            for key, tensor in self._allocate(
-                plan.optimizer_state.tier, states, ("optimizer", unit)
-            ).items():
-                name, _, state = key.partition("\0")
-                self.moments.setdefault(name, {})[state] = tensor
+        for unit in range(len(model.spec.units)):
+            self._make(unit)
         if self._copies is not None:
             self._copies.refresh()
-        self._gradient_maps: GradientMaps | None = None
-        if gradient_pool(plan, model.device.type) is Pool.MAPPED:
-            self._gradient_maps = GradientMaps(
-                scratch, [unit.part(True) for unit in model.spec.units]
+        self._gradient_groups: GradientGroups | None = None
+        if gradient_pool(plan, model.device.type) is not Pool.DEVICE:
+            self._gradient_groups = GradientGroups(
+                self._memories[StateKind.GRADIENT],
+                [unit.part(True) for unit in model.spec.units],
             )
         self.gradients = NamedGradients(
             self.masters,
             model.device,
-            self._gradient_maps,
+            self._gradient_groups,
             landings=places.landings,
             ends=plan.update.at_turn,
             clips=plan.optimizer.max_grad_norm > 0,
         )
 
-    def _allocate(
-        self, tier: Tier, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], group: Hashable
-    ) -> dict[str, Tensor]:
-        """Return zeros on a tier, by name; in file maps those of a group together."""
-        device = self._model.device
-        if self._places.states_on_disk or (tier is Tier.DISK and is_cpu(device)):
-            return self._scratch.zeros(shapes, group)
-        where = torch.device("cpu") if self._copies is not None else device
-        return {
-            name: torch.zeros(shape, dtype=dtype, device=where)
-            for name, (shape, dtype) in shapes.items()
+    def _place_on_host(self, memories: Memories, places: Placements) -> None:
+        """Place masters and optimizer states where the processor behind an accelerator updates
+        them: on their tiers, or in host memory where they are as few as those of adapters."""
+        plan = self._model.plan
+        states = plan.optimizer_state.tier
+        masters = states if plan.trainable.tier.facts.resident else plan.trainable.tier
+        if places.adapters:
+            masters = states = Tier("host")
+        self._memories[StateKind.TRAINABLE] = memories[masters]
+        self._memories[StateKind.OPTIMIZER] = memories[states]
+        if states.facts.pinned:  # no accelerator copies from them
+            self._memories[StateKind.OPTIMIZER] = memories.pageable
+        self._copies = MasterCopies(self._model, places, memories, masters)
+
+    def _make(self, unit: int) -> None:
+        """Make the masters of a unit, filled from the model, and their optimizer states."""
+        model = self._model
+        plan = model.plan
+        params = model.spec.units[unit].part(True)
+        if self._copies is not None:
+            self.masters |= self._copies.masters(unit)
+        else:
+            dtypes = {p.name: dtype_of(plan.trainable.codec.dtype_of(p.dtype)) for p in params}
+            shapes = {p.name: (p.shape, dtypes[p.name]) for p in params}
+            memory = self._memories[StateKind.TRAINABLE]
+            self.masters |= memory.zeros(shapes, (StateKind.TRAINABLE, unit))
+        for param in params:
+            model.read_into(param.name, self.masters[param.name])
+            model.in_memory.pop(param.name, None)
+        states = {
+            f"{param.name}\0{state}": (param.shape, torch.float32)
+            for param in params
+            for state in plan.update_rule.states
         }
+        memory = self._memories[StateKind.OPTIMIZER]
+        for key, tensor in memory.zeros(states, (StateKind.OPTIMIZER, unit)).items():
+            name, _, state = key.partition("\0")
+            self.moments.setdefault(name, {})[state] = tensor
 
     # ---- residency -------------------------------------------------------------------------------
 
@@ -108,33 +122,33 @@ class Masters:
                 names = [p.name for p in self._model.spec.units[op.unit].part(True)]
                 return partial(self.gradients.land, names, op.slot)
             return lambda: None
-        move = {OpKind.FETCH: self._scratch.will_need, OpKind.STORE: self._scratch.dont_need}.get(
-            op.kind
-        )
-        if move is None:
-            return lambda: None
-        if op.part is StateKind.GRADIENT:
+        if op.part is StateKind.GRADIENT and op.kind in (OpKind.FETCH, OpKind.STORE):
             return partial(self._move_gradients, op)
-        group = ("optimizer", op.unit) if op.part is StateKind.OPTIMIZER else op.unit
+        part = StateKind.OPTIMIZER if op.part is StateKind.OPTIMIZER else StateKind.TRAINABLE
+        memory = self._memories[part]
+        group = (part, op.unit)
+        if op.kind is OpKind.FETCH:
+            return partial(memory.will_need, group)
+        if op.kind is not OpKind.STORE:
+            return lambda: None
 
-        def work() -> None:
-            move(group)
-            if op.kind is OpKind.STORE:
-                self._scratch.dont_need(("before", op.unit))
+        def store() -> None:
+            memory.dont_need(group)
+            self._scratch.dont_need((BEFORE, op.unit))
 
-        return work
+        return store
 
     def _move_gradients(self, op: Op) -> None:
         """Bring the gradients that a turn of a unit adds to, or hand them to the kernel."""
         names = [p.name for p in self._reads[op.unit]]
-        maps = self._gradient_maps
-        assert maps is not None
+        groups = self._gradient_groups
+        assert groups is not None
         if op.kind is OpKind.FETCH:
-            maps.will_need(names)
+            groups.will_need(names)
             return
         if op.last:
             self.gradients.put_away(p.name for p in self._model.spec.units[op.unit].part(True))
-        maps.dont_need(names)
+        groups.dont_need(names)
 
     def values(self, unit: int) -> dict[str, Tensor]:
         compute_dtype_of = self._model.compute_dtype_of
@@ -153,13 +167,14 @@ class Masters:
                 yield Change(name, self.masters[name], gradient, moments, ((0, name),))
 
     def changed(self, unit: int) -> None:
-        """Let go of the gradients that a unit's update has used up; parameters are bound from the
-        masters every time."""
-        if self._gradient_maps is not None:
-            self._gradient_maps.drop(unit)
-        if self._places.masters_on_disk or self._places.states_on_disk:
-            for group in (unit, ("optimizer", unit), ("before", unit)):
-                self._scratch.dont_need(group)
+        """Free the gradients that a unit's update has used up, and behind an accelerator end the
+        turn of what it has changed; parameters are bound from the masters every time."""
+        if self._gradient_groups is not None:
+            self._gradient_groups.forget(unit)
+        if self._copies is not None:
+            for part in (StateKind.TRAINABLE, StateKind.OPTIMIZER):
+                self._memories[part].dont_need((part, unit))
+            self._scratch.dont_need((BEFORE, unit))
 
     def masters_changed(self) -> frozenset[int]:
         if self._copies is not None:
@@ -178,11 +193,11 @@ class Masters:
         return {**self.masters, **states}
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
-        found: dict[str, Pieces] = {}
+        pieces: dict[str, Pieces] = {}
         for name, master in self.masters.items():
             for kind, tensor in (("master", master), *self.moments.get(name, {}).items()):
-                found[f"{name}/{kind}"] = Pieces(tensor.numel(), {0: tensor.view(-1)})
-        return found
+                pieces[f"{name}/{kind}"] = Pieces(tensor.numel(), {0: tensor.view(-1)})
+        return pieces
 
     def close(self) -> None:
         """Let go of threads: scratch maps go with their last tensor."""

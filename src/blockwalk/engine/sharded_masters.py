@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.engine.buckets import word_sum
@@ -13,11 +14,11 @@ from blockwalk.engine.gradients import FlatGradients, MasterSlices
 from blockwalk.engine.home import Change
 from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.sharded_part import ShardedPart
-from blockwalk.plan.placement import StateKind, Tier
+from blockwalk.plan.placement import StateKind
 from blockwalk.program.flat_layout import accumulates, has_node_slice, hosts_node_slice
 from blockwalk.program.slicing import share
 from blockwalk.ranks.groups import Groups
-from blockwalk.tiers.scratch_maps import ScratchMaps
+from blockwalk.tiers.memories import Memories
 
 
 class ShardedMasters:
@@ -25,12 +26,13 @@ class ShardedMasters:
     :class:`~blockwalk.engine.home.Differentiated`); ``part`` is their home as far as parameters
     come and go."""
 
-    def __init__(self, model: ModelHandle, groups: Groups, scratch: ScratchMaps) -> None:
-        self.part = ShardedPart(model, groups, StateKind.TRAINABLE)
+    def __init__(self, model: ModelHandle, groups: Groups, memories: Memories) -> None:
+        self.part = ShardedPart(model, groups, StateKind.TRAINABLE, memories)
         self._model = model
         self._groups = groups
-        self._scratch = scratch
         self._plan = model.plan
+        self._memories = memories
+        self._states = memories[model.plan.optimizer_state.tier]
         self.units = {
             unit: self._make(unit) for unit, slices in enumerate(self.part.units) if slices.numel
         }
@@ -43,35 +45,41 @@ class ShardedMasters:
         part = self.part
         slices = part.units[unit]
         ranks = plan.optimizer_ranks
-        tier = plan.optimizer_state.tier
+        resident = plan.optimizer_state.tier.facts.resident
         names = ("master", *plan.update_rule.states)
         own = slices.numel // ranks
-        if tier is Tier.DISK:  # updated there by the CPU
-            held = self._scratch.zeros(dict.fromkeys(names, ((own,), torch.float32)), group=unit)
-        else:
-            held = {name: part.zeros(own, torch.float32, tier) for name in names}
-        master = held.pop("master")
+        shapes = dict.fromkeys(names, ((own,), torch.float32))
+        moments = self._states.zeros(shapes, (StateKind.OPTIMIZER, unit))
+        master = moments.pop("master")
         part.cut_masters(slices, ranks, master)
         if has_node_slice(plan) and not hosts_node_slice(plan):
             assert slices.node is not None
             slices.source = part.inside(slices.node, slices.numel, plan.parameter_ranks, ranks)
-        elif self._model.compute_dtype == torch.float32 and tier is Tier.DEVICE:
+        elif self._model.compute_dtype == torch.float32 and resident:
             slices.source = master
         else:
             slices.source = master.to(self._model.device, slices.dtype)
             if slices.source is not master:
                 part.round_masters(slices, ranks, master, slices.source)
+        return MasterSlices(master, moments, *self._make_gradients(unit))
+
+    def _make_gradients(self, unit: int) -> tuple[Tensor, Tensor | None]:
+        """Return the sum of a unit's gradients that this rank's update reads, and the accumulator
+        of several micro-batches, None without any. The first lies in the second where both are on
+        the device."""
+        plan = self._plan
+        numel = self.part.units[unit].numel
+        ranks = plan.optimizer_ranks
+        group = (StateKind.GRADIENT, unit)
         accumulator = None
-        in_place = accumulates(plan) and plan.gradient.on_device
         if accumulates(plan):
-            accumulator = part.zeros(
-                slices.numel // plan.gradient_ranks, torch.float32, plan.gradient.tier
-            )
-        if accumulator is not None and in_place:
-            gradient = part.inside(accumulator, slices.numel, plan.gradient_ranks, ranks)
-        else:
-            gradient = part.zeros(own, torch.float32, Tier.DEVICE)
-        return MasterSlices(master, held, gradient, accumulator)
+            shapes = {"sum": ((numel // plan.gradient_ranks,), torch.float32)}
+            accumulator = self._memories[plan.gradient.tier].zeros(shapes, group)["sum"]
+            if plan.gradient.tier.facts.resident:
+                own_P = self.part.inside(accumulator, numel, plan.gradient_ranks, ranks)
+                return own_P, accumulator
+        shapes = {"sum": ((numel // ranks,), torch.float32)}
+        return self._memories["device"].zeros(shapes, group)["sum"], accumulator
 
     # ---- updates ---------------------------------------------------------------------------------
 
@@ -94,8 +102,7 @@ class ShardedMasters:
         assert slices.source is not None
         if slices.source is not master:
             self.part.round_masters(slices, self._plan.optimizer_ranks, master, slices.source)
-        if self._plan.optimizer_state.on_disk:
-            self._scratch.dont_need(unit)
+        self._states.dont_need((StateKind.OPTIMIZER, unit))
 
     def masters_changed(self) -> frozenset[int]:
         for unit in self.units:
@@ -129,9 +136,8 @@ class ShardedMasters:
             for unit, masters in self.units.items()
             for kind, tensor in masters.kept.items()
         ]
-        if self._plan.optimizer_state.on_disk:
-            for unit in self.units:
-                self._scratch.dont_need(unit)
+        for unit in self.units:
+            self._states.dont_need((StateKind.OPTIMIZER, unit))
         return sums
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:

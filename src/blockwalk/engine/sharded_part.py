@@ -26,10 +26,10 @@ from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import Layout, dtype_of, name_of
 from blockwalk.numerics.codecs.weights import Value, opened
-from blockwalk.numerics.device import host_buffers, is_cpu, recorded
+from blockwalk.numerics.device import is_cpu, recorded
 from blockwalk.plan.mesh import reach
 from blockwalk.plan.model_spec import ParamSpec
-from blockwalk.plan.placement import Codec, StateKind, Tier
+from blockwalk.plan.placement import StateKind
 from blockwalk.program.flat_layout import (
     PARTS,
     FlatLayout,
@@ -44,6 +44,8 @@ from blockwalk.program.flat_layout import (
 from blockwalk.program.program import Op, OpKind
 from blockwalk.program.slicing import Run
 from blockwalk.ranks.groups import Groups
+from blockwalk.tiers.memories import Memories
+from blockwalk.tiers.memory import Memory
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ class UnitSlices:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the bucket's elements."""
-        return self.compute_dtype if self.layout.codec is Codec.RAW else torch.uint8
+        return torch.uint8 if self.layout.codec.encoded else self.compute_dtype
 
     def layout_of(self, name: str, dtype: torch.dtype | None = None) -> Layout:
         """Return the layout of a parameter's bytes in a bucket of a dtype, the compute dtype unless
@@ -102,8 +104,11 @@ class ShardedPart:
     """One part of every unit (a :class:`~blockwalk.engine.home.Home`). Node slices are filled here;
     what gathers begin with where there are none, by the caller."""
 
-    def __init__(self, model: ModelHandle, groups: Groups, part: StateKind) -> None:
+    def __init__(
+        self, model: ModelHandle, groups: Groups, part: StateKind, memories: Memories
+    ) -> None:
         self.groups = groups
+        self._part = part
         self._model = model
         self.plan = model.plan
         trainable = part is StateKind.TRAINABLE
@@ -121,10 +126,10 @@ class ShardedPart:
         }
         """The unit of each parameter."""
         self._reads = [tuple(p.name for p in params) for params in model.reads[trainable]]
-        for slices in self.units:
+        memory = memories["host" if hosts_node_slice(self.plan) else "device"]
+        for unit, slices in enumerate(self.units):
             if has_node_slice(self.plan) and slices.numel:
-                tier = Tier.HOST if hosts_node_slice(self.plan) else Tier.DEVICE
-                slices.node = self.read(slices, self.plan.parameter_ranks, tier)
+                slices.node = self.read(unit, memory)
         sizes = [
             sizes[column] * self.units[1].dtype.itemsize
             for sizes in buffer_pools(self.plan, model.spec).slots
@@ -230,18 +235,11 @@ class ShardedPart:
 
     # ---- slices ----------------------------------------------------------------------------------
 
-    def zeros(self, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor:
-        """Return a zeroed tensor [numel] on the device or the host, pinned where an accelerator
-        copies from it."""
-        device = self._model.device
-        if tier is Tier.DEVICE:
-            return torch.zeros(numel, dtype=dtype, device=device)
-        (zeros_P,) = host_buffers([numel * dtype.itemsize], device)
-        return zeros_P.view(dtype)
-
-    def read(self, slices: UnitSlices, ranks: int, tier: Tier) -> Tensor:
-        """Return this rank's slice over so many ranks as it travels, from where the model came
-        from."""
+    def read(self, unit: int, memory: Memory) -> Tensor:
+        """Return this rank's slice of a unit over the ranks that hold one copy of it, as it
+        travels, from where the model came from."""
+        slices = self.units[unit]
+        ranks = self.plan.parameter_ranks
 
         def travelling(name: str, layout: Layout) -> Tensor:
             if not layout.codec.encoded and layout.code_dtype == slices.dtype:
@@ -250,7 +248,8 @@ class ShardedPart:
             self._model.fill(name, layout, bytes_P)
             return bytes_P.view(slices.dtype)
 
-        slice_P = self.zeros(slices.numel // ranks, slices.dtype, tier)
+        shapes = {"slice": ((slices.numel // ranks,), slices.dtype)}
+        slice_P = memory.zeros(shapes, ("slice", self._part, unit))["slice"]
         self.cut(slices, ranks, travelling, slice_P)
         return slice_P
 
@@ -360,13 +359,13 @@ class ShardedPart:
         return found, self.plan.parameter_ranks
 
 
-def sharded_frozen(model: ModelHandle, groups: Groups) -> ShardedPart:
+def sharded_frozen(model: ModelHandle, groups: Groups, memories: Memories) -> ShardedPart:
     """Return the home of frozen parameters over ranks; gathers begin with node slices, or with the
     only ones there are."""
-    part = ShardedPart(model, groups, StateKind.FROZEN)
-    for slices in part.units:
+    part = ShardedPart(model, groups, StateKind.FROZEN, memories)
+    for unit, slices in enumerate(part.units):
         if slices.numel and slices.node is None:
-            slices.source = part.read(slices, model.plan.parameter_ranks, Tier.DEVICE)
+            slices.source = part.read(unit, memories["device"])
     return part
 
 

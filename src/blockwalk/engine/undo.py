@@ -9,6 +9,8 @@ from torch import Tensor
 from blockwalk.numerics.device import is_cpu
 from blockwalk.tiers.scratch_maps import ScratchMaps
 
+BEFORE = "before"
+"""The first part of the names of groups that copies lie in."""
 _LARGE = 1 << 20
 """Bytes of a unit's copies from which their maps are made anew for each step: an adapter's few
 pages stay."""
@@ -19,7 +21,7 @@ class Undo:
     computes or the values lie in some, else beside them, on the accelerator or in host memory.
 
     Args:
-        scratch: where maps are made, in the group ``("before", unit)``.
+        scratch: where maps are made, in the group ``(BEFORE, unit)``.
         device: where blocks compute.
     """
 
@@ -37,7 +39,7 @@ class Undo:
         if [t.shape for t in kept] != [t.shape for t in tensors]:
             shapes = {str(k): (tuple(t.shape), t.dtype) for k, t in enumerate(tensors)}
             mapped = is_cpu(self._device) or self._scratch.holds(tensors[0])
-            maps = mapped and self._scratch.zeros(shapes, group=("before", unit))
+            maps = mapped and self._scratch.zeros(shapes, group=(BEFORE, unit))
             kept = self._before[unit] = (
                 [*maps.values()] if maps else [torch.empty_like(t) for t in tensors]
             )
@@ -52,7 +54,7 @@ class Undo:
             unit for unit, kept in self._before.items() if sum(t.nbytes for t in kept) >= _LARGE
         ]
         for unit in [unit for unit in large if self._scratch.holds(self._before[unit][0])]:
-            self._scratch.forget(("before", unit))
+            self._scratch.forget((BEFORE, unit))
             del self._before[unit]
 
     def put_back(self) -> bool:

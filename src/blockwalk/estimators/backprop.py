@@ -37,7 +37,7 @@ from blockwalk.numerics.updates import clip_coefficient
 from blockwalk.program.program import Op, OpKind, Shape
 from blockwalk.program.state_sizes import maps_graphs
 from blockwalk.ranks.shared_forwards import SharedForwards
-from blockwalk.tiers.scratch_maps import Activations, SavedTensors
+from blockwalk.tiers.activations import Activations, SavedTensors
 
 
 @dataclass(slots=True)
@@ -118,9 +118,8 @@ class Backprop:
     ) -> None:
         self.engine = engine
         self.ranks = ranks
-        self.activations = Activations(
-            engine.plan.activation.tier, engine.device, engine.scratch, engine.plan.prefetch + 1
-        )
+        plan = engine.plan
+        self.activations = Activations(plan.activation.tier, engine.memories, plan.prefetch + 1)
         self.saved: dict[tuple[int, int], SavedTensors] = {}
         """Tensors that graphs save in file maps: those of kept graphs by :meth:`_place`, those of
         recomputed ones, which follow each other, under one key."""
@@ -287,7 +286,7 @@ class Backprop:
     def _saved_tensors(self, op: Op) -> SavedTensors:
         """Return the file maps of a block's graph, to be written anew."""
         key = self._place(op) if op.keep_graph else (0, 0)
-        saved = self.saved.setdefault(key, SavedTensors(self.engine.scratch))
+        saved = self.saved.setdefault(key, SavedTensors(self.engine.memories.scratch))
         saved.rewind()
         return saved
 

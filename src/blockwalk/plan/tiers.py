@@ -1,8 +1,10 @@
-"""The table of tiers: the memories that state can live in, fastest first, and what each is like."""
+"""The table of tiers, fastest first: a tier is a row, and a maker of its memory in
+:mod:`blockwalk.tiers.memories` or one that the row brings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from blockwalk.plan.table import Table
 
@@ -30,6 +32,9 @@ class TierFacts:
     begins_from: str = ""
     """The faster tier that a run on an accelerator begins from, where there is room and nobody
     named a tier; empty: it stays."""
+    implementation: Any = None
+    """The maker of the memory (a :data:`~blockwalk.tiers.memories.Maker`) of a tier registered from
+    elsewhere; None: that of its name in :mod:`blockwalk.tiers.memories`."""
     help: str = ""
 
     def maps(self, device: str) -> bool:

@@ -1,58 +1,55 @@
-"""The host tier: every streamed bucket in host memory, pinned where an accelerator copies from it.
-
-Pinned once and never grown: copies run asynchronously on the lanes' streams, and an event per
-bucket keeps a step's fetch behind the last step's store."""
+"""Units' buckets in a memory, which visit slots one at a time: as they lie there, or behind an
+accelerator by way of pinned staging."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from blockwalk.numerics.device import host_buffers, is_cpu, recorded
+from blockwalk.plan.placement import StateKind
+from blockwalk.tiers.memory import Memory
 from blockwalk.tiers.protocols import UnitTier
 
 
-class HostTier:
-    """Buckets in host memory (a :class:`~blockwalk.tiers.protocols.UnitTier`).
+class UnitBuckets:
+    """Buckets of one kind of state in a memory (a :class:`~blockwalk.tiers.protocols.UnitTier`).
 
-    Args:
-        sizes: bytes of each unit's bucket; 0 for a unit that is not here.
-        device: where buckets go; an accelerator pins the memory.
-    """
+    Copies run asynchronously on the lanes' streams; an event per bucket keeps a step's fetch behind
+    the last step's store."""
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        self._buckets = host_buffers(sizes, device)
-        self._steps = [0] * len(sizes)
-        self._stored: list[torch.Event | None] = [None] * len(sizes)
+    def __init__(self, memory: Memory, kind: StateKind) -> None:
+        self._memory = memory
+        self._kind = kind
+        self._steps: dict[int, int] = {}
+        self._stored: dict[int, torch.Event] = {}
 
-    def bucket(self, unit: int) -> Tensor:
+    def bucket(self, unit: int) -> Tensor | None:
         """Return a unit's bytes (CPU uint8 [nbytes]), when the copy that was last queued to them
         has arrived."""
-        if (stored := self._stored[unit]) is not None:
-            stored.synchronize()
-        return self._buckets[unit]
+        if unit in self._stored:
+            self._stored[unit].synchronize()
+        return self._memory.bytes((self._kind, unit))
 
     def step(self, unit: int) -> int:
-        return self._steps[unit]
+        return self._steps.get(unit, 0)
 
     def read_unit(self, unit: int, out_P: Tensor) -> int:
-        stored = self._stored[unit]
-        if stored is not None:
-            torch.accelerator.current_stream(out_P.device).wait_event(stored)
-        out_P.copy_(self._buckets[unit], non_blocking=True)
-        return self._steps[unit]
+        if unit in self._stored:
+            torch.accelerator.current_stream(out_P.device).wait_event(self._stored[unit])
+        self._memory.read((self._kind, unit), out_P)
+        return self.step(unit)
 
     def write_unit(self, unit: int, data_P: Tensor, step: int) -> None:
-        self._buckets[unit].copy_(data_P, non_blocking=True)
+        self._memory.write((self._kind, unit), data_P)
         if not is_cpu(data_P.device):
             self._stored[unit] = recorded(data_P.device)
         self._steps[unit] = step
 
     def close(self) -> None:
-        """Do nothing: the tier holds memory alone, which goes with it."""
+        """Do nothing: the memory is closed with the run's others."""
 
 
 class Staged:
