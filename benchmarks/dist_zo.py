@@ -26,7 +26,7 @@ from benchmarks.common import Bound, finish, median, parser, random_batch
 
 from blockwalk import method
 from blockwalk.plan.mesh import Coordinates
-from blockwalk.ranks.shared_forwards import SharedForwards
+from blockwalk.ranks.ranks import Ranks
 from blockwalk.walk.walker import Walker
 from tests.ranks.cluster import cluster, sent_bytes
 from tests.ranks.processes import run_ranks
@@ -78,11 +78,11 @@ class Work:
         plan = method("distzo2", mesh=mesh, trainable=trainable, seed=1, **settings)
         walker = Walker(self.model or self.make(), plan, device="cpu")
         if self.data_inside:
-            walker.estimator.ranks.__class__ = DataInside  # type: ignore[union-attr]
+            walker.ranks.__class__ = DataInside
         return walker
 
 
-class DataInside(SharedForwards):
+class DataInside(Ranks):
     """Ranks whose neighbours share the batch; those that share the forwards are further apart."""
 
     __slots__ = ()
@@ -95,7 +95,7 @@ def digest(walker: Walker) -> str:
     """Of the weights, and of every scalar that led to them."""
     walker.flush()
     seen = hashlib.sha256(repr(walker.estimator.entries).encode())  # type: ignore[union-attr]
-    for name, weight in walker.engine.buckets.weights().items():
+    for name, weight in walker.engine.trained.weights().items():
         values = weight if isinstance(weight, torch.Tensor) else weight.rows(0, weight.shape[0])
         seen.update(name.encode() + values.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return seen.hexdigest()
@@ -148,7 +148,7 @@ def uploads(rank: int, work: Work, mesh: Mesh) -> tuple[float, float]:
     """Parameters a second that come to the device (gather included), and that go back to the
     host."""
     with work.walker(mesh, {}) as walker:
-        buckets = walker.engine.buckets
+        buckets = walker.engine.trained
         units = sorted(buckets.streamed)
         numel = sum(walker.spec.units[unit].numel() for unit in units)
         up = []
@@ -181,7 +181,7 @@ def holds(rank: int, work: Work, mesh: Mesh) -> dict[str, int]:
             walker.step(random_batch(VOCAB, work.batch, work.sequence, seed=step))
         dist.barrier()
         grown = pss() - before
-        buckets = walker.engine.buckets
+        buckets = walker.engine.trained
         streamed = sum(buckets.units[unit].nbytes for unit in buckets.streamed)
         return {"grown": grown, "streamed": streamed, "slots": 2 * buckets.slots.nbytes}
 

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.common import Bound, finish, parser
 
 from blockwalk import method
+from blockwalk.contrib.elastic_ranks.elastic import elastic
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.plan import Plan
-from blockwalk.ranks.elastic import elastic
 from blockwalk.train.elastic import compare, follow
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
@@ -45,7 +45,7 @@ def plan(**own: Any) -> Plan:
 
 def rank(there: str, number: int) -> int:
     ranks = elastic(MeshSettings(), there, 60, joins=True)
-    with Walker(tiny_model("llama"), plan(**OWN[number]), device="cpu", ranks=ranks) as walker:
+    with Walker(tiny_model("llama"), plan(**OWN[number]), device="cpu", sharing=ranks) as walker:
         follow(walker, ranks, lambda place: random_batch(8, seed=place[0]))
     return 0
 
@@ -55,7 +55,7 @@ def host(folder: Path, there: str, counts: Any) -> int:
     ranks = elastic(MeshSettings(), there, 60, joins=False)
     listen(ranks, counts)
     with Walker(
-        tiny_model("llama"), plan(), device="cpu", ranks=ranks, ledger=folder / "shared.jsonl"
+        tiny_model("llama"), plan(), device="cpu", sharing=ranks, ledger=folder / "shared.jsonl"
     ) as walker:
         ranks.open({}, [])
         left = 10

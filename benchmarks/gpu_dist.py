@@ -107,7 +107,9 @@ def worker(arguments: argparse.Namespace) -> None:
                 dist.all_gather_object(everyone, scalars)
                 walker.flush()
                 if not sharded:
-                    walker.ranks.compare(walker.steps_done, *walker.engine.buckets.sums())
+                    walker.ranks.compare_copies(
+                        walker.steps_done, walker.engine.sums_of_copies(), "its ledger"
+                    )
             found = {
                 "tokens_per_s": batch * arguments.seq / median(seconds),
                 "peak_MB": peak / 1e6,

@@ -122,7 +122,7 @@ def walk(
             walker.step(batch(i), seed=i if plan.zo.noise == "mezo" else None) for i in seeds
         ]
         held_out = walker.evaluate(batch(steps)).loss
-        stored = walker.engine.buckets.weights()
+        stored = walker.engine.trained.weights()
         weights = {
             n: w.clone() if isinstance(w, torch.Tensor) else w.rows(0, w.shape[0]).clone()
             for n, w in stored.items()

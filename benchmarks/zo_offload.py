@@ -245,7 +245,7 @@ def measure(
                 model = zo_runs.naive_model(name, "float32", "cpu")
                 step = zo_runs.naive_stepper(model, arguments.batch, arguments.seq)
             elif case == BESIDE_TRAFFIC:
-                buckets = walkers["zo2", noise].engine.buckets
+                buckets = walkers["zo2", noise].engine.trained
                 sizes = [
                     buckets.units[unit].nbytes // PAGE * PAGE for unit in sorted(buckets.streamed)
                 ]

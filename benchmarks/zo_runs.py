@@ -37,7 +37,7 @@ HOST = "zo2 on the host"
 def fresh_slots(walker: Walker) -> None:
     """Give every fetch a new buffer instead of a slot that is there, as an implementation without
     slots would."""
-    buckets = walker.engine.buckets
+    buckets = walker.engine.trained
     reused = buckets.fetch
 
     def fetch(unit: int, slot: int) -> None:
@@ -61,7 +61,7 @@ def nothing_moved(walker: Walker) -> None:
     """Leave out a disk tier's writes, and its reads from the third step on, all else as it is. A
     slot then holds the block that was in it last, so losses mean nothing: this is to be timed
     only."""
-    tier: Any = walker.engine.buckets.tier
+    tier: Any = walker.engine.trained.tier
     read = tier.read_unit
     stored = tier.step
     written = dict[int, int]()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from blockwalk import contrib as contrib  # its rows are there wherever a plan is
+
 if TYPE_CHECKING:
     from blockwalk.plan.choices import LoraSettings as LoraSettings
     from blockwalk.plan.choices import PrefixSettings as PrefixSettings

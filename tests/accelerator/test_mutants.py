@@ -104,7 +104,7 @@ def test_weights_read_before_they_arrived(
             for step in range(2):
                 walk.step(random_batch(seed=step))
             walk.flush()
-            bucket = walk.engine.buckets.tier.bucket(2)  # type: ignore[union-attr]
+            bucket = walk.engine.trained.tier.bucket(2)  # type: ignore[union-attr]
             assert bucket is not None
             return bucket.clone()
 

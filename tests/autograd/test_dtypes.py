@@ -82,7 +82,7 @@ def test_updates_below_half_a_unit_move_a_16_bit_master_in_expectation(
             {name: torch.full(t.shape, -1.0) for name, t in masters.items()}
         )
         for unit in range(len(walker.spec.units)):
-            walker.engine.update(unit, step=1, learning_rate=spacing / 16)
+            walker.estimator.checkpointed.apply(unit, step=1, learning_rate=spacing / 16)
         values = torch.cat([t.double().flatten() for t in masters.values()])
     assert set(values.tolist()) <= {1.0, 1.0 + spacing}
     deviation = (share * (1 - share) / elements) ** 0.5

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockwalk.estimators.zeroth_order.mezo_original import MezoNoise
+from blockwalk.contrib.mezo_original.in_place import MezoNoise
 from blockwalk.numerics import native as native_code
 from blockwalk.numerics.noise import key as noise_key
 from blockwalk.numerics.noise import numpy_words

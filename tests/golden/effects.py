@@ -14,18 +14,19 @@ from typing import Any
 import pytest
 import torch
 
+from blockwalk.contrib.mezo_original import in_place
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.engine import sharded_part
 from blockwalk.engine.buckets import Buckets
-from blockwalk.engine.engine import Engine
 from blockwalk.engine.gradients import FlatGradients, NamedGradients
+from blockwalk.engine.master_updates import MasterUpdates
 from blockwalk.estimators.backprop import Backprop
-from blockwalk.estimators.zeroth_order import estimator, mezo_original
+from blockwalk.estimators.zeroth_order import arithmetic
 from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation
 from blockwalk.plan.mesh import gather_bytes, names_of
 from blockwalk.program.program import Lane
+from blockwalk.ranks.forward_sharing import MeshSharing
 from blockwalk.ranks.groups import Groups
-from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.tiers.activations import Activations
 from blockwalk.tiers.memory import BufferMemory
 from blockwalk.tiers.scratch_maps import ScratchMaps
@@ -92,19 +93,26 @@ class Effects:
         self._updating()
 
     def _computing(self) -> None:
+        def walks() -> list[Any]:
+            """What computes now: a step, or an evaluation."""
+            estimator: Any = self.walker.estimator
+            return [walk for walk in (estimator.state, self.walker._forward) if walk is not None]
+
         def micro_batch(batch: Any) -> int:
             """The place of a batch among the step's; the head is given one without labels."""
-            batches = self.walker.estimator.state.batches  # type: ignore[union-attr]
             return next(
-                m for m, each in enumerate(batches) if each["input_ids"] is batch["input_ids"]
+                m
+                for walk in walks()
+                for m, part in enumerate(walk.batches)
+                if part["input_ids"] is batch["input_ids"]
             )
 
         def micro_batch_of(call: Any) -> int:
-            prologues: Any = self.walker.estimator.state.prologues  # type: ignore[union-attr]
-            keys = [
+            keys: list[Any] = [
                 key
-                for key, prologue in prologues.items()
-                if any(each is call for each in prologue.calls)
+                for walk in walks()
+                for key, prologue in walk.prologues.items()
+                if any(known is call for known in prologue.calls)
             ]
             return int(keys[0][0] if isinstance(keys[0], tuple) else keys[0])
 
@@ -130,7 +138,7 @@ class Effects:
             lambda z, *_: ("perturbed", z.step, z.query, z.scale) if z.scale else None,
         )
         self._tap(
-            mezo_original,
+            in_place,
             "perturb_",
             lambda every, seed, sign, epsilon: ("perturb all", sign * epsilon),
         )
@@ -174,18 +182,20 @@ class Effects:
         self._tap(sharded_part, "_copy", lambda out, from_: ("copy", out.nbytes))
 
     def _updating(self) -> None:
-        self._tap(Engine, "update", lambda _, unit, *, step, **__: ("update", unit, step))
+        self._tap(MasterUpdates, "apply", lambda _, unit, *, step, **__: ("update", unit, step))
         for gradients in (NamedGradients, FlatGradients):
             self._tap(gradients, "norm", lambda _: ("norm",))
             self._tap(gradients, "squares", lambda _: ("check",))
         self._tap(Backprop, "_over_ranks", lambda _, values: ("total",))
         self._tap(Buckets, "advance", lambda _, unit, step: ("update", unit, step))
         self._tap(
-            estimator, "apply_all_", lambda rule, entries, *_: ("apply", *(e.step for e in entries))
+            arithmetic,
+            "apply_all_",
+            lambda rule, entries, *_: ("apply", *(e.step for e in entries)),
         )
-        self._tap(mezo_original, "update_", lambda every, entry, rule: ("update all", entry.step))
-        self._tap(mezo_original, "replay_", lambda every, entry, rule: ("replay", entry.step))
-        self._tap(SharedForwards, "confirm", lambda _, step, entry, **__: ("entry", step))
+        self._tap(in_place, "update_", lambda every, entry, rule: ("update all", entry.step))
+        self._tap(in_place, "replay_", lambda every, entry, rule: ("replay", entry.step))
+        self._tap(MeshSharing, "confirm", lambda _, step, entry, **__: ("entry", step))
 
 
 def _unit(cut: CutModel, call: Any) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from blockwalk import LoraSettings, Walker, method
-from blockwalk.estimators.zeroth_order.mezo_original import SIGNS
+from blockwalk.contrib.mezo_original.in_place import SIGNS
 from blockwalk.plan.choices import Timing
 from blockwalk.plan.estimators import Estimator
 from blockwalk.plan.mesh import make_axes, named, reach

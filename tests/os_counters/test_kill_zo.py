@@ -49,7 +49,7 @@ def run(folder: Path, steps: int, said: Callable[[int], None] = lambda _: None) 
             if walker.steps_done % 10 == 5:
                 walker.flush()  # resident units are written then
         walker.flush()
-        weights = walker.engine.buckets.weights()
+        weights = walker.engine.trained.weights()
         return {
             name: zlib.crc32(w.contiguous().view(-1).view(torch.uint8).numpy())
             for name, w in weights.items()

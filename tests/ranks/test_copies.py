@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from blockwalk.cutting.verify import certified
-from blockwalk.engine.buckets import word_sum
+from blockwalk.engine.trained import word_sum
 from blockwalk.plan.methods import method
 from blockwalk.plan.placement import StateKind
 from blockwalk.walk.walker import Walker
@@ -33,7 +33,8 @@ def flipped(walker: Walker, state: str) -> None:
     words_N = kept[state].view(torch.int32)
     words_N[5] ^= 1 << 3
     words_N[-7] ^= 1 << 3
-    engine.masters_changed()
+    estimator: Any = walker.estimator
+    estimator.updates.masters_changed()
 
 
 def _spoilt(rank: int, name: str, changes: dict[str, Any], state: str, folder: Path) -> list[str]:

@@ -14,9 +14,9 @@ import torch
 
 from blockwalk import method
 from blockwalk.cli import main
+from blockwalk.contrib.elastic_ranks.elastic import Elastic, Lent, elastic
 from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.plan.choices import MeshSettings
-from blockwalk.ranks.elastic import Elastic, Lent, elastic
 from blockwalk.ranks.place import LOST
 from blockwalk.train import config
 from blockwalk.train.elastic import facts, follow
@@ -54,7 +54,7 @@ def walk(settings: dict[str, Any], kind: str, ranks: Elastic | None = None) -> t
     shared = 0
     results = []
     plan = method("zo2", **{"optimizer": OPTIMIZER, **settings})
-    with Walker(tiny_model(kind, tied=kind == "opt"), plan, device="cpu", ranks=ranks) as walker:
+    with Walker(tiny_model(kind, tied=kind == "opt"), plan, device="cpu", sharing=ranks) as walker:
         if ranks is not None:
             ranks.open({}, [])
             deadline = time.monotonic() + 30
@@ -74,7 +74,7 @@ def walk(settings: dict[str, Any], kind: str, ranks: Elastic | None = None) -> t
 def lend(settings: dict[str, Any], kind: str, address: str) -> int:
     plan = method("zo2", **{"optimizer": OPTIMIZER, **settings})
     ranks = elastic(plan.mesh, address, 30, joins=True)
-    with Walker(tiny_model(kind, tied=kind == "opt"), plan, device="cpu", ranks=ranks) as walker:
+    with Walker(tiny_model(kind, tied=kind == "opt"), plan, device="cpu", sharing=ranks) as walker:
         return 0 if follow(walker, ranks, lambda place: batch_at(place[0], bool(place[1]))) else 1
 
 
@@ -134,7 +134,7 @@ def test_a_rank_that_answers_too_late_costs_a_wait_and_nothing_else() -> None:
         expected = [alone.step(random_batch(8, seed=step)).projected_grad for step in range(3)]
         weights = trained(alone)
     found = []
-    with Walker(tiny_model("llama"), plan, device="cpu", ranks=host) as walker:
+    with Walker(tiny_model("llama"), plan, device="cpu", sharing=host) as walker:
         host.open({}, [])
         late.next_turn()
         for step in range(3):

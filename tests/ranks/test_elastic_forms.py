@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from blockwalk.ranks.elastic import _answer, _request
+from blockwalk.contrib.elastic_ranks.elastic import _answer, _request
 
 
 def test_a_ranks_own_forms_are_read() -> None:

@@ -20,7 +20,7 @@ from blockwalk.program.program import Lane
 from blockwalk.ranks.agreement import gather_json, require_agreement
 from blockwalk.ranks.groups import make_groups
 from blockwalk.ranks.place import LostRank, Place
-from blockwalk.ranks.shared_forwards import first
+from blockwalk.ranks.ranks import first
 from blockwalk.ranks.watch import Watch
 from tests.ranks.cluster import cluster, payload_of
 from tests.ranks.processes import run_ranks

@@ -19,7 +19,8 @@ from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.plan import Plan
-from blockwalk.ranks.shared_forwards import SharedForwards
+from blockwalk.ranks.forward_sharing import MeshSharing
+from blockwalk.ranks.ranks import Ranks
 from blockwalk.system.heap import give_back
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
@@ -282,7 +283,7 @@ def test_every_forward_of_every_part_is_one_ranks(seed: int) -> None:
     mesh = MeshSettings(data=draw.randint(1, 4), perturb=draw.randint(1, 5))
     passes = draw.randint(mesh.perturb, 12)
     cuts = mesh.data * draw.randint(1, 3)
-    ranks = SharedForwards(mesh)
+    ranks = MeshSharing(Ranks(mesh))
     shares = [
         (p, cut)
         for rank in range(mesh.data * mesh.perturb)
@@ -346,7 +347,7 @@ def _spoilt(rank: int, mesh: dict[str, Any], unit: int) -> str:
     plan = method("distzo2", mesh={"world": 2, "check_every": 2, **mesh}, trainable=trainable)
     walker = Walker(tiny_model("llama"), plan, device="cpu")
     walker.step(random_batch(8))
-    buckets = walker.engine.buckets
+    buckets = walker.engine.trained
     held_P = buckets._resident[unit] if unit in buckets._resident else buckets.tier.bucket(unit)  # type: ignore[union-attr]
     if rank == 1:
         held_P[5] ^= 1

@@ -16,6 +16,7 @@ import torch
 from blockwalk.checkpoints import run_checkpoint
 from blockwalk.cli import main
 from blockwalk.data.tokenizer import load_tokenizer
+from blockwalk.engine.master_updates import MasterUpdates
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.train import loop
@@ -133,12 +134,14 @@ def test_weights_that_an_update_made_infinite_are_not_saved(tmp_path: Path) -> N
     """Oracle: the folder of saved weights, which must not be there."""
     plan = method("plain", optimizer={"name": "sgd", "learning_rate": 1e18})
     with Walker(tiny_model("llama"), plan, device="cpu") as walker:
+        updates = walker.estimator.checkpointed
+        assert isinstance(updates, MasterUpdates)
         while all(tensor.isfinite().all() for tensor in walker.engine.trained.masters.values()):
             walker.engine.gradients.sums.update(
                 {name: torch.ones_like(t) for name, t in walker.engine.trained.masters.items()}
             )
             for unit in range(len(walker.spec.units)):
-                walker.engine.update(unit, step=1, learning_rate=3e38)
+                updates.apply(unit, step=1, learning_rate=3e38)
         for save in (walker.save_pretrained, walker.save_state):
             with refused(FloatingPointError, "saved"):
                 save(tmp_path / "saved")

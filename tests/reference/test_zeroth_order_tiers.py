@@ -15,10 +15,11 @@ from torch import nn
 
 from blockwalk import method
 from blockwalk.engine.bucket_tensors import BucketTensors, tensors_in
+from blockwalk.estimators.zeroth_order.arithmetic import PerturbedCopies
 from blockwalk.estimators.zeroth_order.draws import LowRank
 from blockwalk.estimators.zeroth_order.estimator import ZerothOrder
 from blockwalk.estimators.zeroth_order.perturbed_weight import PerturbedWeight
-from blockwalk.estimators.zeroth_order.step import Step
+from blockwalk.estimators.zeroth_order.step_state import StepState
 from blockwalk.numerics.row_tiles import NarrowProducts
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.plan import Plan
@@ -105,7 +106,7 @@ def test_blocks_that_stay_train_as_those_that_stream(
         model, method("zo2", resident=resident, **settings), workdir=tmp_path / "w", device="cpu"
     ) as walker:
         program = walker.program(StepKind.TRAIN, Shape(2, 8))
-        assert len(walker.engine.buckets.streamed) == max(4 - resident, 0)
+        assert len(walker.engine.trained.streamed) == max(4 - resident, 0)
         assert program.slots == min(method("zo2", **settings).prefetch + 1, max(4 - resident, 0))
 
 
@@ -140,7 +141,7 @@ def test_a_processor_reads_the_host_tier_where_it_lies(
     with Walker(model, method("zo2", **changes), workdir=tmp_path / "w", device="cpu") as walker:
         program = walker.program(StepKind.TRAIN, Shape(2, 8))
         assert not {OpKind.FETCH, OpKind.STORE} & {op.kind for op in program.ops}
-        assert program.slots == len(walker.engine.buckets.streamed) == 0
+        assert program.slots == len(walker.engine.trained.streamed) == 0
 
 
 def run_from(
@@ -205,7 +206,7 @@ def _float_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 def buffers(walker: Walker) -> dict[str, tuple[int, int]]:
     """Address and bytes of every slot, host buffer and scratch buffer that a zeroth-order walk
     holds."""
-    buckets = walker.engine.buckets
+    buckets = walker.engine.trained
     estimator = walker.estimator
     assert isinstance(estimator, ZerothOrder)
     held = {f"slot {i}": buffer for i, buffer in enumerate(buckets.slots._buffers)}
@@ -219,10 +220,15 @@ def buffers(walker: Walker) -> dict[str, tuple[int, int]]:
             f"staging {i}": buffer
             for i, buffer in enumerate([*buckets.tier._inward, buckets.tier._outward])
         }
-    for name in ("scratch", "slice_scratch", "loss_scratch"):
-        held |= {
-            f"{name} {key}": buffer for key, buffer in getattr(estimator, name)._buffers.items()
-        }
+    copies = estimator.arithmetic
+    assert isinstance(copies, PerturbedCopies)
+    arenas = {
+        "scratch": copies.units.scratch,
+        "slice_scratch": copies.slice_scratch,
+        "loss_scratch": estimator.loss_scratch,
+    }
+    for name, arena in arenas.items():
+        held |= {f"{name} {key}": buffer for key, buffer in arena._buffers.items()}
     return {name: (buffer.data_ptr(), buffer.nbytes) for name, buffer in held.items()}
 
 
@@ -407,8 +413,9 @@ def test_a_block_perturbed_once_for_all_micro_batches(
     assert not copied
 
 
-def bind_anew(estimator: ZerothOrder, op: Op, state: Step) -> None:
-    values = estimator._values(op.unit, estimator._perturbation(op, state), state)
+def bind_anew(estimator: ZerothOrder, op: Op, state: StepState) -> None:
+    estimator.arithmetic.units.forget()
+    (values,) = estimator._values(op, state)
     estimator.engine.cut.bind(op.unit, values)
 
 
@@ -479,7 +486,7 @@ def test_a_unit_is_laid_out_once_a_visit(tmp_path: Path, monkeypatch: pytest.Mon
         made.append(unit.name)
         return tensors_in(unit, bytes_P)
 
-    monkeypatch.setattr("blockwalk.engine.buckets.tensors_in", counted)
+    monkeypatch.setattr("blockwalk.engine.trained.tensors_in", counted)
     with Walker(
         tiny_model("opt"), method("zo2", trainable="disk"), workdir=tmp_path, device="cpu"
     ) as walker:
@@ -503,7 +510,7 @@ def test_program_bytes_are_the_buckets(tmp_path: Path) -> None:
         tiny_model("llama"), method("zo2", **settings), workdir=tmp_path, device="cpu"
     ) as walker:
         program = walker.program(StepKind.TRAIN, Shape(4, 12))
-        buckets = walker.engine.buckets
+        buckets = walker.engine.trained
         assert [len(buffer) for buffer in buckets.slots._buffers] == [
             program.slot_bytes
         ] * program.slots

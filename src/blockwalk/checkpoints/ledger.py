@@ -98,13 +98,29 @@ class Ledger:
             :func:`blockwalk.estimators.zeroth_order.ledger_header.header`); ``run`` may differ from
             an existing ledger's, which then holds.
 
+        entries: with them it is a copy in memory of the ledger that another rank writes: these are
+            its entries' lines so far, and no file is opened.
+
     Raises:
         ValueError: the file is no ledger, a link, or the ledger of a run that differs; the message
             names what differs.
     """
 
-    def __init__(self, path: StrPath, header: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: StrPath,
+        header: Mapping[str, Any],
+        *,
+        entries: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
         self.path = Path(path)
+        self._fd = -1
+        self._is_copy = entries is not None
+        if entries is not None:
+            self.header = dict(header)
+            self.entries = [entry_of(line, n, self.path) for n, line in enumerate(entries, 1)]
+            self._digests: list[str] = []
+            return
         if not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             atomic_files.write_bytes(
@@ -139,13 +155,17 @@ class Ledger:
 
     def rename(self, path: Path) -> None:
         """Give the file another name, atomically, in place of one that is there."""
-        os.replace(self.path, path)
-        atomic_files.fsync(path.parent)
+        if not self._is_copy:
+            os.replace(self.path, path)
+            atomic_files.fsync(path.parent)
         self.path = path
 
     def append(self, entry: LedgerEntry) -> None:
         """Write one step's line and wait until it is on the disk."""
         assert entry.step == self.steps + 1, f"step {entry.step} after {self.steps} in {self.path}"
+        if self._is_copy:
+            self.entries.append(entry)
+            return
         line, digest = _lines([asdict(entry)], self._digests[-1])
         start = os.lseek(self._fd, 0, os.SEEK_CUR)
         try:
@@ -166,28 +186,6 @@ class Ledger:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-class LedgerCopy(Ledger):
-    """The copy of the run's ledger that a rank other than the first keeps in memory; its caller
-    compares each step."""
-
-    def __init__(
-        self, path: Path, header: dict[str, Any], entries: Sequence[Mapping[str, Any]]
-    ) -> None:
-        self.path = path
-        self.header = header
-        self._fd = -1
-        self.entries = [entry_of(value, number, path) for number, value in enumerate(entries, 1)]
-
-    def rename(self, path: Path) -> None:
-        self.path = path
-
-    def append(self, entry: LedgerEntry) -> None:
-        assert entry.step == self.steps + 1, (
-            f"step {entry.step} after {self.steps} in the copy of {self.path}"
-        )
-        self.entries.append(entry)
 
 
 def read_ledger(path: StrPath) -> tuple[dict[str, Any], list[LedgerEntry]]:

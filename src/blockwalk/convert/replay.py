@@ -25,7 +25,6 @@ from blockwalk.engine.bucket_tensors import BucketTensors, Initial, fill, tensor
 from blockwalk.engine.buckets import checksum
 from blockwalk.engine.model_weights import open_source
 from blockwalk.engine.pack import Progress
-from blockwalk.estimators.zeroth_order import mezo_original
 from blockwalk.estimators.zeroth_order.updates import apply_all_, rule_of, trained_in_order
 from blockwalk.models.hub import file_of
 from blockwalk.models.model_source import model_source
@@ -36,8 +35,10 @@ from blockwalk.numerics.device import chosen
 from blockwalk.numerics.noise.key import GENERATOR_VERSION
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec
+from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.parsing import adapter_settings
 from blockwalk.plan.placement import Codec
+from blockwalk.plan.table import resolved
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import crc32
@@ -220,7 +221,7 @@ class ReplayedRun:
         before are no longer held."""
         done = 0
         total = sum(unit.nbytes for unit in self.units)
-        after = self._after_in_place() if self.rule.zo.noise == "mezo" else self._after()
+        after = self._after_at_once() if NOISES[self.rule.zo.noise].replay else self._after()
         for unit, trained in zip(self.units, after, strict=True):
             yield trained
             done += unit.nbytes
@@ -241,7 +242,7 @@ class ReplayedRun:
             yield values_of(tensors_in(self.units[number], bytes_P))
         self._check(after)
 
-    def _after_in_place(self) -> Iterator[dict[str, Value]]:
+    def _after_at_once(self) -> Iterator[dict[str, Value]]:
         """Yield the trainables of each unit after the last entry, under the original's noise: its
         draws go through all parameters at once, so that the whole model is held."""
         whole = [self._fill(number) for number in range(len(self.units))]
@@ -249,11 +250,7 @@ class ReplayedRun:
             tensors_in(unit, bytes_P) for unit, bytes_P in zip(self.units, whole, strict=True)
         ]
         tensors = {name: states[""].tensor for cells in filled for name, states in cells.items()}
-        parameters = {
-            name: tensors[name] for name in mezo_original.order_of(self.cut) if name in tensors
-        }
-        for entry in self.entries:
-            mezo_original.replay_(parameters, entry, self.rule)
+        resolved(NOISES[self.rule.zo.noise].replay)(self.cut, tensors, self.entries, self.rule)
         whole = [bytes_P.cpu() for bytes_P in whole]
         self._check([crc32(bytes_P) for bytes_P in whole])
         for unit, bytes_P in zip(self.units, whole, strict=True):

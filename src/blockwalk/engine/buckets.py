@@ -36,7 +36,7 @@ from blockwalk.plan.placement import Codec, StateKind
 from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind
-from blockwalk.ranks.shared_forwards import SharedForwards
+from blockwalk.ranks.ranks import Ranks
 from blockwalk.system.atomic_files import discard
 from blockwalk.tiers.block_store.store import BlockStore, StoredParam, StoredUnit
 from blockwalk.tiers.block_store.writable import WritableStore
@@ -66,7 +66,7 @@ class Buckets:
         self,
         model: ModelHandle,
         path: Path,
-        group: SharedForwards,
+        group: Ranks,
         memories: Memories,
         *,
         keep: bool,
@@ -164,6 +164,11 @@ class Buckets:
         whole_P = torch.zeros(self.units[number].nbytes, dtype=torch.uint8)
         self.units[number] = fill(self.units[number], source, whole_P)
         return self._slices[number].cut(whole_P, self._group.place)
+
+    @property
+    def durable(self) -> bool:
+        """True where weights outlive this process."""
+        return self._durable is not None
 
     @property
     def checksum(self) -> str:
@@ -374,14 +379,19 @@ class Buckets:
         tier makes a copy of them."""
         return self._resident[unit] if unit in self._resident else self.tier.bucket(unit)
 
-    def sums(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return a checksum of each unit where it stays between its turns: of those held whole, and
-        of the slices of the others. Nothing may be in flight."""
-        sums: tuple[dict[str, int], dict[str, int]] = ({}, {})
-        for number, unit in enumerate(self.units):
-            if unit.nbytes:
-                sums[self.sliced(number)][unit.name] = word_sum(self._between_turns(number))
-        return sums
+    def sums(self) -> list[tuple[str, int, int]]:
+        """Return a checksum of each unit where it stays between its turns, or of this process's
+        slice of it: its name, the ranks that hold one copy together, the sum. Nothing may be in
+        flight."""
+        return [
+            (
+                unit.name,
+                self._group.slices if self.sliced(number) else 1,
+                word_sum(self._between_turns(number)),
+            )
+            for number, unit in enumerate(self.units)
+            if unit.nbytes
+        ]
 
     def close(self) -> None:
         self.tier.close()

@@ -26,7 +26,7 @@ from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec, StateKind
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind
-from blockwalk.ranks.shared_forwards import SharedForwards
+from blockwalk.ranks.ranks import Ranks
 from blockwalk.tiers.memories import Memories
 from blockwalk.tiers.protocols import UnitTier
 from blockwalk.tiers.unit_buckets import Staged
@@ -41,7 +41,7 @@ class Frozen:
         memories: where buckets are kept that visit the device from a tier of their own.
     """
 
-    def __init__(self, model: ModelHandle, group: SharedForwards, memories: Memories) -> None:
+    def __init__(self, model: ModelHandle, group: Ranks, memories: Memories) -> None:
         self._model = model
         self._group = group
         plan = model.plan

@@ -1,8 +1,7 @@
 """Homes: where the state of a model lives, and how it comes to the device.
 
 A model's state has two parts, its frozen and its trainable parameters (with what is kept beside
-these), and each part one home, which :class:`~blockwalk.engine.engine.Engine` chooses by the plan's
-facts:
+these), and each part one home, which :mod:`blockwalk.engine.homes` makes as the plan's row says:
 
     frozen     :class:`~blockwalk.engine.frozen.Frozen`
                    mapped, resident, or visiting slots
@@ -69,6 +68,17 @@ class Trained(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a run, as far as this rank holds it: the tensors themselves, not
         copies."""
+
+    def join_gathers(self) -> None:
+        """Join the gathers of the rank that saves, on the others that hold pieces of what it
+        writes."""
+
+    def settle(self) -> None:
+        """Write what is on the device to a tier that outlives the process, where that is theirs."""
+
+    def sums(self) -> list[tuple[str, int, int]]:
+        """Return a checksum of each piece of state that several ranks may hold copies of: its name,
+        the ranks that hold one copy together, and the sum. Nothing may be in flight."""
 
     def close(self) -> None: ...
 

@@ -192,6 +192,16 @@ class Masters:
         }
         return {**self.masters, **states}
 
+    def join_gathers(self) -> None:
+        """Do nothing: no rank gathers for itself alone."""
+
+    def settle(self) -> None:
+        """Do nothing: a checkpoint is written from the masters."""
+
+    def sums(self) -> list[tuple[str, int, int]]:
+        """Return none: no other rank holds these."""
+        return []
+
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
         pieces: dict[str, Pieces] = {}
         for name, master in self.masters.items():

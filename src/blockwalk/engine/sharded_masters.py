@@ -124,6 +124,12 @@ class ShardedMasters:
             for kind, tensor in own.kept.items()
         }
 
+    def join_gathers(self) -> None:
+        """Do nothing: no rank gathers for itself alone."""
+
+    def settle(self) -> None:
+        """Do nothing: a checkpoint is written from the masters."""
+
     def sums(self) -> list[tuple[str, int, int]]:
         """Return a checksum of this rank's slice of each master and optimizer state, where others
         hold copies of it: its name, the ranks that hold one copy together, the sum."""

@@ -23,20 +23,24 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.cutting.calls import BlockCall, Prologue, tensors_of
 from blockwalk.data.batch import Batch, loss_tokens
 from blockwalk.engine.engine import Engine
-from blockwalk.estimators.asked import Asked
+from blockwalk.engine.home import Differentiated
+from blockwalk.engine.master_updates import MasterUpdates
 from blockwalk.estimators.head import Ending
-from blockwalk.estimators.losses import Answers, Objective, loss_of
+from blockwalk.estimators.losses import Objective, loss_of
+from blockwalk.estimators.protocol import StepFigures
+from blockwalk.estimators.walk_request import Step
+from blockwalk.numerics.codecs.weights import Weight
 from blockwalk.numerics.lazy_linear import unread
 from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.numerics.noise.key import derive_seed
 from blockwalk.numerics.updates import clip_coefficient
 from blockwalk.program.program import Op, OpKind, Shape
 from blockwalk.program.state_sizes import maps_graphs
-from blockwalk.ranks.shared_forwards import SharedForwards
+from blockwalk.ranks.forward_sharing import ForwardSharing
+from blockwalk.ranks.ranks import Ranks
 from blockwalk.tiers.activations import Activations, SavedTensors
 
 
@@ -60,7 +64,7 @@ class _State:
     labels: Sequence[Tensor]
     """Labels of each micro-batch, on the CPU."""
     tokens: int
-    asked: Asked
+    step: Step
     prologues: dict[int, Prologue] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
     gradient: dict[int, Tensor] = field(default_factory=dict)
@@ -76,12 +80,8 @@ class _State:
     loss_sum: float = 0.0
     losses: list[Tensor] = field(default_factory=list)
     """Summed losses that are not in :attr:`loss_sum` yet, 0-d float64, where they were computed."""
-    answers: Answers = field(default_factory=Answers)
-    """Those of an evaluation."""
     coefficient: float = 1.0
     grad_norm: float | None = None
-    projected_grad: float | None = None
-    """A first-order step has none."""
 
     @property
     def loss(self) -> float:
@@ -107,16 +107,19 @@ class Backprop:
     """The estimator that answers the compute ops of a first-order program.
 
     Args:
-        engine: the cut model and the homes of its state.
+        engine: the cut model.
+        home: its masters, optimizer states and gradients.
         ranks: those that share the batch.
         objective: a function of (logits [B, S, V], batch) that takes the place of the model's own
             loss.
     """
 
     def __init__(
-        self, engine: Engine, ranks: SharedForwards, objective: Objective | None = None
+        self, engine: Engine, home: Differentiated, ranks: Ranks, objective: Objective | None = None
     ) -> None:
         self.engine = engine
+        self.gradients = home.gradients
+        self.updates = MasterUpdates(engine, home)
         self.ranks = ranks
         plan = engine.plan
         self.activations = Activations(plan.activation.tier, engine.memories, plan.prefetch + 1)
@@ -129,85 +132,73 @@ class Backprop:
 
     # ---- what the walker asks of every estimator -------------------------------------------------
 
-    def waiting(self) -> int:
-        """Return entries that wait to be applied: none, every step updates its weights."""
-        return 0
+    @property
+    def checkpointed(self) -> MasterUpdates:
+        """The masters and optimizer states."""
+        return self.updates
 
     @property
-    def graph_bytes(self) -> Mapping[tuple[int, int], int]:
-        """Bytes that graphs of this step wrote to file maps, by unit and micro-batch."""
-        return {} if self.state is None else self.state.graph_bytes
+    def at_rest(self) -> Masters:
+        """The weights between two steps."""
+        return Masters(self.engine)
 
     def reserve(self, shape: Shape) -> None:
         """Size what a step keeps of its micro-batches by the largest of the run."""
         self.activations.reserve(self._input_bytes(shape.tokens))
 
-    def resume(self, entries: Sequence[LedgerEntry], after: int = 0) -> None:
-        """Entries to go on from: masters and moments are all of a first-order run's state."""
+    def figures(self) -> StepFigures:
+        """Return the figures of the step that has just been run."""
+        state = self.state
+        assert state is not None
+        return StepFigures(
+            state.loss, state.tokens, grad_norm=state.grad_norm, graph_bytes=state.graph_bytes
+        )
 
-    def compare(self, step: int, flush: Callable[[], None]) -> None:
-        """Every so many steps, compare the state that ranks hold copies of. Raises RuntimeError
-        where two differ."""
-        if step % self.engine.plan.mesh.check_every == 0:
-            self.require_alike(step)
+    def undo(self) -> None:
+        """Give masters and optimizer states the values back that they had before the step."""
+        self.updates.undo()
 
-    def require_alike(self, step: int) -> None:
-        """Masters, optimizer states and frozen parameters after a step: copies of them have the
-        same bits, for replicas sum alike. Raises RuntimeError on every rank where two differ, and
-        names the step, the unit and the rank."""
-        if self.ranks.world > 1:
-            self.ranks.compare_copies(step, self.engine.sums_of_copies(), "its last checkpoint")
+    def waiting(self) -> int:
+        """Return none: every step updates its weights."""
+        return 0
 
-    def require_finite(self, step: int) -> None:
-        """Masters and optimizer states of all ranks together, after a step: no NaN and no infinity.
-        Raises FloatingPointError on every rank where one has."""
-        ends = {name: t.aminmax() for name, t in self.engine.state_dict().items() if t.numel()}
-        wrong = [
-            name.replace("\0", ".")
-            for name, both in ends.items()
-            if not all(map(math.isfinite, both))
-        ]
-        (count,) = self._over_ranks([float(len(wrong))])
-        if count:
-            raise FloatingPointError(
-                f"{', '.join(wrong[:3]) or 'a tensor of another rank'} is not finite after step"
-                f" {step}: an update"
-                " overflowed, and nothing was saved. Go on from an earlier checkpoint with a"
-                " lower optimizer.learning_rate"
-            )
+    def resume(self, _steps: int) -> None:
+        """Do nothing: masters and moments are all of a run's state."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over masters and optimizer states."""
+        self.updates.load_state_dict(state)
 
     # ---- a step ----------------------------------------------------------------------------------
 
-    def begin(self, batches: Sequence[Batch], labels: Sequence[Tensor], asked: Asked) -> None:
+    def begin(self, batches: Sequence[Batch], labels: Sequence[Tensor], step: Step) -> None:
         """Start a step on its micro-batches, with labels on the CPU too.
 
         Raises:
             ValueError: no label of the step counts towards the loss, or a seed is given, and
                 nothing draws noise.
         """
-        if asked.seed is not None:
+        if step.seed is not None:
             raise ValueError(
                 f"method {self.engine.plan.method!r} draws no noise: seed belongs to zeroth order"
             )
-        tokens = (
-            sum(loss_tokens({"labels": each}) for each in labels)
-            if asked.tokens is None
-            else asked.tokens
-        )
-        asked.require_labels(tokens)
-        if self.engine.module.training != asked.training:
-            self.engine.module.train(asked.training)
-        self.engine.gradients.begin()
+        tokens = step.tokens
+        if tokens is None:
+            tokens = sum(loss_tokens({"labels": labels_BS}) for labels_BS in labels)
+        step.require_labels(tokens)
+        if not self.engine.module.training:
+            self.engine.module.train()
+        self.gradients.begin()
         self.activations.begin(
             max(self._input_bytes(batch["input_ids"].numel()) for batch in batches)
         )
-        self.state = _State(batches, labels, tokens, asked)
+        self.state = _State(batches, labels, tokens, step)
 
     def prepare(self, op: Op) -> Callable[[], None]:
         """Return the work of one op: the method of its name. A compute op runs at once; a SAVE
         reads its input now, for it may run later, on another lane."""
         assert self.state is not None
-        self.engine.gradients.expect(op)
+        self.gradients.expect(op)
         if op.of_graph:
             return self._move_graph(op)
         if op.kind is OpKind.SAVE:
@@ -233,14 +224,14 @@ class Backprop:
         one process."""
         rank = (self.engine.rank,) if self.engine.rank else ()
         return derive_seed(
-            self.engine.plan.seed, "dropout", state.asked.step, op.micro_batch, op.unit, *rank
+            self.engine.plan.seed, "dropout", state.step.number, op.micro_batch, op.unit, *rank
         )
 
     def _prologue(self, op: Op, state: _State) -> None:
         m = op.micro_batch
         engine = self.engine
         trainables = engine.bind_trainables(0)
-        with engine.graph(0), torch.set_grad_enabled(state.asked.training and bool(trainables)):
+        with engine.graph(0), torch.set_grad_enabled(bool(trainables)):
             prologue = engine.cut.prologue(state.batches[m], seed=self._seed(state, op))
         state.prologues[m] = prologue
         state.prologue_trainables[m] = trainables
@@ -320,35 +311,29 @@ class Backprop:
     def _loss(self, op: Op, state: _State) -> None:
         m = op.micro_batch
         engine = self.engine
-        prologue = state.prologues[m]
-        batch = state.batches[m]
-        hidden_BSD = state.hidden.pop(m).detach()
+        hidden_BSD = state.hidden.pop(m).detach().requires_grad_()
         trainables = engine.bind_trainables(op.unit)
 
         def vector(name: str | None) -> Tensor | None:
             return trainables[name] if name in trainables else engine.vector(name)
 
-        training = state.asked.training
         ending = Ending(
             engine.cut,
-            prologue,
-            hidden_BSD.requires_grad_(training),
-            batch,
+            state.prologues[m],
+            hidden_BSD,
+            state.batches[m],
             state.labels[m],
             engine.weight,
-            vector if training else engine.vector,
-            self._seed(state, op) if training else None,
+            vector,
+            self._seed(state, op),
         )
-        if not training:
-            state.answers.take(self.loss, ending, state.asked, m)
-            return
-        loss = self.loss.with_gradient(ending, state.tokens, engine.gradients.accumulator)
+        loss = self.loss.with_gradient(ending, state.tokens, self.gradients.accumulator)
         state.losses.append(loss.loss_sum)
         inputs = [hidden_BSD, *trainables.values()]
         grads = torch.autograd.grad(loss.output, inputs, loss.seed, allow_unused=True)
         assert grads[0] is not None
         state.gradient[m] = grads[0]
-        engine.gradients.add(trainables, grads[1:])
+        self.gradients.add(trainables, grads[1:])
 
     def _backward(self, op: Op, state: _State) -> None:
         key = (op.unit, op.micro_batch)
@@ -375,7 +360,7 @@ class Backprop:
         assert grads[0] is not None
         state.gradient[m] = grads[0]
         count = 1 + len(graph.trainables)
-        self.engine.gradients.add(graph.trainables, grads[1:count])
+        self.gradients.add(graph.trainables, grads[1:count])
         for leaf, grad in zip(outer, grads[count:], strict=True):
             if grad is not None:
                 known = state.outer[m].get(id(leaf))
@@ -394,11 +379,11 @@ class Backprop:
             grads = torch.autograd.grad(
                 outputs, list(trainables.values()), seeds, allow_unused=True
             )
-            self.engine.gradients.add(trainables, grads)
+            self.gradients.add(trainables, grads)
         self.engine.unbind(0)
 
     def _norm(self, op: Op, state: _State) -> None:
-        state.grad_norm = self.engine.gradients.norm()
+        state.grad_norm = self.gradients.norm()
         state.coefficient = clip_coefficient(
             state.grad_norm, self.engine.plan.optimizer.max_grad_norm
         )
@@ -408,25 +393,55 @@ class Backprop:
         (state.loss_sum,) = self._over_ranks([state.loss_sum])
 
     def _check(self, op: Op, state: _State) -> None:
-        wrong = state.add_up(self.engine.gradients.squares())
+        wrong = state.add_up(self.gradients.squares())
         state.loss_sum, count = self._over_ranks([state.loss_sum, float(len(wrong))])
         if count or not math.isfinite(state.loss):
             what = f"gradient of {', '.join(wrong[:3]) or 'a trainable on another rank'}"
             what = what if math.isfinite(state.loss) else f"loss, {state.loss},"
             raise FloatingPointError(
-                f"the {what} is not finite at step {state.asked.step}: nothing was updated. Lower"
+                f"the {what} is not finite at step {state.step.number}: nothing was updated. Lower"
                 " optimizer.learning_rate"
-                f" ({state.asked.learning_rate:g} now), look at this step's data, or compute more"
+                f" ({state.step.learning_rate:g} now), look at this step's data, or compute more"
                 " exactly (compute_dtype:"
                 f" {str(self.engine.compute_dtype).removeprefix('torch.')} now)"
             )
-        self.engine.commit()
+        self.updates.commit()
 
     def _over_ranks(self, values: Sequence[float]) -> list[float]:
         """Return sums over all ranks, in their order."""
         return [sum(column) for column in zip(*self.ranks.exchange(values), strict=True)]
 
     def _update(self, op: Op, state: _State) -> None:
-        step = state.asked.step
-        rate = state.asked.learning_rate
-        self.engine.update(op.unit, step=step, learning_rate=rate, coefficient=state.coefficient)
+        step = state.step.number
+        rate = state.step.learning_rate
+        self.updates.apply(op.unit, step=step, learning_rate=rate, coefficient=state.coefficient)
+
+
+class Masters:
+    """The weights of a first-order run between two steps
+    (:class:`~blockwalk.estimators.protocol.Weights`)."""
+
+    loss_scratch = None
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def bind(self, unit: int) -> None:
+        self._engine.bind_trainables(unit)
+
+    def weight(self, name: str) -> Weight:
+        return self._engine.weight(name)
+
+    def vector(self, name: str | None) -> Tensor | None:
+        return self._engine.vector(name)
+
+
+def make(
+    engine: Engine,
+    home: Differentiated,
+    ranks: Ranks,
+    _sharing: ForwardSharing,
+    objective: Objective | None,
+) -> Backprop:
+    """Return the estimator of a plan's row."""
+    return Backprop(engine, home, ranks, objective)

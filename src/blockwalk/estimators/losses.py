@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from blockwalk.cutting.anatomy import HeadSpec
 from blockwalk.data.label_words import row_losses
-from blockwalk.estimators.asked import Asked
 from blockwalk.estimators.head import Ending, Factors
 from blockwalk.numerics.losses.head import TokenLoss
 from blockwalk.numerics.scratch import ScratchArena
@@ -164,26 +163,3 @@ def loss_of(facts: LossFacts, head: HeadSpec, objective: Objective | None = None
     if objective is None:
         raise ValueError("loss: objective needs a function: hand it to Walker(objective=...)")
     return BatchMean(lambda ending: computes(ending, objective))
-
-
-@dataclass(slots=True)
-class Answers:
-    """The answers of an evaluation."""
-
-    row_losses: dict[int, Tensor] = field(default_factory=dict)
-    """Losses [B] of the micro-batches, summed over each sequence, float64; over all in one where it
-    is the model's own."""
-    logits_BV: Tensor | None = None
-    """Logits [B, V] after the last position, where ``next_token`` asks for them instead of a
-    loss."""
-
-    @torch.no_grad()
-    def take(self, loss: Loss, ending: Ending, asked: Asked, micro_batch: int) -> None:
-        """Answer for one micro-batch."""
-        if asked.next_token:
-            self.logits_BV = ending.next_logits() if loss.sums else ending.logits()[:, -1].float()
-            return
-        by_row = loss.sums or asked.by_row
-        value = loss.forward(ending, by_row=by_row).double()
-        # a mean over the labels that count becomes their sum
-        self.row_losses[micro_batch] = value if by_row else value.view(1) * ending.counted

@@ -12,7 +12,7 @@ from typing import Any
 from blockwalk.plan.choices import AUTO, Timing
 from blockwalk.plan.mesh import group_sizes
 from blockwalk.plan.refusal import Refusals, must_be, nothing
-from blockwalk.plan.table import RowName, Table
+from blockwalk.plan.table import Reference, RowName, Table
 from blockwalk.plan.words import counted
 from blockwalk.plan.zeroth_order_kinds import KINDS
 
@@ -21,6 +21,9 @@ from blockwalk.plan.zeroth_order_kinds import KINDS
 class HomeFacts:
     """One home of trainables, as planning knows it: what becomes of them between their turns."""
 
+    make: Reference
+    """A function of (model, memories, ranks, run) that returns the homes of a model's state,
+    see :mod:`blockwalk.engine.homes`."""
     kinds_apart: bool = False
     """True where masters, gradients and the update rule's states each lie on a tier of their own,
     whole, and an update brings them together."""
@@ -106,10 +109,18 @@ def _against_buckets(plan: Any) -> Iterator[str]:
 HOMES = Table(
     "home",
     {
-        "masters": HomeFacts(kinds_apart=True, refuses=_against_masters),
-        "gathered": HomeFacts(gathered=True, refuses=_against_gathered),
+        "masters": HomeFacts(
+            "blockwalk.engine.homes:masters", kinds_apart=True, refuses=_against_masters
+        ),
+        "gathered": HomeFacts(
+            "blockwalk.engine.homes:gathered", gathered=True, refuses=_against_gathered
+        ),
         "buckets": HomeFacts(
-            rewritten=True, states_inside=True, slices_streams=True, refuses=_against_buckets
+            "blockwalk.engine.homes:buckets",
+            rewritten=True,
+            states_inside=True,
+            slices_streams=True,
+            refuses=_against_buckets,
         ),
     },
 )
@@ -120,8 +131,12 @@ HOMES = Table(
 class EstimatorFacts:
     """One estimator, as planning knows it."""
 
-    turns: str
-    """The name of its turns in :mod:`blockwalk.program`: what a step does, unit by unit."""
+    turns: Reference
+    """What a step does, unit by unit: a function of (builder, step) that emits its ops, see
+    :mod:`blockwalk.program.turns`."""
+    make: Reference
+    """A function of (engine, home, ranks, sharing, objective) that returns what computes them, see
+    :mod:`blockwalk.estimators.protocol`."""
     home: str
     """The home of its trainables, on one rank."""
     home_over_ranks: str
@@ -200,7 +215,8 @@ ESTIMATORS = Table(
     "estimator",
     {
         "backprop": EstimatorFacts(
-            turns="backprop",
+            turns="blockwalk.program.turns:backprop_turns",
+            make="blockwalk.estimators.backprop:make",
             home="masters",
             home_over_ranks="gathered",
             spreads=("frozen", "trainable", "gradient", "optimizer_state"),
@@ -210,7 +226,8 @@ ESTIMATORS = Table(
             help="exact gradients",
         ),
         "zeroth-order": EstimatorFacts(
-            turns="zeroth_order",
+            turns="blockwalk.program.turns:zeroth_order_turns",
+            make="blockwalk.estimators.zeroth_order.estimator:make",
             home="buckets",
             home_over_ranks="buckets",
             spreads=("frozen", "trainable"),

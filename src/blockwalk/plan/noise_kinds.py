@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from blockwalk.plan.choices import Timing
-from blockwalk.plan.placement import Placement
 from blockwalk.plan.refusal import Refusals, must_be, nothing
-from blockwalk.plan.table import Table
+from blockwalk.plan.table import Reference, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +29,11 @@ class NoiseFacts:
     """True where weights are perturbed where they lie: the original's arithmetic."""
     element: str = "gaussian"
     """The distribution of an element that is drawn by itself, as kernels know it."""
+    estimator: str = ""
+    """The estimator that computes with it, where it needs one of its own in the method's place."""
+    replay: Reference = ""
+    """A function of (cut model, trainables by name, entries, rule) that replays a ledger, where its
+    draws go through all parameters at once."""
     draws_whole: bool = False
     """True where all of a parameter's draws lie in memory at once."""
     implementation: Any = None
@@ -54,23 +57,6 @@ class NoiseFacts:
         return not (self.in_place or self.beside)
 
 
-def _against_in_place(plan: Any) -> Iterator[str]:
-    """Yield the settings that differ from those of the original, whose arithmetic is reproduced."""
-    original = "zo.noise: mezo reproduces the original's"
-    in_place = "zo.noise: mezo perturbs the weights"
-    for setting, value, because in (
-        ("update.timing", Timing.STEP, f"{original} arithmetic, in place over the whole model"),
-        ("zo.kind", "spsa", f"{original} two-point estimate"),
-        ("zo.queries", 1, f"{original} two-point estimate"),
-        ("trainable", Placement(), f"{in_place} where they lie"),
-        ("optimizer.name", "sgd", f"{original} update"),
-        ("optimizer.max_grad_norm", 0, f"{original} update"),
-        ("zo.rounding", "nearest", f"{original} arithmetic"),
-        ("mesh.perturb", 1, f"{in_place} one forward after the other"),
-    ):
-        yield from must_be(plan, setting, value, because)
-
-
 NOISES = Table(
     "zo.noise",
     {
@@ -84,13 +70,6 @@ NOISES = Table(
         ),
         "torch": NoiseFacts(
             elementwise=False, own_seeds=True, draws_whole=True, help="the original's draws"
-        ),
-        "mezo": NoiseFacts(
-            elementwise=False,
-            own_seeds=True,
-            in_place=True,
-            against=_against_in_place,
-            help="its draws and its in-place arithmetic",
         ),
     },
 )

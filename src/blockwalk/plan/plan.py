@@ -23,7 +23,7 @@ from blockwalk.plan.choices import (
     UpdateSettings,
     ZerothOrderSettings,
 )
-from blockwalk.plan.estimators import HOMES, Estimator, HomeFacts
+from blockwalk.plan.estimators import ESTIMATORS, HOMES, Estimator, EstimatorFacts, HomeFacts
 from blockwalk.plan.losses import LOSSES, LossFacts
 from blockwalk.plan.mesh import group_sizes, make_axes
 from blockwalk.plan.noise_kinds import NOISES, NoiseFacts
@@ -200,6 +200,12 @@ class Plan:
         facts = self.estimator.facts
         spread = any(getattr(self, kind).group != NOBODY for kind in facts.spreads[1:])
         return HOMES[facts.home_over_ranks if spread else facts.home]
+
+    @property
+    def step_estimator(self) -> EstimatorFacts:
+        """The row of what computes a step: the method's estimator, or that of a noise with one of
+        its own."""
+        return ESTIMATORS[self.noise.estimator or self.estimator]
 
     @property
     def loss_facts(self) -> LossFacts:

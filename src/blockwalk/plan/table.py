@@ -6,7 +6,8 @@ decision needs. Parsing, ``--help``, messages, the planner and the JSON schema r
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 Row = TypeVar("Row")
@@ -85,6 +86,20 @@ class Table(Mapping[str, Row]):
     def unknown(self, name: object) -> str:
         """Return the message about a name that no row has."""
         return f"{self.setting} is {name!r}; it must be one of {self.choices}{self.nearest(name)}"
+
+
+Reference = Callable[..., Any] | str
+"""A function, or the ``"module:name"`` of one that is imported when it is used: a plan loads no
+torch."""
+
+
+def resolved(reference: Reference) -> Any:
+    """Return what a row refers to: itself, or the object that ``"module:name"`` names. The module
+    is imported now, so that a row may name what a plan never loads."""
+    if not isinstance(reference, str):
+        return reference
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def spoken(names: Iterable[str], joint: str = "or") -> str:

@@ -15,13 +15,13 @@ from blockwalk.checkpoints.changed_settings import changed_settings
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.run_checkpoint import Checkpoint
 from blockwalk.checkpoints.run_start import Start
+from blockwalk.contrib.elastic_ranks.elastic import Elastic, elastic
 from blockwalk.models.places import adapter_paths, data_paths, model_paths, refuse_overlap
 from blockwalk.plan.data_source import joined, names_of
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
 from blockwalk.ranks.agreement import facts_of, require_agreement
-from blockwalk.ranks.elastic import Elastic, elastic
-from blockwalk.ranks.shared_forwards import first
+from blockwalk.ranks.ranks import first
 from blockwalk.report.capacity import check_budget, check_disks, check_memory
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.model_folder.identity import same_weights, weights_digest
@@ -82,7 +82,7 @@ def begin(run: RunConfig, trace: StrPath | None) -> Beginning:
     start = _start(run, trace)
     host = None
     if run.elastic:
-        host = elastic(run.plan.mesh, run.elastic, run.start_timeout, joins=False)
+        host = elastic(run.elastic, run.start_timeout, joins=False)
     decided: dict[str, Any] = {}
     if start.checkpoint is not None:
         checkpoint = Path(start.checkpoint)

@@ -13,7 +13,7 @@ from blockwalk.models import hub
 from blockwalk.plan.parsing import did_you_mean, flat
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.table import LOOSE
-from blockwalk.ranks.shared_forwards import first
+from blockwalk.ranks.ranks import first
 from blockwalk.report import card
 from blockwalk.system.terminal import say
 from blockwalk.walk.walker import Walker

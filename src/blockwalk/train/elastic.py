@@ -1,4 +1,4 @@
-"""The part of a process that joins an elastic run (:mod:`blockwalk.ranks.elastic`): it keeps its
+"""The part of a process that joins an elastic run (:mod:`blockwalk.contrib.elastic_ranks`): it keeps its
 weights at the ledger's end, and lends the run forwards, until the run ends or this process does."""
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from torch.distributed import DistError
 from blockwalk.checkpoints import marks
 from blockwalk.checkpoints.ledger import differences
 from blockwalk.checkpoints.run_checkpoint import JOINED, SCRATCH
+from blockwalk.contrib.elastic_ranks.elastic import Elastic, Lent, elastic
 from blockwalk.data.batch import Batch
 from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.engine.frozen_codec import already_said, refuse_rounded
-from blockwalk.estimators.zeroth_order.ledger_header import header as ledger_header
 from blockwalk.numerics.device import chosen, is_cpu, model_of
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.ranks.agreement import facts_of, versions
-from blockwalk.ranks.elastic import Elastic, Lent, elastic
 from blockwalk.ranks.place import LostRank
 from blockwalk.report.capacity import check_budget, check_memory
 from blockwalk.system import atomic_files
@@ -76,7 +75,8 @@ def compare(walker: Walker, ranks: Elastic) -> None:
     RuntimeError where they differ."""
     if walker.steps_done and walker.steps_done % walker.plan.mesh.check_every == 0:
         walker.flush()
-        ranks.compare(walker.steps_done, *walker.engine.buckets.sums())
+        sums = {name: total for name, _, total in walker.engine.trained.sums()}
+        ranks.compare(walker.steps_done, sums)
 
 
 def lend(run: RunConfig) -> int:
@@ -96,7 +96,7 @@ def lend(run: RunConfig) -> int:
     prepared = prepare(run)
     check_budget(run, prepared.foreseen)
     check_memory(run, prepared.foreseen, prepared.held_bytes)
-    ranks = elastic(run.plan.mesh, run.elastic, run.start_timeout, joins=True)
+    ranks = elastic(run.elastic, run.start_timeout, joins=True)
     scratch = Path(run.output_dir) / SCRATCH
     atomic_files.make_folder(scratch)
     try:
@@ -112,11 +112,11 @@ def lend(run: RunConfig) -> int:
                     prepared.plan,
                     lora=run.adapters_at_start,
                     workdir=folder,
-                    ranks=ranks,
+                    sharing=ranks,
                 )
             with walker:
-                own_header = ledger_header(walker.engine, run.adapters_at_start, "")
-                _require_same(header["ledger"], own_header)
+                local_header = walker.ledger_header(run.adapters_at_start)
+                _require_same(header["ledger"], local_header)
                 return follow(
                     walker, ranks, lambda at: prepared.batch_at(at[0], at[1], run.data.label_scores)
                 )

@@ -10,7 +10,7 @@ from typing import Any
 from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.checkpoints.run_checkpoint import CHANGED
 from blockwalk.data.batch import Batch, loss_tokens, tokens_read
-from blockwalk.ranks.shared_forwards import first
+from blockwalk.ranks.ranks import first
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import whole_lines
 from blockwalk.train.beginning import Beginning

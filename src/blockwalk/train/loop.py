@@ -32,7 +32,7 @@ from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.words import counted
 from blockwalk.program.program import human_bytes
-from blockwalk.ranks.shared_forwards import first
+from blockwalk.ranks.ranks import first
 from blockwalk.report.advice import next_plan
 from blockwalk.report.html import loss_ends
 from blockwalk.report.step_forecast import StepForecast
@@ -132,7 +132,7 @@ def _open_walker(beginning: Beginning, scratch: Path) -> Walker:
             lora=beginning.config.adapters_at_start,
             workdir=scratch,
             ledger=beginning.start.ledger if plan.zeroth_order else None,
-            ranks=beginning.host,
+            sharing=beginning.host,
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.words import counted
-from blockwalk.ranks.shared_forwards import first
+from blockwalk.ranks.ranks import first
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import whole_lines
 from blockwalk.train.beginning import Beginning

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blockwalk.engine.engine import Engine
 from blockwalk.models.stops import stop_ids as stop_ids
-from blockwalk.ranks.shared_forwards import SharedForwards
+from blockwalk.ranks.ranks import Ranks
 
 
 class Speaks(Protocol):
@@ -22,7 +22,7 @@ class Speaks(Protocol):
 
     device: torch.device
     engine: Engine
-    ranks: SharedForwards
+    ranks: Ranks
 
     def next_logits(self, batch: Mapping[str, Any]) -> Tensor: ...
 

@@ -10,35 +10,30 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from blockwalk.checkpoints.ledger import Ledger, LedgerCopy, entry_of
+from blockwalk.checkpoints.ledger import Ledger, entry_of
 from blockwalk.cutting.adapters import as_adapters
-from blockwalk.cutting.batch_facts import BatchFacts, note
-from blockwalk.data.batch import Batch, loss_tokens, micro_batches, require_ids, share
+from blockwalk.data.batch import Batch, loss_tokens, micro_batches, require_ids
 from blockwalk.data.label_words import LabelWordBatch
-from blockwalk.data.packing import cut_padding, pack_batch
 from blockwalk.engine import frozen_codec
 from blockwalk.engine.engine import Engine
 from blockwalk.engine.model_handle import ModelHandle
-from blockwalk.estimators.asked import Asked
-from blockwalk.estimators.backprop import Backprop
-from blockwalk.estimators.zeroth_order.estimator import ZerothOrder
-from blockwalk.estimators.zeroth_order.ledger_header import header, run_of
-from blockwalk.estimators.zeroth_order.mezo_original import MezoOriginal
-from blockwalk.estimators.zeroth_order.objectives import as_objective
-from blockwalk.numerics.device import chosen, is_cpu, sent
+from blockwalk.estimators.forward import Forward
+from blockwalk.estimators.protocol import Estimator, KeepsLedger
+from blockwalk.estimators.walk_request import Losses, NextLogits, Step
+from blockwalk.estimators.zeroth_order.ledger_header import run_of
+from blockwalk.numerics.device import chosen, is_cpu
 from blockwalk.plan.mesh import Piece
 from blockwalk.plan.plan import Plan, refuse_dropout
 from blockwalk.plan.schedules import schedule_of
+from blockwalk.plan.table import resolved
 from blockwalk.plan.words import counted
-from blockwalk.program.compile import compile
-from blockwalk.program.costs import Costs, Pending
+from blockwalk.program.costs import Costs
 from blockwalk.program.program import Lane, Program, Shape, StepKind
-from blockwalk.program.state_sizes import maps_graphs
 from blockwalk.ranks.agreement import (
     facts_of,
     gather_json,
@@ -46,22 +41,23 @@ from blockwalk.ranks.agreement import (
     require_agreement,
     versions,
 )
-from blockwalk.ranks.elastic import Unfinished
+from blockwalk.ranks.forward_sharing import ForwardSharing, MeshSharing, WalkAgain
 from blockwalk.ranks.groups import started
-from blockwalk.ranks.shared_forwards import SharedForwards, first, make_ranks
+from blockwalk.ranks.ranks import first, make_ranks
 from blockwalk.ranks.watch import Watch, begin_watch
 from blockwalk.system.paths import StrPath
-from blockwalk.system.process_memory import page_cache
+from blockwalk.tiers.memories import Memories
 from blockwalk.walk import generation
+from blockwalk.walk.batch_parts import cut_batch
 from blockwalk.walk.executor import Executor, Timeline
 from blockwalk.walk.lanes import Lanes
+from blockwalk.walk.programs import Programs
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
     from blockwalk.checkpoints.distributed import Saver
     from blockwalk.plan.choices import Adapters
-    from blockwalk.walk.unit_costs import UnitCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +114,8 @@ class Walker:
         objective: a function of (logits [B, S, V], batch) whose answer is minimised instead of the
             loss. Zeroth order takes any number; backpropagation a tensor that autograd can
             differentiate, a mean over the batch's counted tokens.
-        ranks: zeroth order: those that share its steps, where they come and go
-            (:mod:`blockwalk.ranks.elastic`).
+        sharing: zeroth order: how its forwards are shared, where ranks come and go
+            (:mod:`blockwalk.contrib.elastic_ranks`).
 
     Raises:
         ValueError: the model cannot be walked, or does not fit the plan, or the ledger is another
@@ -140,9 +136,14 @@ class Walker:
         training: bool = True,
         ledger: StrPath | None = None,
         objective: Callable[[Tensor, Batch], Any] | None = None,
-        ranks: SharedForwards | None = None,
+        sharing: ForwardSharing | None = None,
     ) -> None:
-        if objective is not None and not plan.zeroth_order:
+        self._facts = plan.estimator.facts
+        if ledger is not None and not self._facts.ledger:
+            raise ValueError(
+                f"method {plan.method!r} differentiates: a ledger belongs to zeroth order"
+            )
+        if objective is not None and self._facts.walks_back:
             plan = replace(plan, loss="objective")
         lora = as_adapters(lora)
         adapters = lora is not None or hasattr(model, "peft_config")
@@ -150,9 +151,8 @@ class Walker:
         plan = self.plan
         if training:
             refuse_dropout(plan, lora)
-        self._schedule = (
-            schedule_of(plan.optimizer) if training else None
-        )  # refused before the model is opened
+        # refused before the model is opened
+        self._schedule = schedule_of(plan.optimizer) if training else None
         if adapters or not training:
             frozen_codec.say_codec(plan, model, reason)
         self.device = chosen(device)
@@ -163,20 +163,13 @@ class Walker:
         started(plan.mesh)
         self._begins_watch = plan.mesh.world > 1 and Watch.current is None
         self._watch = begin_watch(plan.mesh) if self._begins_watch else Watch.current
-        self.ranks = ranks or make_ranks(plan, self.device)
+        self.ranks = make_ranks(plan, self.device)
+        self.sharing = sharing or MeshSharing(self.ranks)
         packs = folder
         if self.ranks.world > 1:
-            node = self.ranks.rank // plan.mesh.ranks_per_node * plan.mesh.ranks_per_node
-            packs = Path(
-                gather_json(os.path.abspath(folder))[node]
-            )  # the ranks of a node pack once
-            folder = folder / f"rank-{self.ranks.rank}"
-            digests = {"the model's weights": model_digest(model)}
-            if isinstance(lora, str | os.PathLike):
-                digests["the adapter's weights"] = model_digest(lora)
-            require_agreement({**facts_of({"plan": plan.shared()}), **digests, **versions()})
+            packs, folder = self._agreed_folders(folder, model, lora)
         run = first(lambda: run_of(ledger))
-        opened = ModelHandle(
+        handle = ModelHandle(
             model,
             plan,
             lora=lora,
@@ -185,39 +178,51 @@ class Walker:
             packs=packs,
             training=training,
         )
-        self.engine = Engine(opened, run, self.ranks)
-        if self.ranks.world > 1 and plan.zeroth_order:
-            require_agreement({"the weights to go on with": str(self.engine.buckets.checksum)})
-            self.ranks.durable = any(
-                told for (told,) in self.ranks.exchange([plan.trainable.on_disk])
-            )
+        memories = Memories(self.device, folder)
+        homes = resolved(plan.home.make)(handle, memories, self.ranks, run)
+        self.engine = Engine(handle, homes, memories)
         self.lanes = Lanes(self.device)
+        self._executor = Executor(self.engine, self.lanes)
         self._reads_padding = objective is not None  # it may read any logits
         self.timeline: Timeline | None = None
         """Programs that ran, with the host seconds of their ops; None records none (see
         ``simulate.trace``)."""
-        self._lora = lora or next(
-            iter(getattr(self.engine.module, "peft_config", {}).values()), None
-        )
-        self._costs: UnitCosts | None = None
-        self._page_cache = page_cache(folder) if plan.recompute == "auto" else 0
+        lora_of_model = next(iter(getattr(self.engine.module, "peft_config", {}).values()), None)
+        self._programs = Programs(self.engine, self.ranks, lora or lora_of_model, folder)
         self.steps_done = 0
         self._saver: Saver | None = None
+        make = resolved(plan.step_estimator.make)
+        self.estimator: Estimator = make(
+            self.engine, homes.trained, self.ranks, self.sharing, objective
+        )
+        self._forward = Forward(self.engine, self.estimator.at_rest, objective)
         self.ledger: Ledger | None = None
-        self.estimator: Backprop | ZerothOrder
-        if plan.zeroth_order:
-            function = None if objective is None else as_objective(objective)
-            make = MezoOriginal if plan.zo.noise == "mezo" else ZerothOrder
-            self.estimator = estimator = make(self.engine, function, self.ranks)
-            if ledger is not None:
-                self.ledger = self._open_ledger(Path(ledger), header(self.engine, lora, run))
-                self.steps_done = estimator.take_up(self.ledger)
-        elif ledger is not None:
-            raise ValueError(
-                f"method {plan.method!r} differentiates: a ledger belongs to zeroth order"
-            )
-        else:
-            self.estimator = Backprop(self.engine, self.ranks, objective)
+        if ledger is not None:
+            self.ledger = _shared_ledger(Path(ledger), self.ledger_header(lora, run))
+            self.steps_done = self._keeps_ledger.take_up(self.ledger)
+
+    def _agreed_folders(
+        self, folder: Path, model: StrPath | nn.Module, lora: Any
+    ) -> tuple[Path, Path]:
+        """Return the folder that the ranks of this node pack in, once, and the one of this rank,
+        when all ranks have agreed on what they train."""
+        node = self.ranks.rank // self.plan.mesh.ranks_per_node * self.plan.mesh.ranks_per_node
+        packs = Path(gather_json(os.path.abspath(folder))[node])
+        digests = {"the model's weights": model_digest(model)}
+        if isinstance(lora, str | os.PathLike):
+            digests["the adapter's weights"] = model_digest(lora)
+        require_agreement({**facts_of({"plan": self.plan.shared()}), **digests, **versions()})
+        return packs, folder / f"rank-{self.ranks.rank}"
+
+    def ledger_header(self, lora: Any, run: str = "") -> dict[str, Any]:
+        """Zeroth order: return the header of a ledger of this run, whose adapters began as ``lora``
+        says."""
+        return self._keeps_ledger.header(lora, run)
+
+    @property
+    def _keeps_ledger(self) -> KeepsLedger:
+        """The estimator, whose row says that it keeps a ledger."""
+        return cast(KeepsLedger, self.estimator)
 
     @property
     def spec(self) -> Any:
@@ -272,53 +277,44 @@ class Walker:
             batch = batch.batch
         if self._watch is not None:
             self._watch.begin_step(self.lanes.finished)
-        asked = Asked(self.steps_done + 1, learning_rate, training=True, seed=seed, words=words)
-        program = self._run(StepKind.TRAIN, batch, asked)
-        state = self.estimator.state
-        assert state is not None
+        request = Step(self.steps_done + 1, learning_rate, seed=seed, words=words)
+        program = self._train(StepKind.TRAIN, batch, request)
+        figures = self.estimator.figures()
         self.steps_done += 1
-        self.estimator.compare(self.steps_done, self.flush)
+        if self.ranks.world > 1 and self.steps_done % self.plan.mesh.check_every == 0:
+            self.flush()
+            self._require_alike()
         if self._watch is not None:
             self._watch.end_step()
         return StepResult(
             step=self.steps_done,
-            loss=state.loss,
-            tokens=state.tokens,
+            loss=figures.loss,
+            tokens=figures.tokens,
             seconds=time.perf_counter() - began,
             learning_rate=learning_rate,
-            bytes=program.bytes_by_lane(self.estimator.graph_bytes),
-            grad_norm=state.grad_norm,
-            projected_grad=state.projected_grad,
+            bytes=program.bytes_by_lane(figures.graph_bytes),
+            grad_norm=figures.grad_norm,
+            projected_grad=figures.projected_grad,
         )
 
     def follow(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Zeroth order: take over steps that another process made, lines of a ledger; the weights
         follow with the next walk."""
-        assert isinstance(self.estimator, ZerothOrder)
         for line in lines:
-            self.estimator.record(entry_of(line, self.steps_done + 1))
+            self._keeps_ledger.record(entry_of(line, self.steps_done + 1))
             self.steps_done += 1
 
     def flush(self) -> None:
         """Zeroth order: apply every update that waits, and write the weights back to their tier.
         Before the weights are looked at (evaluation, generation, saving) this happens by itself."""
         self._catch_up()
-        self.engine.settle()
+        self.engine.trained.settle()
 
     def _catch_up(self) -> None:
+        """Apply every update that waits."""
         if self.estimator.waiting():
-            self._execute(self.program(StepKind.FLUSH, Shape(1, 1)))
-
-    def _open_ledger(self, path: Path, head: Mapping[str, Any]) -> Ledger:
-        """Return the run's ledger: rank 0's file, of which the others keep a copy in memory."""
-        opened: list[Ledger] = []
-
-        def ask() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-            opened.append(Ledger(path, head))
-            return opened[0].header, [asdict(entry) for entry in opened[0].entries]
-
-        found, entries = first(ask)
-        return opened[0] if opened else LedgerCopy(path, found, entries)
+            program = self.program(StepKind.FLUSH, Shape(1, 1))
+            self._executor.run(program, self.estimator, self.timeline)
 
     def gradients(self, batch: Batch) -> dict[str, Tensor]:
         """Return the gradient of the mean loss, float32, by canonical parameter name; nothing is
@@ -327,13 +323,51 @@ class Walker:
         Raises:
             ValueError: the method does not differentiate.
         """
-        if self.plan.zeroth_order:
+        gradients = self.engine.gradients
+        if gradients is None:
             raise ValueError(
                 f"method {self.plan.method!r} is zeroth-order: it has no gradients; use plain or"
                 " mebp"
             )
-        self._run(StepKind.GRADIENTS, batch, Asked(self.steps_done + 1, training=True))
-        return self.engine.gradients.take()
+        self._train(StepKind.GRADIENTS, batch, Step(self.steps_done + 1))
+        return gradients.take()
+
+    def _train(self, step_kind: StepKind, batch: Batch, step: Step) -> Program:
+        """Run a step, or its gradients alone, and return its program; a step that fails changes
+        nothing."""
+        (whole,) = micro_batches(batch, 1)
+        targets = {} if step.words is None else {"targets": step.words.targets_B}
+        facts = {**batch, **targets}
+        self.ranks.read(facts)
+        self.sharing.read(facts)
+        split = self.plan.home.gathered
+        if split:
+            self.ranks.begin(step.number)
+        parts = cut_batch(
+            whole,
+            self.plan,
+            count=self.plan.gradient_accumulation_steps,
+            split=split,
+            packs=self.engine.cut.walks_documents(self.plan),
+            rank=self.ranks.rank,
+            vocab_size=self.spec.vocab_size,
+        )
+        step = replace(step, tokens=parts.tokens)
+        on_device = parts.on(self.device, hides_unseen=not self._reads_padding)
+        while True:
+            pieces = self.sharing.share(step.number, self.plan.forward_passes, len(on_device))
+            program = self.program(step_kind, parts.shape, pieces=pieces)
+            self.estimator.begin(on_device, parts.labels, step)
+            try:
+                self._executor.run(program, self.estimator, self.timeline)
+            except BaseException as error:
+                self.estimator.undo()
+                if not isinstance(error, WalkAgain):
+                    raise
+            else:
+                return program
+
+    # ---- evaluation ------------------------------------------------------------------------------
 
     def evaluate(self, batch: Batch, *, batches: int = 1) -> EvalResult:
         """Return the summed loss of a batch in evaluation mode, and the tokens that it is a sum
@@ -360,19 +394,31 @@ class Walker:
         """Return summed losses of the batch, in its order: of each sequence, or of each rank's
         share of each part where the model's own loss is asked for."""
         self.flush()
-        self._run(
-            StepKind.EVALUATE, batch, Asked(self.steps_done + 1, by_row=by_row), batches=batches
+        (whole,) = micro_batches(batch, 1)
+        if self.ranks.world > 1:
+            self.ranks.read({**batch, "parts": torch.tensor([batches, by_row])})
+            self.ranks.begin(self.steps_done + 1)
+        parts = cut_batch(
+            whole,
+            self.plan,
+            count=batches,
+            split=True,
+            packs=False,
+            rank=self.ranks.rank,
+            vocab_size=self.spec.vocab_size,
         )
-        state = self.estimator.state
-        assert state is not None
-        own = [state.answers.row_losses[m].tolist() for m in range(batches)]
-        of_ranks = self.ranks.exchange([loss for part in own for loss in part])
-        each = len(own[0])
+        on_device = parts.on(self.device, hides_unseen=not self._reads_padding)
+        self._forward.begin(on_device, parts.labels, Losses(by_row))
+        program = self.program(StepKind.EVALUATE, parts.shape, batches=batches)
+        self._executor.run(program, self._forward, self.timeline)
+        losses = [self._forward.row_losses[m].tolist() for m in range(batches)]
+        everyone = self.ranks.exchange([loss for part in losses for loss in part])
+        rows = len(losses[0])
         return [
             loss
             for m in range(batches)
-            for part in of_ranks
-            for loss in part[m * each : (m + 1) * each]
+            for of_rank in everyone
+            for loss in of_rank[m * rows : (m + 1) * rows]
         ]
 
     def next_logits(self, batch: Mapping[str, Any]) -> Tensor:
@@ -384,13 +430,11 @@ class Walker:
             require_ids(batch["input_ids"], self.spec.vocab_size)
         ids_BS = batch["input_ids"].to(self.device)
         whole = {**batch, "input_ids": ids_BS, "labels": torch.full_like(ids_BS, -100)}
-        labels = [whole["labels"].to("cpu")]
-        self.estimator.begin([whole], labels, Asked(self.steps_done + 1, next_token=True))
-        self._execute(self.program(StepKind.EVALUATE, Shape(*ids_BS.shape)))
-        state = self.estimator.state
-        assert state is not None
-        assert state.answers.logits_BV is not None
-        return state.answers.logits_BV
+        self._forward.begin([whole], [whole["labels"].to("cpu")], NextLogits())
+        program = self.program(StepKind.EVALUATE, Shape(*ids_BS.shape))
+        self._executor.run(program, self._forward, self.timeline)
+        assert self._forward.logits_BV is not None
+        return self._forward.logits_BV
 
     generate = generation.generate
 
@@ -399,17 +443,7 @@ class Walker:
     def costs(self, shape: Shape) -> Costs:
         """Return costs of each kind of unit while it computes, see
         :mod:`blockwalk.walk.unit_costs`: measured once, on no weights."""
-        from blockwalk.walk.unit_costs import UnitCosts
-
-        if self._costs is None:
-            self._costs = UnitCosts(
-                self.engine.cut.base.config,
-                lora=self._lora,
-                device=self.device.type,
-                padded=True,
-                cut=True,
-            )
-        return self._costs(self.plan, shape)
+        return self._programs.costs(shape)
 
     def program(
         self,
@@ -420,89 +454,16 @@ class Walker:
         batches: int = 1,
         pieces: tuple[Piece, ...] = (),
     ) -> Program:
-        """Return the program of one kind of step at the shape of one micro-batch (of which an
-        evaluation has ``batches``), as the walker now stands; cached. ``pieces`` as
-        :func:`blockwalk.program.compile.compile` takes them.
-
-        ``foresee`` asks for the blocks' transients and FLOPs as well; a plan that spends its budget
-        on kept graphs (``recompute: auto``) or on kept node slices (``cache.threshold``) always has
-        them, for its ops depend on them."""
-        graphs = self.plan.recompute == "auto" and not maps_graphs(self.plan, self.device.type)
-        spends = self.plan.budget is not None and (graphs or self.plan.cache.threshold > 0)
-        costs = self.costs(shape) if step_kind.trains and (foresee or spends) else Costs()
-        pending = Pending()
-        if self.plan.update.deferred:
-            entries = self.estimator.waiting()
-            pending = Pending(entries, flush=entries >= self.plan.update.flush_every)
-        elif step_kind is StepKind.FLUSH:
-            pending = Pending(1, flush=True)
-        elif self.plan.sharded:
-            pending = Pending(dirty=self.engine.dirty)
-        given: dict[str, Any] = {
-            "costs": costs,
-            "pending": pending,
-            "batches": batches,
-            "pieces": pieces,
-        }
-        given |= {
-            "coordinates": self.ranks.coordinates(self.ranks.rank),
-            "page_cache": self._page_cache,
-        }
-        return compile(self.plan, self.spec, step_kind, shape, device=self.device.type, **given)
-
-    def _run(self, step_kind: StepKind, batch: Batch, asked: Asked, *, batches: int = 1) -> Program:
-        beside = {} if asked.words is None else {"targets": asked.words.targets_B}
-        if not asked.training:
-            beside["parts"] = torch.tensor([batches, asked.by_row])
-        (whole,) = micro_batches(batch, 1)
-        self.ranks.read({**batch, **beside})
-        if self.plan.sharded or (self.ranks.world > 1 and not asked.training):
-            self.ranks.begin(asked.step)
-        count = self.plan.gradient_accumulation_steps if asked.training else batches
-        shared = self.plan.sharded or not asked.training
-        cuts = count * (self.ranks.world if shared else self.plan.mesh.data)
-        rows = -(-len(whole["input_ids"]) // cuts)
-        if asked.training and self.engine.cut.walks_documents(self.plan):
-            whole = pack_batch(whole, cuts)
-        if shared:
-            parts = share(whole, count, self.ranks.world, self.ranks.rank)
-            asked = replace(asked, tokens=loss_tokens(whole))
-        else:
-            parts = micro_batches(whole, cuts)
-        # as foreseen, of rows that lie side by side as well
-        shape = Shape(rows, -(-parts[0]["input_ids"].numel() // rows))
-        pieces = (
-            self.ranks.share(asked.step, self.plan.forward_passes, len(parts))
-            if asked.training
-            else ()
+        """Return the program of one kind of step, as the walker now stands: see
+        :meth:`blockwalk.walk.programs.Programs.of`."""
+        return self._programs.of(
+            step_kind,
+            shape,
+            self.estimator.waiting(),
+            foresee=foresee,
+            batches=batches,
+            pieces=pieces,
         )
-        program = self.program(step_kind, shape, batches=batches, pieces=pieces)
-        parts = [cut_padding(each, unmask=self.plan.loss_facts.by_chunks) for each in parts]
-        for each in [whole] if shared else parts:  # all ranks refuse what one cannot walk
-            require_ids(each["input_ids"], self.spec.vocab_size)
-        labels = [each["labels"].to("cpu") for each in parts]
-        self.estimator.begin([self._sent(each) for each in parts], labels, asked)
-        try:
-            self._execute(program)
-        except BaseException as error:
-            self.engine.undo()
-            if isinstance(error, Unfinished):
-                return self._run(step_kind, batch, asked)
-            raise
-        return program
-
-    def _execute(self, program: Program) -> None:
-        Executor(self.engine, self.lanes).run(program, self.estimator, self.timeline)
-
-    def _sent(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a micro-batch on the device."""
-        there = {key: sent(each, self.device) for key, each in batch.items()}
-        if not is_cpu(self.device):
-            facts = BatchFacts.of(batch)
-            if facts is not None and self._reads_padding:
-                facts = replace(facts, hides_unseen=False)
-            note(there["input_ids"], facts)
-        return there
 
     # ---- state -----------------------------------------------------------------------------------
 
@@ -520,14 +481,14 @@ class Walker:
             FloatingPointError: first order: a value is not finite.
         """
         self.flush()
-        self.estimator.require_finite(self.steps_done)
+        self._require_finite()
         return {"steps_done": self.steps_done, **self.engine.state_dict()}
 
     def join_gathers(self) -> None:
         """Zeroth order: call this on every rank but 0 while rank 0 saves. It joins the gathers that
         assemble the sliced blocks."""
         if self.ranks.rank < self.ranks.slices:
-            self.engine.buckets.join_gathers()
+            self.engine.trained.join_gathers()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave. With a ledger that has gone further, so does the
@@ -543,8 +504,8 @@ class Walker:
                 f" {steps}: not of one run"
             )
         if self.ledger is None:
-            self.estimator.resume([], after=steps)
-        self.engine.load_state_dict(
+            self.estimator.resume(steps)
+        self.estimator.load_state_dict(
             {key: value for key, value in state.items() if key != "steps_done"}
         )
         self.steps_done = steps if self.ledger is None else self.ledger.steps
@@ -562,8 +523,9 @@ class Walker:
                 different bits.
         """
         saver = self._state_saver()
-        self.estimator.require_alike(self.steps_done)
-        self.estimator.require_finite(self.steps_done)
+        if not self._facts.ledger:
+            self._require_alike()
+        self._require_finite()
         saver.save(folder, self.steps_done, wait=wait, beside=beside)
 
     def wait_saved(self) -> None:
@@ -578,28 +540,45 @@ class Walker:
 
     def notes(self) -> list[str]:
         """Return sentences on what a resumed run does otherwise than its plan says."""
-        settings = self.plan.optimizer
-        if (
-            not self.engine.keeps_decay_of_all
-            or settings.decay == "all"
-            or not settings.weight_decay
-        ):
-            return []
-        return [
-            "weight decay reaches norms and biases too, as when this run began; a new run spares"
-            " them (optimizer.decay)"
-        ]
+        checkpointed = self.estimator.checkpointed
+        return [] if checkpointed is None else checkpointed.notes()
 
     def _state_saver(self) -> Saver:
-        if self.plan.zeroth_order:
+        checkpointed = self.estimator.checkpointed
+        if checkpointed is None:
             raise ValueError(
                 f"method {self.plan.method!r} is zeroth-order: its ledger is its checkpoint"
             )
         if self._saver is None:
             from blockwalk.checkpoints.distributed import Saver
 
-            self._saver = Saver(self.engine)
+            self._saver = Saver(checkpointed)
         return self._saver
+
+    def _require_alike(self) -> None:
+        """Raise RuntimeError, on every rank, where ranks hold different copies of a piece of state:
+        replicas sum alike, so that copies have the same bits."""
+        if self.ranks.world > 1:
+            record = "its ledger" if self._facts.ledger else "its last checkpoint"
+            self.ranks.compare_copies(self.steps_done, self.engine.sums_of_copies(), record)
+
+    def _require_finite(self) -> None:
+        """Raise FloatingPointError, on every rank, where a master or an optimizer state has a NaN
+        or an infinity. A ledger has no entry whose losses are not finite."""
+        if self._facts.ledger:
+            return
+        ends = {name: t.aminmax() for name, t in self.engine.state_dict().items() if t.numel()}
+        infinite = [
+            name.replace("\0", ".")
+            for name, both in ends.items()
+            if not all(map(math.isfinite, both))
+        ]
+        if any(count for (count,) in self.ranks.exchange([float(len(infinite))])):
+            raise FloatingPointError(
+                f"{', '.join(infinite[:3]) or 'a tensor of another rank'} is not finite after step"
+                f" {self.steps_done}: an update overflowed, and nothing was saved. Go on from an"
+                " earlier checkpoint with a lower optimizer.learning_rate"
+            )
 
     def save_pretrained(self, folder: StrPath) -> None:
         """Write what was trained: an adapter in PEFT's format, or the whole model as safetensors.
@@ -609,9 +588,10 @@ class Walker:
             RuntimeError: first order: ranks that hold copies of a parameter have different bits.
         """
         self.flush()
-        self.estimator.require_alike(self.steps_done)
-        self.estimator.require_finite(self.steps_done)
-        if self.ranks.rank and not self.plan.sharded:
+        if not self._facts.ledger:
+            self._require_alike()
+        self._require_finite()
+        if self.ranks.rank and not self.plan.home.gathered:
             self.join_gathers()
         else:
             self.engine.save_pretrained(Path(folder))
@@ -638,3 +618,16 @@ class Walker:
             # a rank that failed does not wait for others: its process ends, and their watch ends
             # them
             self.close()
+
+
+def _shared_ledger(path: Path, header: Mapping[str, Any]) -> Ledger:
+    """Return the run's ledger: rank 0's file, of which the others keep a copy in memory."""
+    opened: list[Ledger] = []
+
+    def open_ledger() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        ledger = Ledger(path, header)
+        opened.append(ledger)
+        return ledger.header, [asdict(entry) for entry in ledger.entries]
+
+    of_rank_0, entries = first(open_ledger)
+    return opened[0] if opened else Ledger(path, of_rank_0, entries=entries)

@@ -13,6 +13,7 @@ from blockwalk.estimators.zeroth_order.updates import codecs_of, settings_of
 from blockwalk.numerics.noise.key import GENERATOR_VERSION
 
 if TYPE_CHECKING:
+    from blockwalk.engine.buckets import Buckets
     from blockwalk.engine.engine import Engine
 
 
@@ -26,7 +27,7 @@ def run_of(ledger: str | os.PathLike[str] | None) -> str:
     return uuid.uuid4().hex[:12]
 
 
-def header(engine: Engine, lora: Any, run: str) -> dict[str, Any]:
+def header(engine: Engine, buckets: Buckets, lora: Any, run: str) -> dict[str, Any]:
     """Return the facts of a run in its ledger's header: all that a replay needs beside the entries
     and the base."""
     plan = engine.plan
@@ -34,12 +35,11 @@ def header(engine: Engine, lora: Any, run: str) -> dict[str, Any]:
     if isinstance(lora, str | os.PathLike):
         settings = os.path.abspath(lora)
     elif is_dataclass(lora) and not isinstance(lora, type):
-        settings = {
-            name: value for name, value in asdict(lora).items() if name != "from_"
-        }  # new adapters have none
+        # new adapters come from no folder
+        settings = {name: value for name, value in asdict(lora).items() if name != "from_"}
     return {
         "run": run,
-        "base": engine.buckets.checksum,
+        "base": buckets.checksum,
         "rule": settings_of(plan.zo, plan.optimizer, plan.update.rounding),
         "noise_version": GENERATOR_VERSION,
         "codec": str(plan.trainable.codec),

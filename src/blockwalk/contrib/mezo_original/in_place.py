@@ -7,6 +7,7 @@ than the updates do. The oracle is :mod:`blockwalk.reference.mezo`."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,14 +15,20 @@ from torch import Tensor
 from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.cut_model import CutModel
+from blockwalk.engine.buckets import Buckets
 from blockwalk.engine.engine import Engine
+from blockwalk.engine.home import Job
 from blockwalk.estimators.losses import Objective
-from blockwalk.estimators.zeroth_order.estimator import ZerothOrder
+from blockwalk.estimators.zeroth_order.estimator import ZerothOrder, agree
+from blockwalk.estimators.zeroth_order.kind import Numbers
+from blockwalk.estimators.zeroth_order.perturbed_units import REST, PerturbedUnits
 from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation
-from blockwalk.estimators.zeroth_order.step import Step
+from blockwalk.estimators.zeroth_order.step_entries import StepEntries
+from blockwalk.estimators.zeroth_order.step_state import StepState
 from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule
-from blockwalk.program.program import Op
-from blockwalk.ranks.shared_forwards import SharedForwards
+from blockwalk.program.program import Op, OpKind
+from blockwalk.ranks.forward_sharing import ForwardSharing
+from blockwalk.ranks.ranks import Ranks
 
 SIGNS = (1, -2, 1)
 """The three passes of perturbation: to θ + ε·z, to θ − ε·z, and back."""
@@ -92,57 +99,86 @@ def replay_(parameters: Mapping[str, Tensor], entry: LedgerEntry, rule: ZerothOr
     update_(parameters, entry, rule)
 
 
-class MezoOriginal(ZerothOrder):
-    """The estimator that answers the compute ops of the original's program: forwards read the
-    weights as they lie, which PERTURB, UPDATE_ALL and REPLAY change in place. Arguments as
-    :class:`~blockwalk.estimators.zeroth_order.estimator.ZerothOrder`."""
+class InPlace:
+    """The original's arithmetic (:class:`~blockwalk.estimators.zeroth_order.arithmetic.Arithmetic`):
+    forwards read the weights as they lie, which PERTURB, UPDATE_ALL and REPLAY change.
+
+    Arguments as :class:`~blockwalk.estimators.zeroth_order.arithmetic.PerturbedCopies`."""
 
     def __init__(
-        self,
-        engine: Engine,
-        objective: Objective | None = None,
-        ranks: SharedForwards | None = None,
+        self, engine: Engine, buckets: Buckets, rule: ZerothOrderRule, entries: StepEntries
     ) -> None:
-        super().__init__(engine, objective, ranks)
-        buckets = engine.buckets
+        self.buckets = buckets
+        self.rule = rule
+        self.entries = entries
+        self.units = PerturbedUnits(engine, buckets, rule)
+        self._sums = engine.plan.loss_facts.for_head(custom=engine.cut.head.custom).by_chunks
         self._parameters = {
-            n: buckets.tensors[buckets.home[n]][n][""].tensor for n in order_of(engine.cut)
+            name: buckets.tensors[buckets.home[name]][name][""].tensor
+            for name in order_of(engine.cut)
         }
         """All trainables in the order of the draws; bound for good."""
 
-    def _reserve(self) -> None:
-        """A draw is a whole parameter's: nothing is made beforehand."""
+    def perturbation(self, _forward_pass: int, _state: StepState) -> Perturbation:
+        """Return none: the weights were perturbed where they lie."""
+        return REST
 
-    def _perturbation(self, op: Op, state: Step) -> Perturbation:
-        """None: the weights were perturbed where they lie."""
-        return Perturbation(state.seed, state.asked.step, 0, 0.0)
-
-    def _scalars(
-        self, losses: tuple[float, ...], state: Step
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def scalars(self, losses: tuple[float, ...], state: StepState) -> tuple[Numbers, Numbers]:
         """Return the projected gradient, in the dtype of the model's own losses where those are all
         there is, as the original has it."""
-        if len(state.batches) > 1 or self.loss.sums or state.by_row:
-            return super()._scalars(losses, state)
-        return (
-            ((state.losses[0, 0] - state.losses[0, 1]) / (2 * self.plan.zo.epsilon)).item(),
-        ), ()
+        if len(state.batches) > 1 or self._sums or state.by_row:
+            return self.rule.kind.scalars(self.rule.zo, losses)
+        difference = state.losses[0, 0] - state.losses[0, 1]
+        return ((difference / (2 * self.rule.zo.epsilon)).item(),), ()
 
-    def _perturb(self, op: Op, state: Step) -> None:
-        perturb_(self._parameters, state.seed, SIGNS[op.forward_pass], self.plan.zo.epsilon)
+    def prepare(self, op: Op, state: StepState | None) -> Job:
+        """Return the work of PERTURB, UPDATE_ALL or REPLAY."""
+        if op.kind is OpKind.REPLAY:
+            return self._replay
+        assert state is not None
+        if op.kind is OpKind.PERTURB:
+            sign = SIGNS[op.forward_pass]
+            return partial(perturb_, self._parameters, state.seed, sign, self.rule.zo.epsilon)
+        return partial(self._update_all, state)
 
     @torch.no_grad()
-    def _update_all(self, _op: Op, state: Step) -> None:
+    def _update_all(self, state: StepState) -> None:
         assert state.entry is not None
         update_(self._parameters, state.entry, self.rule)
         self._advance()
 
     @torch.no_grad()
-    def _replay(self, _op: Op, _state: Step | None) -> None:
-        for entry in self.entries[len(self.entries) - self.waiting() :]:
+    def _replay(self) -> None:
+        for entry in self.entries.since(self.entries.steps - self.entries.waiting()):
             replay_(self._parameters, entry, self.rule)
         self._advance()
 
     def _advance(self) -> None:
-        for unit in set(self.engine.buckets.home.values()):
-            self.engine.buckets.advance(unit, self.steps)
+        """Note that all units are up to date."""
+        for unit in set(self.buckets.home.values()):
+            self.buckets.advance(unit, self.entries.steps)
+
+
+def make(
+    engine: Engine,
+    home: Buckets,
+    ranks: Ranks,
+    sharing: ForwardSharing,
+    objective: Objective | None,
+) -> ZerothOrder:
+    """Return zeroth order with the original's arithmetic."""
+    agree(home, ranks, sharing)
+    return ZerothOrder(engine, home, sharing, objective, InPlace)
+
+
+def replayed(
+    cut: CutModel,
+    tensors: Mapping[str, Tensor],
+    entries: Iterable[LedgerEntry],
+    rule: ZerothOrderRule,
+) -> None:
+    """Bring trainables, by name, from the beginning of a run to its end, in place: all at once, for
+    a draw goes through them all."""
+    parameters = {name: tensors[name] for name in order_of(cut) if name in tensors}
+    for entry in entries:
+        replay_(parameters, entry, rule)

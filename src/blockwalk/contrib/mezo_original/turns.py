@@ -8,26 +8,25 @@ as in every other program."""
 from __future__ import annotations
 
 from blockwalk.plan.placement import StateKind
-from blockwalk.program.costs import Pending
 from blockwalk.program.lower import Builder
-from blockwalk.program.program import Lane, OpKind
+from blockwalk.program.program import Lane, OpKind, StepKind
+from blockwalk.program.turns import Step
 from blockwalk.program.zeroth_order import exchange, forwards, local_pieces
 
 
-def mezo_original(b: Builder, _: Pending) -> None:
-    """The walk of one step: to θ + ε·z and a forward, to θ − ε·z and a forward, back to θ, and the
-    update."""
+def turns(b: Builder, step: Step) -> None:
+    """Emit one step: to θ + ε·z and a forward, to θ − ε·z and a forward, back to θ, and the update.
+    A flush is the steps of the ledger that the weights have not seen, without a forward."""
+    assert step.kind is not StepKind.GRADIENTS, "zeroth order makes no gradients"
+    if step.kind is StepKind.FLUSH:
+        _in_place(b, OpKind.REPLAY, entries=step.pending.entries)
+        return
     for p in range(2):
         _in_place(b, OpKind.PERTURB, forward_pass=p)
         b.walk(forwards(b, local_pieces(b, [p])))
     _in_place(b, OpKind.PERTURB, forward_pass=2)
     exchange(b)
     _in_place(b, OpKind.UPDATE_ALL)
-
-
-def replay(b: Builder, pending: Pending) -> None:
-    """The steps of the ledger that the weights have not seen, without a forward."""
-    _in_place(b, OpKind.REPLAY, entries=pending.entries)
 
 
 def _in_place(b: Builder, kind: OpKind, **details: int) -> int:

@@ -30,20 +30,15 @@ from typing import Any
 
 from torch import Tensor
 
-from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.mesh import Piece
 from blockwalk.plan.parsing import host_and_port
+from blockwalk.ranks.forward_sharing import WalkAgain
 from blockwalk.ranks.launch import key_store
-from blockwalk.ranks.shared_forwards import SharedForwards, digest_of
+from blockwalk.ranks.ranks import digest_of
 
 GRACE = 1.0
 """Seconds that the host waits for a rank beyond twice the time that its share should take."""
 _POLL = 0.002
-
-
-class Unfinished(Exception):
-    """The host has not all losses of a step: it walks once more, for the pieces that did not
-    come."""
 
 
 class Lent(Exception):
@@ -51,12 +46,14 @@ class Lent(Exception):
 
 
 @dataclass(slots=True)
-class Elastic(SharedForwards):
-    """This process among the ranks of an elastic run: its host, number 0, or a rank that joined
-    it."""
+class Elastic:
+    """This process among the ranks of an elastic run: its host, number 0, or a rank that joined it
+    (a :class:`~blockwalk.ranks.forward_sharing.ForwardSharing`)."""
 
-    store: Any = None
+    store: Any
+    """Torch's store of keys, which the host serves."""
     number: int = 0
+    durable: bool = False
     position: Sequence[int] = ()
     """The place in the data of the batch to come: epoch, and examples of it given out."""
     say: Callable[[str], object] = lambda _: None
@@ -70,6 +67,8 @@ class Elastic(SharedForwards):
     _known: dict[Piece, list[float]] = field(default_factory=dict)
     """Losses of the step in progress."""
     _own: tuple[Piece, ...] = ()
+    _read: float = 0.0
+    """A digest of the global batch that this process was given."""
     _began: float = 0.0
     _heard: int = 0
     """Lines of ``asks`` that the host has read."""
@@ -130,6 +129,7 @@ class Elastic(SharedForwards):
         self._awaited = {}
 
     def confirm(self, step: int, entry: Any, *, wait: bool) -> None:
+        """Decide a step. Raises RuntimeError where another host of this store has."""
         line = json.dumps(asdict(entry))
         if (decided := self.store.compare_set(f"entry/{step}", "", line).decode()) != line:
             raise RuntimeError(f"step {step} was decided by another host of this store: {decided}")
@@ -160,27 +160,27 @@ class Elastic(SharedForwards):
         """Ask to take part from the next turn on."""
         self.store.append("asks", json.dumps([self.number, self.pace]) + "\n")
 
-    def compare(self, step: int, whole: Mapping[str, int], slices: Mapping[str, int]) -> None:
+    def compare(self, step: int, sums: Mapping[str, int]) -> None:
         """Tell the checksums of the host's weights after a step, or compare this rank's with them.
 
         Raises:
             RuntimeError: they differ; this rank ends, and the run goes on without it.
         """
         key = f"sums/{step}"
-        ours = {**whole, **slices}
         if not self.number:
-            self.store.set(key, json.dumps(ours))
-        elif self.store.check([key]) and (theirs := json.loads(self.store.get(key))) != ours:
-            wrong = [name for name in ours if ours[name] != theirs.get(name)]
+            self.store.set(key, json.dumps(sums))
+        elif self.store.check([key]) and (of_host := json.loads(self.store.get(key))) != sums:
+            differing = [name for name in sums if sums[name] != of_host.get(name)]
             raise RuntimeError(
-                f"step {step}: the weights of {', '.join(wrong)} on rank {self.number} differ"
-                " from the host's; this rank"
-                " ends: start it again to make them anew from the ledger"
+                f"step {step}: the weights of {', '.join(differing)} on rank {self.number} differ"
+                " from the host's; this rank ends: start it again to make them anew from the"
+                " ledger"
             )
 
     # ---- a step ----------------------------------------------------------------------------------
 
     def read(self, batch: Mapping[str, Tensor]) -> None:
+        """Take note of the global batch of the step to come."""
         self._read = digest_of(batch)
 
     def share(self, step: int, passes: int, cuts: int) -> tuple[Piece, ...]:
@@ -199,14 +199,18 @@ class Elastic(SharedForwards):
         self._began = time.monotonic()
         return self._own
 
+    def first_seed(self, seed: int) -> int:
+        """Return the seed: the host alone decides a step."""
+        return seed
+
     def losses(
         self, step: int, own: Sequence[float], counted: Sequence[int], passes: int, rows: int
     ) -> list[list[float]]:
         """Return losses of all pieces, by forward and in the order of the global batch: see
-        :meth:`SharedForwards.losses`.
+        :meth:`~blockwalk.ranks.forward_sharing.ForwardSharing.losses`.
 
         Raises:
-            Unfinished: on the host: not all came.
+            WalkAgain: on the host: not all came.
             Lent: on a rank that joined: it has answered.
         """
         took = time.monotonic() - self._began
@@ -220,7 +224,7 @@ class Elastic(SharedForwards):
         self._known |= zip(self._own, of_piece, strict=True)
         self._collect(step, took)
         if len(self._known) < passes * len(counted):
-            raise Unfinished
+            raise WalkAgain
         known = self._known
         self._known = {}
         return [[loss for m in range(len(counted)) for loss in known[p, m]] for p in range(passes)]
@@ -261,7 +265,7 @@ def _is_pace(pace: Any) -> bool:
     return type(pace) is float and 0 < pace < math.inf
 
 
-def elastic(mesh: MeshSettings, address: str, timeout: float, *, joins: bool) -> Elastic:
+def elastic(address: str, timeout: float, *, joins: bool) -> Elastic:
     """Return the host of an elastic run, which serves the store at ``address`` (``host:port``), or
     a rank that joins it.
 
@@ -271,4 +275,4 @@ def elastic(mesh: MeshSettings, address: str, timeout: float, *, joins: bool) ->
     host, port = host_and_port(address)
     who = "the rank that joins" if joins else "the run's host"
     store = key_store(host, port, timeout, not joins, who, "the run's host", "elastic")
-    return Elastic(mesh, store=store, number=store.add("ranks", 1) if joins else 0)
+    return Elastic(store, number=store.add("ranks", 1) if joins else 0)

@@ -1,0 +1,181 @@
+"""Updates of masters: the rule applied to what their home hands out, and taken back where the step
+does not count.
+
+A home keeps masters and optimizer states and says what a unit's gradients change
+(:class:`~blockwalk.engine.home.Change`). This applies the rule, remembers what a step that may
+still be refused has changed, and is what a checkpoint is written from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockwalk.checkpoints.pieces import Pieces
+from blockwalk.engine.engine import Engine
+from blockwalk.engine.home import Differentiated
+from blockwalk.engine.undo import Undo
+from blockwalk.numerics.device import host_buffers, is_cpu, recorded
+from blockwalk.numerics.noise.key import NoiseKey
+from blockwalk.numerics.updates import Rule
+
+
+class MasterUpdates:
+    """The updates of a first-order run's masters.
+
+    Args:
+        engine: the cut model.
+        home: its masters and optimizer states.
+    """
+
+    def __init__(self, engine: Engine, home: Differentiated) -> None:
+        self.engine = engine
+        self.home = home
+        self._plan = engine.plan
+        self.rule = Rule(engine.plan.optimizer)
+        self._plain_rule = Rule(replace(engine.plan.optimizer, weight_decay=0.0))
+        """The rule of parameters that weight decay spares."""
+        self._undo = Undo(engine.memories.scratch, engine.device)
+        self._landing: Tensor | None = None
+        self.keeps_decay_of_all = False
+        """True where the run began when weight decay reached norms and biases too: it goes on so,
+        whatever the plan says."""
+
+    def apply(
+        self, unit: int, *, step: int, learning_rate: float, coefficient: float = 1.0
+    ) -> None:
+        """UPDATE: apply the rule to a unit's masters, as far as this rank holds them, with their
+        gradients."""
+        changes = list(self.home.changes(unit))
+        if self._plan.update.at_turn:  # whether the step counts is known only at its end
+            self._undo.remember(
+                unit, [t for each in changes for t in (each.master, *each.moments.values())]
+            )
+        stochastic = self._plan.update.rounding == "stochastic"
+        for each in changes:
+            on_device = not is_cpu(each.gradient.device)
+            if coefficient != 1.0 and on_device:
+                each.gradient.mul_(coefficient)
+            rounding = (
+                NoiseKey(self._plan.seed, step, 0, each.name, "rounding") if stochastic else None
+            )
+            gradient = self._landed(each.gradient, each.master.device)
+            rate = learning_rate * (
+                self._plan.optimizer.lora_b_ratio if ".lora_B." in each.name else 1.0
+            )
+            scale = 1.0 if on_device else coefficient
+            for rule, part in self._parts(each.places):
+                moments = {name: _range(moment, part) for name, moment in each.moments.items()}
+                master = _range(each.master, part)
+                piece = _range(gradient, part)
+                rule.apply_(
+                    master, piece, moments, step=step, lr=rate, rounding=rounding, scale=scale
+                )
+        self.home.changed(unit)
+
+    def _parts(self, places: Sequence[tuple[int, str]]) -> list[tuple[Rule, slice | None]]:
+        """Return the ranges of a master under one rule each: None for all of it. Rules work element
+        by element, so that ranges of a slice which cuts through parameters are exact."""
+        spares = (
+            self._plan.optimizer.decay == "matrices"
+            and self.rule != self._plain_rule
+            and not self.keeps_decay_of_all
+        )
+        changes: list[tuple[int, Rule]] = []
+        for start, name in places:
+            rule = (
+                self._plain_rule
+                if spares and name in self.engine.cut.spared_by_decay
+                else self.rule
+            )
+            if not changes or rule is not changes[-1][1]:
+                changes.append((start, rule))
+        if len(changes) < 2:  # a slice without a parameter is padding
+            return [(changes[0][1] if changes else self.rule, None)]
+        ends = [start for start, _ in changes[1:]]
+        return [
+            (rule, slice(start, end))
+            for (start, rule), end in zip(changes, [*ends, None], strict=True)
+        ]
+
+    def _landed(self, gradient: Tensor, where: torch.device) -> Tensor:
+        """Return a gradient where its master is: on the host behind an accelerator in staging that
+        the next one takes."""
+        if gradient.device == where:
+            return gradient
+        if self._landing is None or len(self._landing) < gradient.numel():
+            (landing_P,) = host_buffers([4 * gradient.numel()], self.engine.device)
+            self._landing = landing_P.view(torch.float32)
+        landed = (
+            self._landing[: gradient.numel()]
+            .view(gradient.shape)
+            .copy_(gradient, non_blocking=True)
+        )
+        recorded(self.engine.device).synchronize()
+        return landed
+
+    def commit(self) -> None:
+        """Keep the changes of a step that counts."""
+        self._undo.commit()
+
+    def undo(self) -> None:
+        """Give masters and optimizer states the values back that they had before a step that does
+        not count."""
+        if self._undo.put_back():
+            self.masters_changed()
+
+    def masters_changed(self) -> None:
+        """Note that the masters of a first-order run have new values from outside."""
+        self.engine.dirty = self.home.masters_changed()
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, str]:
+        """Return the facts that a checkpoint's tensors were made by."""
+        return {} if self.keeps_decay_of_all else {"decay": self._plan.optimizer.decay}
+
+    def resume_facts(self, facts: Mapping[str, str]) -> None:
+        """Go on as a checkpoint's facts say: one that has no ``decay`` is of a run whose norms and
+        biases decayed."""
+        self.keeps_decay_of_all = "decay" not in facts
+
+    def notes(self) -> list[str]:
+        """Return sentences on what a resumed run does otherwise than its plan says."""
+        settings = self._plan.optimizer
+        asked_for = settings.decay == "all" or not settings.weight_decay
+        if asked_for or not self.keeps_decay_of_all:
+            return []
+        return [
+            "weight decay reaches norms and biases too, as when this run began; a new run spares"
+            " them (optimizer.decay)"
+        ]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy in the tensors that the home's ``state_dict`` gave. Raises ValueError where names or
+        shapes differ: another model or mesh."""
+        tensors: dict[str, Tensor] = self.home.state_dict()
+        if missing := sorted(tensors.keys() ^ state.keys()):
+            raise ValueError(
+                f"the saved state does not fit this model and plan; it differs in {missing[:5]}"
+            )
+        for name, tensor in tensors.items():
+            if tensor.shape != state[name].shape:
+                shapes = (
+                    f"{tuple(state[name].shape)} in the saved state and {tuple(tensor.shape)} here"
+                )
+                raise ValueError(f"{name!r} is {shapes}")
+            tensor.copy_(state[name])
+        self.masters_changed()
+
+    def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
+        """Return the pieces of a checkpoint that this rank holds, or writes."""
+        return self.home.pieces(to_write=to_write)
+
+
+def _range(tensor: Tensor, part: slice | None) -> Tensor:
+    """Return a range of a contiguous tensor's elements; the tensor itself where ``part`` is
+    None."""
+    return tensor if part is None else tensor.view(-1)[part]

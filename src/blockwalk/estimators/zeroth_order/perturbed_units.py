@@ -1,0 +1,167 @@
+"""The trainables of units as forwards read them: under the perturbation of each, never changed
+where they lie.
+
+Matrices are perturbed as they are read, a range at a time
+(:mod:`blockwalk.estimators.zeroth_order.perturbed_weight`); vectors and odd shapes are copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from torch import Tensor
+
+from blockwalk.engine.buckets import Buckets
+from blockwalk.engine.engine import Engine
+from blockwalk.estimators.head import Matrix, Vector
+from blockwalk.estimators.zeroth_order.perturbed_weight import (
+    Perturbation,
+    PerturbedWeight,
+    perturbed_at_once,
+    with_scales,
+)
+from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule
+from blockwalk.numerics.codecs.weights import DenseWeight, Value, Weight
+from blockwalk.numerics.device import is_cpu
+from blockwalk.numerics.scratch import ScratchArena
+from blockwalk.plan.model_spec import ParamSpec
+
+REST = Perturbation(seed=0, step=0, query=0, scale=0.0)
+"""The weights as they are."""
+
+
+class PerturbedUnits:
+    """The trainables of a run's units under any perturbation.
+
+    Args:
+        engine: the cut model.
+        buckets: the home of its trainables.
+        rule: what says the noise and its direction.
+    """
+
+    def __init__(self, engine: Engine, buckets: Buckets, rule: ZerothOrderRule) -> None:
+        self.engine = engine
+        self.buckets = buckets
+        self.rule = rule
+        self.scratch = ScratchArena()
+        self._made: tuple[int, tuple[Perturbation, ...], list[dict[str, Value]]] | None = None
+        """The unit and the perturbations that were asked for last, and their answer."""
+
+    def forget(self) -> None:
+        """Drop what was made: the weights may have changed since."""
+        self._made = None
+
+    def values(
+        self, unit: int, perturbations: Sequence[Perturbation], *, copies: bool = False
+    ) -> list[dict[str, Value]]:
+        """Return a unit's trainables by name, in the compute dtype, under each perturbation. They
+        are made for the first micro-batch of a pass and serve all; with ``copies`` a block's are
+        all whole, for many of them."""
+        key = tuple(perturbations)
+        if self._made is None or self._made[:2] != (unit, key):
+            made = [self._values(unit, perturbation, copies) for perturbation in key]
+            self._made = (unit, key, made)
+        return self._made[2]
+
+    def _values(self, unit: int, perturbation: Perturbation, copies: bool) -> dict[str, Value]:
+        """Return a unit's trainables under a perturbation: matrices as they are read, the rest as
+        copies. Those of a compiled block are all whole, in buffers that blocks share."""
+        compiled = self.engine.plan.compile
+        block = 0 < unit < self.engine.cut.epilogue_index
+        whole = block and (compiled or copies)
+        trainables = self.engine.trainables(unit)
+        values: dict[str, Value] = {}
+        if (
+            not (block and compiled)
+            and not is_cpu(self.engine.device)
+            and perturbation.scale
+            and self.rule.kind.direction_ is None
+        ):
+            vectors = [
+                self.weight(p.name, perturbation) for p in trainables if not read_in_ranges(p)
+            ]
+            values |= perturbed_at_once(vectors)
+        for number, p in enumerate(trainables):
+            if p.name not in values:
+                values[p.name] = self._value(p, perturbation, f"whole {number}" if whole else None)
+        return values
+
+    def _value(self, param: ParamSpec, perturbation: Perturbation, buffer: str | None) -> Value:
+        """Return a trainable under a perturbation: whole in the named buffer, or in whatever form
+        takes the least."""
+        weight = self.weight(param.name, perturbation)
+        master = weight.master
+        if not weight.scale and master.dense and master.tensor.dtype == weight.dtype:
+            return master.tensor
+        if buffer is None:
+            return weight.lazily() if read_in_ranges(param) else weight.whole()
+        out = self.scratch.take(buffer, *param.shape, like=master.bytes_P, dtype=weight.dtype)
+        weight.into(out.view(weight.shape))
+        # products by range, whose bits are the same in any copy
+        ranges = read_in_ranges(param) and not self.engine.plan.compile
+        return DenseWeight(out, weight.dtype) if ranges else out
+
+    def readers(self, perturbation: Perturbation) -> tuple[Matrix, Vector]:
+        """Return functions that read the head's matrices and vectors, perturbed where they are
+        trained."""
+        home = self.buckets.home
+
+        @cache
+        def matrix(name: str) -> Weight:
+            if name in home:
+                return self.weight(name, perturbation).lazily()
+            return self.engine.weight(name)
+
+        @cache
+        def vector(name: str | None) -> Tensor | None:
+            if name in home:
+                return self.weight(name, perturbation).whole()
+            return self.engine.vector(name)
+
+        return matrix, vector
+
+    def weight(self, name: str, perturbation: Perturbation) -> PerturbedWeight:
+        """Return one trainable under a perturbation."""
+        tensors = self.buckets.tensors[self.buckets.home[name]][name]
+        beside = {state: tensors[state] for state in self.engine.plan.kind.states}
+        noise = perturbation.noise(self.rule.draws, name)
+        master = tensors[""]
+        scale = perturbation.scale
+        if scale and self.rule.zo.target == "scales":
+            master = master if master.dense else with_scales(master, noise, scale, self.scratch)
+            scale = 0.0
+        return PerturbedWeight(
+            master,
+            noise,
+            scale,
+            self.engine.compute_dtype_of(name),
+            self.scratch,
+            beside,
+            self.rule.kind.direction_,
+            perturbation.rounding(name),
+        )
+
+
+class AtRest:
+    """The weights of a zeroth-order run between two steps
+    (:class:`~blockwalk.estimators.protocol.Weights`)."""
+
+    def __init__(self, units: PerturbedUnits, loss_scratch: ScratchArena) -> None:
+        self.units = units
+        self.loss_scratch = loss_scratch
+
+    def bind(self, unit: int) -> None:
+        (values,) = self.units.values(unit, [REST])
+        self.units.engine.cut.bind(unit, values)
+
+    def weight(self, name: str) -> Weight:
+        return self.units.readers(REST)[0](name)
+
+    def vector(self, name: str | None) -> Tensor | None:
+        return self.units.readers(REST)[1](name)
+
+
+def read_in_ranges(param: ParamSpec) -> bool:
+    """Return whether a trainable is a matrix, of which no more than a range is perturbed at a
+    time."""
+    return param.quantizable and len(param.shape) == 2

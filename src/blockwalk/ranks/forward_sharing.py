@@ -1,0 +1,149 @@
+"""Ranks that train one model by exchanging scalars: who runs which forwards of a zeroth-order step
+on which part of the batch, and what they say.
+
+Neighbours share the forwards of a step (``mesh.perturb``); groups of them cut the global batch
+(``mesh.data``). A step is one exchange: each rank's losses, their token counts, a digest of the
+last entry and whether a signal asks the run to stop. The shared seed and the ledger are rank 0's.
+:class:`MeshSharing` shares a step as the mesh says, the same in every step."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from blockwalk.plan.mesh import Piece, forwards_at, micro_batches_at
+from blockwalk.ranks.ranks import Ranks
+
+
+class WalkAgain(Exception):
+    """Not all losses of a step have come: the walker walks once more, for the pieces that are then
+    its own."""
+
+
+class ForwardSharing(Protocol):
+    """How the forwards of a zeroth-order step are shared."""
+
+    durable: bool
+    """True where a rank's weights outlive its process: the ledger is then compared before they
+    change."""
+
+    def read(self, batch: Mapping[str, Tensor]) -> None:
+        """Take note of the global batch of the step to come."""
+
+    def share(self, step: int, passes: int, cuts: int) -> tuple[Piece, ...]:
+        """Return the pieces of a step, cut in so many, that this process walks for, where that is
+        told anew in each step; none: those of its place on the mesh."""
+
+    def first_seed(self, seed: int) -> int:
+        """Return rank 0's seed."""
+
+    def losses(
+        self, step: int, own: Sequence[float], counted: Sequence[int], passes: int, rows: int
+    ) -> list[list[float]]:
+        """Return losses of every forward on every part of the global batch.
+
+        Args:
+            step: its number.
+            own: this rank's numbers, float64, by forward, part and row, in that order.
+            counted: the tokens that count of each part of the global batch, as this rank read it.
+            passes: forwards of the step over all ranks.
+            rows: numbers that a forward answers on one part.
+
+        Returns:
+            For each forward its numbers in the order of the global batch; the same bits on every
+            rank.
+
+        Raises:
+            WalkAgain: some did not come.
+            ValueError: the ranks read different data.
+            RuntimeError: their steps before differ.
+        """
+
+    def confirm(self, step: int, entry: object, *, wait: bool) -> None:
+        """Compare a step's entry with rank 0's, now where ``wait`` says so.
+
+        Raises:
+            RuntimeError: it is another one.
+        """
+
+
+@dataclass(slots=True)
+class MeshSharing:
+    """Forwards shared by the places of ranks on the mesh
+    (a :class:`ForwardSharing`)."""
+
+    ranks: Ranks
+    durable: bool = False
+    _last_entry_digest: float = 0.0
+    """A digest of the last entry of the ledger, which goes with the next losses."""
+
+    def forwards_of(self, rank: int, passes: int) -> range:
+        """Return the forward passes of a step that a rank runs."""
+        return forwards_at(self.ranks.mesh, dict(self.ranks.coordinates(rank)), passes)
+
+    def micro_batches_of(self, rank: int, cuts: int) -> range:
+        """Return the parts of the global batch that a rank takes, where it was cut into
+        ``cuts``."""
+        return micro_batches_at(self.ranks.mesh, dict(self.ranks.coordinates(rank)), cuts)
+
+    def read(self, batch: Mapping[str, Tensor]) -> None:
+        """Do nothing: the ranks have read it."""
+
+    def share(self, _step: int, _passes: int, _cuts: int) -> tuple[Piece, ...]:
+        """Return none: a rank walks for the pieces of its place."""
+        return ()
+
+    def first_seed(self, seed: int) -> int:
+        return int(self.ranks.gather(torch.tensor([seed], dtype=torch.int64))[0, 0])
+
+    def losses(
+        self, step: int, own: Sequence[float], counted: Sequence[int], passes: int, rows: int
+    ) -> list[list[float]]:
+        ranks = self.ranks
+        cuts = len(counted)
+        most = -(-passes // ranks.mesh.perturb) * len(self.micro_batches_of(0, cuts)) * rows
+        counts = [counted[cut] for cut in self.micro_batches_of(ranks.rank, cuts)]
+        facts = (ranks.batch_digest, self._last_entry_digest, float(ranks.own_stop_signal()))
+        padding = [0.0] * (most - len(own))
+        everyone = ranks.exchange([*own, *padding, *map(float, counts), *facts])
+        ranks.stop_signal_of_any_rank = max(int(values.pop()) for values in everyone)
+        entry_digests = [values.pop() for values in everyone]
+        ranks.require_one_batch(step, [values.pop() for values in everyone])
+        table = [[math.nan] * (cuts * rows) for _ in range(passes)]
+        for rank, values in enumerate(everyone):
+            if entry_digests[rank] != self._last_entry_digest:
+                raise RuntimeError(
+                    f"step {step}: rank {rank} and rank {ranks.rank} have different ledgers: the"
+                    " step before differs"
+                )
+            forwards = self.forwards_of(rank, passes)
+            parts = self.micro_batches_of(rank, cuts)
+            numbers = iter(values)
+            for p, cut, row in itertools.product(forwards, parts, range(rows)):
+                table[p][cut * rows + row] = next(numbers)
+            expected = [counted[cut] for cut in parts]
+            assert values[most:] == expected, (
+                f"step {step}: rank {rank} counts {values[most:]} tokens of one batch, not"
+                f" {expected}"
+            )
+        return table
+
+    def confirm(self, step: int, entry: object, *, wait: bool) -> None:
+        """Compare a step's entry with rank 0's: with the next losses, or now, when rank 0 has
+        written it: before weights that outlive this process can be ahead of the ledger."""
+        if self.ranks.world == 1:
+            return
+        digest = hashlib.blake2b(repr(entry).encode(), digest_size=6).digest()
+        number = int.from_bytes(digest, "little")
+        self._last_entry_digest = float(number)  # 48 bits: exact
+        if wait and self.first_seed(number) != number:
+            raise RuntimeError(
+                f"step {step}: rank {self.ranks.rank} has another ledger entry than rank 0: {entry}"
+            )

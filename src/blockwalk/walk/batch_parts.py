@@ -1,0 +1,88 @@
+"""A global batch as this rank walks it: its share, cut into micro-batches of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from blockwalk.cutting.batch_facts import BatchFacts, note
+from blockwalk.data.batch import Batch, loss_tokens, micro_batches, require_ids, share
+from blockwalk.data.packing import cut_padding, pack_batch
+from blockwalk.numerics.device import is_cpu, sent
+from blockwalk.plan.plan import Plan
+from blockwalk.program.program import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class BatchParts:
+    """The micro-batches of one walk."""
+
+    parts: Sequence[Batch]
+    """Those that this rank has: of its share of the batch, or all of the batch where ranks share
+    forwards."""
+    shape: Shape
+    """The shape of each, as foreseen: of rows that lie side by side as well."""
+    tokens: int | None
+    """Labels that count in the global batch, where this rank has a share of it."""
+
+    @property
+    def labels(self) -> list[Tensor]:
+        """Labels of each, int64 [B, S], on the CPU."""
+        return [part["labels"].to("cpu") for part in self.parts]
+
+    def on(self, device: torch.device, *, hides_unseen: bool) -> list[Batch]:
+        """Return the micro-batches on a device; ``hides_unseen`` False where padding may be read
+        too."""
+        return [_on(part, device, hides_unseen) for part in self.parts]
+
+
+def cut_batch(
+    batch: Batch,
+    plan: Plan,
+    *,
+    count: int,
+    split: bool,
+    packs: bool,
+    rank: int,
+    vocab_size: int,
+) -> BatchParts:
+    """Return a global batch cut for one rank.
+
+    Args:
+        batch: ``input_ids``, ``labels``, ... of every rank together, on the CPU.
+        plan: its mesh, and whether padding may go.
+        count: micro-batches of each rank's share.
+        split: True where every rank takes a share of the sequences; otherwise the mesh's data axis
+            cuts the batch, and parts are taken by number.
+        packs: True where short sequences are laid side by side, for a model that keeps them apart.
+        rank: the number of this rank.
+        vocab_size: rows of the model's embeddings.
+
+    Raises:
+        ValueError: a token has no row; all ranks refuse what one cannot walk.
+    """
+    world = plan.mesh.world
+    cuts = count * (world if split else plan.mesh.data)
+    rows = -(-len(batch["input_ids"]) // cuts)
+    if packs:
+        batch = pack_batch(batch, cuts)
+    parts = share(batch, count, world, rank) if split else micro_batches(batch, cuts)
+    shape = Shape(rows, -(-parts[0]["input_ids"].numel() // rows))
+    parts = [cut_padding(part, unmask=plan.loss_facts.by_chunks) for part in parts]
+    for read in [batch] if split else parts:
+        require_ids(read["input_ids"], vocab_size)
+    return BatchParts(parts, shape, loss_tokens(batch) if split else None)
+
+
+def _on(batch: Batch, device: torch.device, hides_unseen: bool) -> Batch:
+    """Return a micro-batch on the device, with what a processor knows of it noted."""
+    on_device = {name: sent(tensor, device) for name, tensor in batch.items()}
+    if not is_cpu(device):
+        facts = BatchFacts.of(batch)
+        if facts is not None and not hides_unseen:
+            facts = replace(facts, hides_unseen=False)
+        note(on_device["input_ids"], facts)
+    return on_device
