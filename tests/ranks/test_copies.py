@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from blockwalk.cutting.verify import certified
-from blockwalk.engine.trained import word_sum
+from blockwalk.engine.buckets import word_sum
 from blockwalk.plan.methods import method
 from blockwalk.plan.placement import StateKind
 from blockwalk.walk.walker import Walker

@@ -486,7 +486,7 @@ def test_a_unit_is_laid_out_once_a_visit(tmp_path: Path, monkeypatch: pytest.Mon
         made.append(unit.name)
         return tensors_in(unit, bytes_P)
 
-    monkeypatch.setattr("blockwalk.engine.trained.tensors_in", counted)
+    monkeypatch.setattr("blockwalk.engine.buckets.tensors_in", counted)
     with Walker(
         tiny_model("opt"), method("zo2", trainable="disk"), workdir=tmp_path, device="cpu"
     ) as walker:

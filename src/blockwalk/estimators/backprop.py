@@ -138,9 +138,9 @@ class Backprop:
         return self.updates
 
     @property
-    def at_rest(self) -> Masters:
+    def at_rest(self) -> MastersAtRest:
         """The weights between two steps."""
-        return Masters(self.engine)
+        return MastersAtRest(self.engine)
 
     def reserve(self, shape: Shape) -> None:
         """Size what a step keeps of its micro-batches by the largest of the run."""
@@ -417,7 +417,7 @@ class Backprop:
         self.updates.apply(op.unit, step=step, learning_rate=rate, coefficient=state.coefficient)
 
 
-class Masters:
+class MastersAtRest:
     """The weights of a first-order run between two steps
     (:class:`~blockwalk.estimators.protocol.Weights`)."""
 
