@@ -23,7 +23,6 @@ from benchmarks.common import Bound, finish, parser
 
 from blockwalk import method
 from blockwalk.contrib.elastic_ranks.elastic import elastic
-from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.plan import Plan
 from blockwalk.train.elastic import compare, follow
 from blockwalk.walk.walker import Walker
@@ -44,7 +43,7 @@ def plan(**own: Any) -> Plan:
 
 
 def rank(there: str, number: int) -> int:
-    ranks = elastic(MeshSettings(), there, 60, joins=True)
+    ranks = elastic(there, 60, joins=True)
     with Walker(tiny_model("llama"), plan(**OWN[number]), device="cpu", sharing=ranks) as walker:
         follow(walker, ranks, lambda place: random_batch(8, seed=place[0]))
     return 0
@@ -52,7 +51,7 @@ def rank(there: str, number: int) -> int:
 
 def host(folder: Path, there: str, counts: Any) -> int:
     """Ten steps more than it takes until the harm is done."""
-    ranks = elastic(MeshSettings(), there, 60, joins=False)
+    ranks = elastic(there, 60, joins=False)
     listen(ranks, counts)
     with Walker(
         tiny_model("llama"), plan(), device="cpu", sharing=ranks, ledger=folder / "shared.jsonl"

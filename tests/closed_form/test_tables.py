@@ -28,8 +28,12 @@ pytestmark = pytest.mark.fast
 SOURCE = Path(methods.__file__).parents[1]
 README = SOURCE.parents[1] / "README.md"
 
-CHOSEN = {"plan.choices": {"adamw", "spsa"}, "plan.methods": {"sgd"}, "plan.plan": {"sgd", "spsa"},
-          "integrations.trainer": {"adamw", "sgd"}}  # fmt: skip
+CHOSEN = {
+    "plan.choices": {"adamw", "spsa"},
+    "plan.methods": {"sgd"},
+    "contrib.mezo_original.__init__": {"sgd", "spsa"},
+    "integrations.trainer": {"adamw", "sgd"},
+}
 """Values chosen: the defaults, what rows begin with, what the original MeZO's arithmetic is of, and
 what transformers means."""
 

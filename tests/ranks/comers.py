@@ -144,8 +144,8 @@ def disturb_run(
     def host(there: str, counts: Any) -> int:
         def after(event: Event) -> None:
             if event.name == "begin":
-                listen(event.walker.ranks, counts)
-            elif event.name == "step" and not note(event.walker.ranks, counts):
+                listen(event.walker.sharing, counts)
+            elif event.name == "step" and not note(event.walker.sharing, counts):
                 time.sleep(0.02)
 
         command = arguments(tiny, folder, settings, f"--elastic {there}")

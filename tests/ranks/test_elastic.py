@@ -16,7 +16,6 @@ from blockwalk import method
 from blockwalk.cli import main
 from blockwalk.contrib.elastic_ranks.elastic import Elastic, Lent, elastic
 from blockwalk.data.label_words import LabelWordBatch
-from blockwalk.plan.choices import MeshSettings
 from blockwalk.ranks.place import LOST
 from blockwalk.train import config
 from blockwalk.train.elastic import facts, follow
@@ -73,7 +72,7 @@ def walk(settings: dict[str, Any], kind: str, ranks: Elastic | None = None) -> t
 
 def lend(settings: dict[str, Any], kind: str, address: str) -> int:
     plan = method("zo2", **{"optimizer": OPTIMIZER, **settings})
-    ranks = elastic(plan.mesh, address, 30, joins=True)
+    ranks = elastic(address, 30, joins=True)
     with Walker(tiny_model(kind, tied=kind == "opt"), plan, device="cpu", sharing=ranks) as walker:
         return 0 if follow(walker, ranks, lambda place: batch_at(place[0], bool(place[1]))) else 1
 
@@ -105,7 +104,7 @@ def test_whoever_computes_a_share_the_bits_are_one_processs(
     expected = walk(settings, kind)
     address = free_address()
     codec = settings.get("trainable", " raw").split(" ")[-1]
-    host = elastic(MeshSettings(), address, 30, joins=False)
+    host = elastic(address, 30, joins=False)
     others = [{"trainable": f"disk × {codec}"}, {"trainable": f"device × {codec}", "prefetch": 0}]
     ranks = [
         forked(lambda own=own: lend({**settings, **own}, kind, address), tmp_path / f"{number}")  # type: ignore[misc]
@@ -127,7 +126,7 @@ def test_a_rank_that_answers_too_late_costs_a_wait_and_nothing_else() -> None:
     """Also where it asked again: what it says then is of another turn."""
     address = free_address()
     said = list[str]()
-    host, late = (elastic(MeshSettings(), address, 5, joins=joins) for joins in (False, True))
+    host, late = (elastic(address, 5, joins=joins) for joins in (False, True))
     host.say = said.append
     plan = method("zo2", optimizer=OPTIMIZER, zo={"queries": 3})
     with Walker(tiny_model("llama"), plan, device="cpu") as alone:
@@ -165,7 +164,7 @@ def test_a_rank_that_answers_too_late_costs_a_wait_and_nothing_else() -> None:
 def test_shares_follow_speed(paces: dict[int, float], expected: list[tuple[int, int]]) -> None:
     """Closed form: consecutive, disjoint, all of them; in proportion to speed, and one at least for
     the host."""
-    host = elastic(MeshSettings(), free_address(), 5, joins=False)
+    host = elastic(free_address(), 5, joins=False)
     host.open({}, [])
     host._paces = paces
     own = host.share(1, 3, 4)
@@ -176,7 +175,7 @@ def test_shares_follow_speed(paces: dict[int, float], expected: list[tuple[int, 
 def test_the_store_listens_on_its_address_alone() -> None:
     """Oracle: the kernel's table of sockets."""
     address = free_address()
-    host = elastic(MeshSettings(), address, 5, joins=False)
+    host = elastic(address, 5, joins=False)
     port = f":{int(address.rpartition(':')[2]):04X}"
     rows = [
         row.split()
@@ -191,12 +190,12 @@ def test_the_store_listens_on_its_address_alone() -> None:
 
 def test_weights_that_differ_from_the_hosts_end_their_rank() -> None:
     address = free_address()
-    host, other = (elastic(MeshSettings(), address, 5, joins=joins) for joins in (False, True))
-    host.compare(100, {"prologue": 1, "epilogue": 2}, {})
-    other.compare(100, {"prologue": 1, "epilogue": 2}, {})
-    other.compare(200, {"prologue": 3, "epilogue": 2}, {})  # the host has not said
+    host, other = (elastic(address, 5, joins=joins) for joins in (False, True))
+    host.compare(100, {"prologue": 1, "epilogue": 2})
+    other.compare(100, {"prologue": 1, "epilogue": 2})
+    other.compare(200, {"prologue": 3, "epilogue": 2})  # the host has not said
     with refused(RuntimeError, "100 weights rank 1"):
-        other.compare(100, {"prologue": 1, "epilogue": 3}, {})
+        other.compare(100, {"prologue": 1, "epilogue": 3})
 
 
 def same_as_alone(tiny_run: TinyRun, tmp_path: Path, settings: str) -> None:
@@ -290,7 +289,7 @@ def test_a_rank_that_would_compute_other_bits_is_refused(
     address = free_address()
     line = arguments(tiny_run, tmp_path / "run", ZO2, f"--elastic {address}")
     run = config.load(None, config.split_flags(line[1:])[0])
-    host = elastic(MeshSettings(), address, 5, joins=False)
+    host = elastic(address, 5, joins=False)
     host.open({"facts": facts(run, prepare(run)), "ledger": {}}, [])
     less = tmp_path / "less.jsonl"
     less.write_text("".join(tiny_run.train.read_text().splitlines(keepends=True)[:-1]))
