@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from benchmarks import gguf_metadata
 
-from blockwalk.models import gguf
+from blockwalk.models.gguf_folder import MADE
 from blockwalk.models.model_source import model_source
 from tests.support import gguf_files
 from tests.support.messages import refused
@@ -127,8 +127,8 @@ def test_a_folder_of_older_rules_is_made_again(
     folder = model_source(path).weights_folder
     right = (folder / "config.json").read_text()
     (folder / "config.json").write_text(right.replace("linear", "default"))
-    seen = json.loads((folder / gguf.MADE).read_text())
-    (folder / gguf.MADE).write_text(json.dumps([part[:3] for part in seen]))
+    seen = json.loads((folder / MADE).read_text())
+    (folder / MADE).write_text(json.dumps([part[:3] for part in seen]))
     assert (model_source(path).weights_folder / "config.json").read_text() == right
 
 

@@ -1,26 +1,25 @@
-"""``blockwalk pack`` and ``blockwalk merge``: streaming a model from one folder into another.
+"""``blockwalk merge``: a model with an adapter merged into it, streamed into another folder.
 
-Both hold a few rows of one parameter at a time and work on maps whose pages they give back, so that
-neither the model's size nor its largest matrix matters. Their output appears, synced, when it is
+It holds a few rows of one parameter at a time and works on maps whose pages it gives back, so that
+neither the model's size nor its largest matrix matters. Its output appears, synced, when it is
 whole."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from blockwalk.cutting.adapters import RESIZED, present_names, refuse_parted
+from blockwalk.convert.adapter_changes import Change, read_adapter
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.engine.model_weights import open_source
 from blockwalk.engine.pack import CHUNK_ELEMENTS, Progress
-from blockwalk.models.model_source import model_source
+from blockwalk.models.model_source import ModelSource, model_source
 from blockwalk.models.places import adapter_paths, model_paths, refuse_output
 from blockwalk.models.saved_template import FILE as TEMPLATE
 from blockwalk.models.saved_template import saved_with
@@ -73,237 +72,48 @@ def merge(
         )
     skeleton = build_skeleton(model)
     changes = read_adapter(adapter_dir, skeleton)
-    source = open_source(model, skeleton)
-    try:
+    with closing(open_source(model, skeleton)) as source:
         outputs, untied = _outputs(source, skeleton, changes)
-        stored = {key: source.dtype(output.source) for key, output in outputs.items()}
-        written = {
-            key: getattr(torch, dtype) if dtype and own.is_floating_point else own
-            for key, own in stored.items()
-        }
-        entries = {
-            key: safetensors.Entry(source.shape(out.source), written[key])
-            for key, out in outputs.items()
-        }
+        entries = {}
+        for key, output in outputs.items():
+            stored = source.dtype(output.source)
+            written = getattr(torch, dtype) if dtype and stored.is_floating_point else stored
+            entries[key] = safetensors.Entry(source.shape(output.source), written)
         total = sum(entry.nbytes for entry in entries.values())
         atomic_files.require_space(out_dir, total, "the merged model")
-        done = 0
+        written_bytes = 0
 
         def values(key: str) -> Iterator[Tensor]:
-            nonlocal done
+            nonlocal written_bytes
             for part_ND in _merged(source, outputs[key], entries[key].dtype):
                 yield part_ND
-                done += part_ND.nbytes
+                written_bytes += part_ND.nbytes
                 if progress is not None:
-                    progress(done, total)
+                    progress(written_bytes, total)
 
         with atomic_files.atomic_folder(out_dir) as folder:
-            copy_model_files(model, folder)
-            if template := saved_with(adapter_dir):
-                atomic_files.write_bytes(folder / TEMPLATE, template.encode())
-            if stops := learnt_stops(adapter_dir):
-                atomic_files.write_bytes(folder / GENERATION, with_stops(folder, stops))
-            config = atomic_files.read_json(folder / "config.json")
-            changed: dict[str, Any] = {"tie_word_embeddings": False} if untied else {}
-            if dtype:
-                config.pop("torch_dtype", None)  # the older name
-                changed["dtype"] = dtype
-            if changed:
-                atomic_files.write_json(folder / "config.json", {**config, **changed})
+            _copy_files(model, adapter_dir, folder, dtype=dtype, untied=untied)
             safetensors.write_shards(folder, entries, values)
-            CheckpointFolder(
-                folder, build_skeleton(folder)
-            ).close()  # it loads, and nothing is missing
-    finally:
-        source.close()
+            # it loads, and nothing is missing
+            CheckpointFolder(folder, build_skeleton(folder)).close()
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The change that an adapter makes to one parameter [N, D]: replace it, then add scaling · left
-    [N, R] · right [R, D], then give each row the norm that ``magnitude_N`` says."""
-
-    replacement: Tensor | None = None
-    left_NR: Tensor | None = None
-    right_RD: Tensor | None = None
-    scaling: float = 1.0
-    magnitude_N: Tensor | None = None
-
-    def rows(self, base_ND: Tensor, start: int, dtype: torch.dtype) -> Tensor:
-        """Return the changed rows ``start`` … of a parameter whose rows there are ``base_ND``,
-        rounded once to ``dtype``."""
-        stop = start + base_ND.shape[0]
-        out_ND = (
-            base_ND
-            if self.replacement is None
-            else self.replacement.view(-1, base_ND.shape[1])[start:stop]
-        )
-        if self.left_NR is not None and self.right_RD is not None:
-            delta_ND = (self.left_NR[start:stop] @ self.right_RD).mul_(self.scaling)
-            out_ND = delta_ND.add_(out_ND)
-        if self.magnitude_N is not None:
-            out_ND = out_ND * (
-                self.magnitude_N[start:stop] / torch.linalg.vector_norm(out_ND, dim=1)
-            ).unsqueeze(1)
-        return out_ND.to(dtype)
-
-
-_HONOURED = {
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "exclude_modules",
-    "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_bias", "lora_dropout",
-    "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
-    "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
-}  # fmt: skip
-"""Keys of adapter_config.json that leave the merged weight W + scaling · B·A, or that the tensors
-themselves express."""
-_INITIALISERS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""``init_lora_weights`` that leave the base weights as they are in the checkpoint."""
-_LORA_KEY = re.compile(
-    r"(?P<module>.+)\.lora_(embedding_)?(?P<factor>[AB]|magnitude_vector)(\.(?P<leaf>weight|bias))?"
-)
-
-
-def read_adapter(adapter_dir: StrPath, model: nn.Module) -> dict[str, Change]:
-    """Return changes that an adapter in PEFT's format makes to ``model`` (a skeleton will do), by
-    parameter name.
-
-    Ranks, alphas and their patterns, rslora, DoRA, Conv1D and embedding layers, ``lora_bias``,
-    trained biases and ``modules_to_save`` are honoured.
-
-    Raises:
-        ValueError: no adapter, no plain LoRA (with the setting that makes it another), or one for
-            another model.
-    """
-    from peft import PeftConfig
-    from peft.utils.other import get_pattern_key
-    from safetensors.torch import load_file
-    from transformers.pytorch_utils import Conv1D
-
-    folder = Path(adapter_dir)
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} is no adapter in PEFT's format: it has no {name}")
-    config: dict[str, Any] = atomic_files.read_json(folder / "adapter_config.json")
-    _refuse_variants(folder, config)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    modules = dict(model.named_modules(remove_duplicate=False))
-    factors: dict[str, dict[str, Tensor]] = {}
-    replacements: dict[str, Tensor] = {}
-    tensors = load_file(folder / "adapter_model.safetensors")
-    if any(
-        ".lora_" in key and _plain(key).partition(".lora_")[0] not in modules for key in tensors
-    ):
-        tensors = present_names(model, PeftConfig.from_pretrained(str(folder)), tensors)
-    tensors = {_plain(key): tensor for key, tensor in tensors.items()}
-    refuse_parted(model, tensors, config, folder / "adapter_model.safetensors")
-    for name, tensor in tensors.items():
-        found = _LORA_KEY.fullmatch(name)
-        if found:
-            factor = found["factor"] + ("_bias" if found["leaf"] == "bias" else "")
-            factors.setdefault(found["module"], {})[factor] = tensor.float()
-        else:
-            replacements[re.sub(_WRAPPERS, ".", name)] = tensor
-
-    changes = {name: Change(replacement=tensor) for name, tensor in replacements.items()}
-    for name, factor_of in factors.items():
-        if (
-            not {"A", "B"} <= factor_of.keys()
-            or name not in modules
-            or f"{name}.weight" not in parameters
-        ):
-            raise ValueError(
-                f"{folder} is not an adapter of {type(model).__name__}: {name} has no weight, or"
-                " A or B"
-            )
-        a = factor_of["A"]
-        b = factor_of["B"]
-        turned = isinstance(
-            modules[name], Conv1D | torch.nn.Embedding
-        )  # their weights are [input, output]
-        left_NR, right_RD = (a.T, b.T) if turned else (b, a)
-        rank = a.shape[0]
-        alphas: dict[str, float] = config.get("alpha_pattern") or {}
-        alpha = alphas.get(get_pattern_key(list(alphas), name), config["lora_alpha"])
-        scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-        replacement = replacements.get(f"{name}.weight")
-        magnitude_N = factor_of.get("magnitude_vector")
-        if turned and magnitude_N is not None:
-            raise ValueError(
-                f"{folder} has DoRA on {name}, whose norms are not of rows: merge it with PEFT"
-            )
-        changes[f"{name}.weight"] = Change(replacement, left_NR, right_RD, scaling, magnitude_N)
-        if "B_bias" in factor_of:
-            if f"{name}.bias" not in parameters:
-                raise ValueError(
-                    f"{folder} has lora_bias, a bias for {name}, which has none in"
-                    f" {type(model).__name__}: there is no"
-                    " tensor to merge it into. Use the adapter beside its base, or train it with"
-                    " lora_bias: false"
-                )
-            column_N1 = factor_of["B_bias"].unsqueeze(1)
-            changes[f"{name}.bias"] = Change(
-                replacements.get(f"{name}.bias"), column_N1, torch.ones(1, 1), scaling
-            )
-    for name, change in changes.items():
-        wanted = tuple(parameters[name].shape) if name in parameters else None
-        given: tuple[int, ...] | None = wanted
-        if change.left_NR is not None and change.right_RD is not None and wanted:
-            given = (change.left_NR.shape[0], change.right_RD.shape[1])[: len(wanted)]
-        if change.replacement is not None and given == wanted:
-            given = tuple(change.replacement.shape)
-        if given != wanted or wanted is None:
-            ends = {f"{module}.weight" for module in _ends(model)}
-            raise ValueError(
-                f"{folder} is not an adapter of this {type(model).__name__}: {name} is"
-                f" {wanted or 'absent'} in the model "
-                f"and {given} in the"
-                f" adapter{RESIZED if name in ends and change.replacement is not None else ''}"
-            )
-    return changes
-
-
-_WRAPPERS = r"\.(base_layer|original_module|modules_to_save)\."
-"""Parts of names that PEFT puts between a module and its weight; of a resized module it writes all
-three."""
-
-
-def _plain(key: str) -> str:
-    """Return a tensor's name in an adapter's file, as it is in the plain model."""
-    return key.removeprefix("base_model.model.")
-
-
-def _ends(model: Any) -> list[str]:
-    """Return the names of the embedding and of the head."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    return [name for name, module in model.named_modules() if module in ends]
-
-
-def _refuse_variants(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise ValueError for adapters whose weights are not W + scaling · B·A."""
-    if config.get("peft_type") != "LORA":
-        raise ValueError(
-            f"{folder} is a {config.get('peft_type')} adapter; only LORA adapters can be merged"
-        )
-    initialiser = config.get("init_lora_weights", True)
-    if initialiser not in _INITIALISERS:
-        raise ValueError(
-            f"{folder} was initialised with {initialiser!r}, which changed the base weights:"
-            " merge it with PEFT, or save "
-            f"it with save_pretrained(path_initial_model_for_weight_conversion=...) first"
-        )
-    passed_over = {
-        *_HONOURED,
-        "init_lora_weights",
-        "loftq_config",
-        "corda_config",
-        "eva_config",
-        "lora_ga_config",
-    }
-    for key, value in config.items():
-        if key not in passed_over and value:
-            raise ValueError(
-                f"{folder} has {key} = {value!r}, which streaming cannot merge: merge it with PEFT"
-            )
+def _copy_files(
+    model: ModelSource, adapter_dir: StrPath, folder: Path, *, dtype: str, untied: bool
+) -> None:
+    """Write the files beside the weights: the model's, with what the adapter has taught it."""
+    copy_model_files(model, folder)
+    if template := saved_with(adapter_dir):
+        atomic_files.write_bytes(folder / TEMPLATE, template.encode())
+    if stops := learnt_stops(adapter_dir):
+        atomic_files.write_bytes(folder / GENERATION, with_stops(folder, stops))
+    config = atomic_files.read_json(folder / "config.json")
+    changed: dict[str, Any] = {"tie_word_embeddings": False} if untied else {}
+    if dtype:
+        config.pop("torch_dtype", None)  # the older name
+        changed["dtype"] = dtype
+    if changed:
+        atomic_files.write_json(folder / "config.json", {**config, **changed})
 
 
 class _Output(NamedTuple):
@@ -348,8 +158,8 @@ def _merged(source: WeightSource, output: _Output, dtype: torch.dtype) -> Iterat
     columns = math.prod(shape[1:])
     if isinstance(weight, Tensor):
         weight = DenseWeight(weight.reshape(rows, columns))
-    some = max(1, CHUNK_ELEMENTS // max(1, columns))
-    for start, stop in spans(0, rows, some):
+    rows_at_once = max(1, CHUNK_ELEMENTS // max(1, columns))
+    for start, stop in spans(0, rows, rows_at_once):
         part_ND = weight.rows(start, stop)
         yield part_ND.to(dtype) if change is None else change.rows(part_ND, start, dtype)
         source.release([name])

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockwalk.convert.merge import read_adapter
+from blockwalk.convert.adapter_changes import read_adapter
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.engine.pack import Progress
 from blockwalk.models.gguf_config import settings_of

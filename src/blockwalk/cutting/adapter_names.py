@@ -27,12 +27,13 @@ class Places:
 
     @staticmethod
     def of(model: Any) -> Places:
+        """Return the names of a plain model."""
         from transformers.pytorch_utils import Conv1D
 
         linears = {
-            n.rpartition(".")[2]
-            for n, m in model.named_modules()
-            if isinstance(m, nn.Linear | Conv1D)
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear | Conv1D)
         }
         return Places(
             tuple(name for name, _ in model.named_modules()),
@@ -53,18 +54,17 @@ def require_matches(config: Any, places: Places) -> None:
         ("target_parameters", "lora.options", places.parameters),
     )
     for field, section, names in fields:
-        wanted = getattr(config, field, None) or ()
-        if isinstance(wanted, str):
-            all_or_none = wanted.lower() == "all-linear" or wanted == DUMMY_TARGET_MODULES
-            if not all_or_none and not any(re.fullmatch(wanted, name) for name in names):
+        targets = getattr(config, field, None) or ()
+        if isinstance(targets, str):
+            all_or_none = targets.lower() == "all-linear" or targets == DUMMY_TARGET_MODULES
+            if not all_or_none and not any(re.fullmatch(targets, name) for name in names):
                 raise ValueError(
-                    f"{section}.{field} is {wanted!r}, a pattern for whole names, and no name"
-                    " matches it; a list names"
-                    " modules by their ends. The model's linear layers are"
+                    f"{section}.{field} is {targets!r}, a pattern for whole names, and no name"
+                    " matches it; a list names modules by their ends. The model's linear layers are"
                     f" {', '.join(places.linears)}"
                 )
             continue
-        for end in sorted(wanted):
+        for end in sorted(targets):
             if not any(name == end or name.endswith(f".{end}") for name in names):
                 leaves = {name.rpartition(".")[2] for name in names}
                 hint = did_you_mean(end, sorted(leaves), LOOSE)
@@ -74,9 +74,8 @@ def require_matches(config: Any, places: Places) -> None:
                 )
     numbers = getattr(config, "layers_to_transform", None)
     numbers = [numbers] if isinstance(numbers, int) else numbers or ()
-    if beyond := [
-        number for number in numbers if places.layers and not 0 <= number < places.layers
-    ]:
+    beyond = [number for number in numbers if places.layers and not 0 <= number < places.layers]
+    if beyond:
         raise ValueError(
             f"lora.options.layers_to_transform has {beyond[0]}, and the model's layers are 0 to"
             f" {places.layers - 1}"
@@ -91,6 +90,5 @@ def require_patterns(lora: LoraSettings, adapted: Sequence[str]) -> None:
                 leaves = sorted({name.rpartition(".")[2] for name in adapted})
                 raise ValueError(
                     f"lora.options.{field} has {pattern!r}, and no module with an adapter is"
-                    " named so; they end in"
-                    f" {', '.join(leaves)}"
+                    f" named so; they end in {', '.join(leaves)}"
                 )

@@ -56,9 +56,8 @@ def as_adapters(lora: Any) -> Adapters | str | os.PathLike[str] | None:
     if not isinstance(lora, LoraConfig):
         raise ValueError(
             f"lora is {lora!r}; it takes true, false, a blockwalk.LoraSettings or PrefixSettings,"
-            " a mapping such as"
-            " {'rank': 8} or {'num_virtual_tokens': 5}, a peft.LoraConfig, or the folder of a"
-            " saved adapter"
+            " a mapping such as {'rank': 8} or {'num_virtual_tokens': 5}, a peft.LoraConfig, or the"
+            " folder of a saved adapter"
         )
     refuse_config(lora)
     if lora.task_type not in (None, "CAUSAL_LM"):
@@ -70,18 +69,18 @@ def as_adapters(lora: Any) -> Adapters | str | os.PathLike[str] | None:
         raise ValueError(
             "the LoraConfig's target_modules is None; name the modules, or set it to 'all-linear'"
         )
-    given = {f.name: getattr(lora, f.name) for f in dataclasses.fields(lora)}
-    given = {
-        name: sorted(value) if isinstance(value, set) else value for name, value in given.items()
+    values = {field.name: getattr(lora, field.name) for field in dataclasses.fields(lora)}
+    values = {
+        name: sorted(value) if isinstance(value, set) else value for name, value in values.items()
     }
-    own = {ours: given.pop(theirs) for theirs, ours in OF_PEFT.items()}
-    plain = lora_config()
+    settings = {setting: values.pop(field) for field, setting in OF_PEFT.items()}
+    default = lora_config()
     options = {
         name: value
-        for name, value in given.items()
-        if value is not None and value != getattr(plain, name)
+        for name, value in values.items()
+        if value is not None and value != getattr(default, name)
     }
-    return adapter_settings({**own, "options": options})
+    return adapter_settings({**settings, "options": options})
 
 
 def adapt(
@@ -91,24 +90,31 @@ def adapt(
     seed: int = 0,
     revision: str | None = None,
     read: Callable[[str], Value] | None = None,
-    given: Callable[[str], Value] | None = None,
+    read_original: Callable[[str], Value] | None = None,
 ) -> Any:
-    """Put adapters on a model, of a hub's ``revision``: new ones from settings, or those of a
-    folder. For those that begin from base weights, ``read`` gives a skeleton's by canonical name as
-    a walk reads them, ``given`` any model's as it came, where that is not the same."""
+    """Put adapters on a model: new ones from settings, or those of a folder.
+
+    Args:
+        model: a model, or a skeleton of one.
+        lora: the settings of new adapters, or the folder of saved ones.
+        seed: of new adapters' values.
+        revision: of the hub's repository that the model is from.
+        read: gives a skeleton's base weights by canonical name as a walk reads them, for adapters
+            that begin from them.
+        read_original: gives any model's as they came, where that is not the same.
+    """
     if isinstance(lora, str | os.PathLike):
-        return load_adapter(model, os.fspath(lora), read=given or read)
+        return load_adapter(model, os.fspath(lora), read=read_original or read)
     if isinstance(lora, PrefixSettings):
-        return _add_prefix(model, lora, seed, revision, given or read)
+        return _add_prefix(model, lora, seed, revision, read_original or read)
     options = {"revision": revision, **lora.options}
     config = lora_config(lora.rank, lora.alpha, lora.target_modules, lora.dropout, **options)
     places = Places.of(model)
     try:
         wrapped = add_adapter(model, config, seed=seed)
     except ValueError:
-        require_matches(
-            config, places
-        )  # PEFT says which names it looked for, and not which there are
+        # PEFT says which names it looked for, and not which there are
+        require_matches(config, places)
         raise
     require_matches(wrapped.peft_config["default"], places)
     require_patterns(lora, wrapped.base_model.targeted_module_names)
@@ -123,25 +129,24 @@ def _add_prefix(
     prefix: PrefixSettings,
     seed: int,
     revision: str | None,
-    given: Callable[[str], Value] | None,
+    read: Callable[[str], Value] | None,
 ) -> Any:
     """Put a prefix on a model, with the values that its settings name; those of tokens where
-    ``given`` reads the weights."""
+    ``read`` gives the weights."""
     from peft import PrefixTuningConfig
 
     from blockwalk.cutting.prefixes import keys_and_values
 
-    begun = "zero" if prefix.init_weights == "zero" else None
     tokens = prefix.num_virtual_tokens
-    own: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "num_virtual_tokens": tokens,
-        "init_weights": begun,
+        "init_weights": "zero" if prefix.init_weights == "zero" else None,
         "revision": revision,
     }
-    wrapped = add_adapter(model, PrefixTuningConfig(task_type="CAUSAL_LM", **own), seed=seed)
-    if given is not None and prefix.init_weights == "tokens":
+    wrapped = add_adapter(model, PrefixTuningConfig(task_type="CAUSAL_LM", **fields), seed=seed)
+    if read is not None and prefix.init_weights == "tokens":
         (param,) = prompt_encoder(wrapped).values()
-        values = keys_and_values(model, tokens, seed, given)
+        values = keys_and_values(model, tokens, seed, read)
         if values.shape != param.shape:
             raise ValueError(
                 f"{type(model).__name__} does not keep {tokens} keys and values of one width in"
@@ -174,12 +179,10 @@ def refuse_tied_lora(model: Any) -> None:
             getattr(end, "lora_A", None) is not None for end in ends
         ):
             raise ValueError(
-                "ensure_weight_tying ties the LoRA of the embedding to the LoRA of the head,"
-                " which the walk cannot train as"
-                " one; leave ensure_weight_tying out (two adapters, which PEFT keeps apart as"
-                " well), or train the weight"
-                " itself: take both out of lora.target_modules and set"
-                " lora.options.modules_to_save: [embed_tokens] with"
+                "ensure_weight_tying ties the LoRA of the embedding to the LoRA of the head, which"
+                " the walk cannot train as one; leave ensure_weight_tying out (two adapters, which"
+                " PEFT keeps apart as well), or train the weight itself: take both out of"
+                " lora.target_modules and set lora.options.modules_to_save: [embed_tokens] with"
                 " ensure_weight_tying: true"
             )
 
@@ -191,8 +194,8 @@ def refuse_copies(model: Any) -> None:
             if getattr(config, field, None):
                 raise ValueError(
                     f"the PeftModel trains a copy of what its {field} names; give the plain"
-                    " model, and the LoraConfig as lora:"
-                    " what it names is then trained where it stands"
+                    " model, and the LoraConfig as lora: what it names is then trained where it"
+                    " stands"
                 )
 
 
@@ -206,7 +209,9 @@ def base_tensors(model: Any) -> tuple[Any, dict[str, Tensor]]:
         **{name: base.get_buffer(name) for name in persistent_buffers(base)},
     }
     return base, {
-        canonical_name(n, adapters, ""): t for n, t in tensors.items() if ".lora_" not in n
+        canonical_name(name, adapters, ""): tensor
+        for name, tensor in tensors.items()
+        if ".lora_" not in name
     }
 
 
@@ -215,10 +220,10 @@ def adapt_alike(model: nn.Module, adapted: Any) -> Any:
     (a skeleton, say)."""
     (config,) = adapted.peft_config.values()
     config = copy.deepcopy(config)
-    begun = getattr(config, "init_lora_weights", True)
+    initialiser = getattr(config, "init_lora_weights", True)
     config.init_lora_weights = True  # it comes with its values, and so does the base
     wrapped = add_adapter(model, config)
-    wrapped.peft_config["default"].init_lora_weights = begun
+    wrapped.peft_config["default"].init_lora_weights = initialiser
     carried = dict(adapted.named_parameters())
     for name, param in wrapped.named_parameters():
         if param.requires_grad:

@@ -38,11 +38,11 @@ class Anatomy:
     scale: float = 1.0
     unread: tuple[str, ...] = ()
     """Linear layers, by their paths inside a block, whose outputs no gradient reads
-    (:mod:`blockwalk.cutting.verify`)."""
+    (:mod:`blockwalk.cutting.unread_outputs`)."""
     borders: str = ""
     """The way in which documents of one row are kept apart: by their positions alone (positions),
     by these and a mask made of them (mask), or in none."""
-    together: bool = False
+    joint_forwards: bool = False
     """Whether a block answers several batches at once, of which each has weights of its own, as one
     after the other."""
     hands_on: bool = False
@@ -79,11 +79,11 @@ def layer_candidates(model: nn.Module) -> dict[str, nn.Module]:
         name: module for name, module in model.named_modules() if name.rpartition(".")[0] in lists
     }
     chosen = {name: m for name, m in members.items() if type(m).__name__ in classes} or members
-    found: dict[str, nn.Module] = {}
+    outermost: dict[str, nn.Module] = {}
     for name, module in chosen.items():
-        if not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
-    return found
+        if not any(name.startswith(f"{outer}.") for outer in outermost):
+            outermost[name] = module
+    return outermost
 
 
 def pieces(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -139,8 +139,11 @@ def watch(
 
 
 def dissect(model: nn.Module, layers: Mapping[str, nn.Module], trace: CallTrace) -> Anatomy:
-    """Return the anatomy that a trace shows. Raises ValueError for a model that is no sequence of
-    layers, with the reason."""
+    """Return the anatomy that a trace shows.
+
+    Raises:
+        ValueError: the model is no sequence of layers, with the reason.
+    """
     if not trace.calls:
         raise ValueError("no layer of it is called: it has no list of decoder layers")
     if len(set(trace.calls)) < len(trace.calls):
@@ -155,24 +158,23 @@ def dissect(model: nn.Module, layers: Mapping[str, nn.Module], trace: CallTrace)
     ]
     if idle:
         raise ValueError(f"layers {idle} were not called in a forward pass")
-    whole: Any = model
-    head_module = whole.get_output_embeddings()
+    head_module = model.get_output_embeddings()  # type: ignore[operator]
     names = {module: name for name, module in model.named_modules()}
     alive = {
         name.rsplit(".", depth)[0] for name in trace.late for depth in range(name.count(".") + 1)
     }
     inside = tuple(f"{name}." for name in trace.calls)
-    dead = (
-        n
-        for m, n in names.items()
-        if n not in alive and n.rpartition(".")[0] in alive and any(m.children())
+    idle_names = (
+        name
+        for module, name in names.items()
+        if name not in alive and name.rpartition(".")[0] in alive and any(module.children())
     )
     return Anatomy(
         layer_parents=parents,
         returns=trace.returns,
         epilogue=tuple(name for name, _ in pieces(model, layers) if trace.late.get(name)),
         head=names.get(head_module) if head_module is not None else None,
-        idle=tuple(name for name in dead if not name.startswith(inside)),
+        idle=tuple(name for name in idle_names if not name.startswith(inside)),
     )
 
 
@@ -215,14 +217,14 @@ def head_spec(
         if config.is_prompt_learning and config.peft_type.value != "PREFIX_TUNING":
             # virtual tokens lengthen the sequence: only the wrapper knows how to pad the labels
             custom = True
-    here = {
+    leaves = {
         leaf: names[id(param)] for leaf, param in module._parameters.items() if param is not None
     }
-    weight = here.get("weight", "")
+    weight = leaves.get("weight", "")
     custom = custom or not weight
     return HeadSpec(
         weight,
-        here.get("bias"),
+        leaves.get("bias"),
         anatomy.soft_cap,
         anatomy.scale,
         weight in tied_names,

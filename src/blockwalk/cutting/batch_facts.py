@@ -2,7 +2,7 @@
 attention.
 
 On an accelerator each question would wait for the device. The batch comes from the processor, where
-the answers are known."""
+the answers are batch_facts."""
 
 from __future__ import annotations
 
@@ -39,18 +39,19 @@ class BatchFacts:
     def of(cls, batch: Mapping[str, Tensor]) -> BatchFacts | None:
         """Find the facts of a batch on the processor; None where a tensor that they rest on is
         elsewhere."""
-        mask, positions, labels = (
-            batch.get(name) for name in ("attention_mask", "position_ids", "labels")
-        )
-        if any(each is not None and not is_cpu(each.device) for each in (mask, positions, labels)):
+        mask = batch.get("attention_mask")
+        positions = batch.get("position_ids")
+        labels = batch.get("labels")
+        tensors = (mask, positions, labels)
+        if any(tensor is not None and not is_cpu(tensor.device) for tensor in tensors):
             return None
         documents = positions is not None and bool((torch.diff(positions, dim=-1) != 1).any())
         if mask is None:
             return cls(hides_nothing=True, hides_unseen=False, documents=documents)
-        own_BS = mask != 0
-        learnt = labels is not None and bool(((labels[:, 1:] != IGNORE) & ~own_BS[:, :-1]).any())
-        at_the_end = not bool((own_BS[:, 1:] & ~own_BS[:, :-1]).any())
-        return cls(bool(own_BS.all()), hides_unseen=at_the_end and not learnt, documents=documents)
+        seen_BS = mask != 0
+        learnt = labels is not None and bool(((labels[:, 1:] != IGNORE) & ~seen_BS[:, :-1]).any())
+        at_the_end = not bool((seen_BS[:, 1:] & ~seen_BS[:, :-1]).any())
+        return cls(bool(seen_BS.all()), hides_unseen=at_the_end and not learnt, documents=documents)
 
 
 def note(ids_BS: Tensor, facts: BatchFacts | None) -> None:
@@ -68,27 +69,27 @@ def answered(batch: Mapping[str, Any]) -> Iterator[None]:
     if facts is None or not all(hasattr(masks, name) for name in _QUESTIONS):
         yield
         return
-    known = facts
-    before: dict[str, Any] = {name: getattr(masks, name) for name in _QUESTIONS}
-    needs_none = before["_ignore_causal_mask_sdpa"]
+    batch_facts = facts
+    originals: dict[str, Any] = {name: getattr(masks, name) for name in _QUESTIONS}
+    needs_none = originals["_ignore_causal_mask_sdpa"]
 
     def ignores(padding_mask: Tensor | None, *sizes: Any, **named: Any) -> bool:
-        return bool(needs_none(None if known.hides_unseen else padding_mask, *sizes, **named))
+        return bool(needs_none(None if batch_facts.hides_unseen else padding_mask, *sizes, **named))
 
     def documents_of(position_ids: Tensor) -> Tensor | None:
         """Number each token's document, from 0."""
-        if not known.documents:
+        if not batch_facts.documents:
             return None
         begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
         return begins.cumsum(-1)
 
     try:
-        masks.fast_all = lambda _: known.hides_nothing
+        masks.fast_all = lambda _: batch_facts.hides_nothing
         masks._ignore_causal_mask_sdpa = ignores
         masks.find_packed_sequence_indices = documents_of
         yield
     finally:
-        for name, function in before.items():
+        for name, function in originals.items():
             setattr(masks, name, function)
 
 

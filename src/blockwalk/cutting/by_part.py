@@ -45,14 +45,8 @@ class ByPart:
         self._rows = (hidden_PSD.shape[0], hidden_PSD.shape[0] * hidden_PSD.shape[1])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        x = args[0] if args else None
-        if (
-            len(args) != 1
-            or kwargs
-            or not isinstance(x, Tensor)
-            or x.shape[0] not in self._rows
-            or self.called
-        ):
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if self.called or not isinstance(x, Tensor) or x.shape[0] not in self._rows:
             raise NotByPart
         self.called = True
         count = len(next(iter(self.leaves.values())))
@@ -63,11 +57,16 @@ class ByPart:
         sums = [weight if isinstance(weight, LowRankSum) else None for weight in weights]
         if linear and alike and any(sums):  # a tensor among them is the weight as it is
             biases = self.leaves.get("bias", [self.module.bias] * count)
-            return lazy_linear_by_part(x, sums, biases, transposed=transposed)  # type: ignore[arg-type]
+            return lazy_linear_by_part(
+                x,
+                sums,
+                biases,  # type: ignore[arg-type]
+                transposed=transposed,
+            )
         outs = []
         for i, part in enumerate(x.chunk(count)):
-            for leaf, each in self.leaves.items():
-                self.module._parameters[leaf] = self.placed(each[i])  # type: ignore[assignment]
+            for leaf, values in self.leaves.items():
+                self.module._parameters[leaf] = self.placed(values[i])  # type: ignore[assignment]
             outs.append(self._forward(part))
         if not all(isinstance(out, Tensor) for out in outs):
             raise NotByPart

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_MISSING = object()
+"""The value of a key that a dictionary does not have."""
+
 
 @dataclass(frozen=True, eq=False)
 class HandedEntry:
@@ -77,9 +80,7 @@ class Handed:
         Raises:
             ValueError: the block replaced or removed an entry.
         """
-        if any(
-            key not in dictionary or dictionary[key] is not value for key, value in before.items()
-        ):
+        if any(dictionary.get(key, _MISSING) is not value for key, value in before.items()):
             raise ValueError(f"block {unit} replaces an entry of its argument {argument}")
         tensors: list[Tensor] = []
         recomputed = any(
@@ -138,7 +139,7 @@ class BlockCall:
     differentiable: tuple[Tensor, ...]
     """Leaves among the arguments that receive a gradient; blocks that share an argument share its
     leaf."""
-    apart: AbstractContextManager[object]
+    document_mode: AbstractContextManager[object]
     """The mode in which its attention keeps the documents of a packed row apart."""
     live_cache: bool = False
     """Whether the block writes into the batch's own key-value cache (generation), not into a view
@@ -164,44 +165,43 @@ class BlockCall:
     def view(self, hidden_BSD: Tensor) -> tuple[list[Any], dict[str, Any]]:
         """Return arguments for one run, in containers of their own."""
         live = self.live_cache
-        given = {
+        arguments = {
             key: rebuild(value, _same, str(key), share_caches=live)
             for key, value in self.arguments.items()
         }
-        given[self.hidden_at] = hidden_BSD
+        arguments[self.hidden_at] = hidden_BSD
         for entry in self.handed.before(self.unit):
-            given[entry.argument][entry.key] = entry.value
-        args = [value for key, value in given.items() if isinstance(key, int)]
-        return args, {key: value for key, value in given.items() if isinstance(key, str)}
+            arguments[entry.argument][entry.key] = entry.value
+        positional = [value for key, value in arguments.items() if isinstance(key, int)]
+        keywords = {key: value for key, value in arguments.items() if isinstance(key, str)}
+        return positional, keywords
 
 
 def joined_call(
-    calls: Sequence[BlockCall], rows: int, known: dict[tuple[int, ...], Tensor]
+    calls: Sequence[BlockCall], rows: int, joined: dict[tuple[int, ...], Tensor]
 ) -> BlockCall | None:
     """Return a block's calls for several batches of ``rows`` sequences as the call for all of them,
     one batch after the other; None where an argument differs between the calls and is not of their
-    rows. ``known`` are the arguments joined before, by the identities of their parts."""
-    if not isinstance(calls[0].apart, nullcontext):
+    rows. ``joined`` are the arguments joined before, by the identities of their parts."""
+    if not isinstance(calls[0].document_mode, nullcontext):
         return None  # documents side by side are computed by themselves
     if calls[0].hands_on:
         return None  # what a block hands on belongs to one batch
-    whole = []
+    tensors = []
     for parts in zip(*(tensors_of(call.arguments) for call in calls), strict=True):
         key = tuple(map(id, parts))
-        if key not in known:
+        if key not in joined:
             of_rows = parts[0].ndim > 1 and len(parts[0]) == rows
-            if (rows == 1 or not of_rows) and all(
-                torch.equal(parts[0], other) for other in parts[1:]
-            ):
-                known[key] = parts[0]
+            may_be_shared = rows == 1 or not of_rows
+            if may_be_shared and all(torch.equal(parts[0], other) for other in parts[1:]):
+                joined[key] = parts[0]
             elif of_rows:
-                known[key] = torch.cat(parts)
+                joined[key] = torch.cat(parts)
             else:
                 return None
-        whole.append(known[key])
-    return replace(
-        calls[0], arguments=rebuild(calls[0].arguments, lambda _: whole.pop(0), "argument")
-    )
+        tensors.append(joined[key])
+    arguments = rebuild(calls[0].arguments, lambda _: tensors.pop(0), "argument")
+    return replace(calls[0], arguments=arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,9 +227,12 @@ class Prologue:
 
         ``grad_leaves`` are the gradients of ``leaves``, summed over the blocks.
         """
-        given = zip((self.hidden_BSD, *self.sources), (grad_hidden_BSD, *grad_leaves), strict=True)
+        sources = (self.hidden_BSD, *self.sources)
+        grads = (grad_hidden_BSD, *grad_leaves)
         pairs = [
-            (source, grad) for source, grad in given if grad is not None and source.requires_grad
+            (source, grad)
+            for source, grad in zip(sources, grads, strict=True)
+            if grad is not None and source.requires_grad
         ]
         return [source for source, _ in pairs], [grad for _, grad in pairs]
 
@@ -292,29 +295,28 @@ def rebuild(
     if isinstance(value, type) or callable(value):
         return value
     raise ValueError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which could carry"
-        " state from one block to "
-        "the next; Blockwalk trains models whose layers take tensors, numbers and containers of"
-        " these"
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which could carry state"
+        " from one block to the next; Blockwalk trains models whose layers take tensors, numbers"
+        " and containers of these"
     )
 
 
 def tensors_of(value: Any, *, caches: bool = True) -> list[Tensor]:
     """Return all tensors in a value (those of key-value caches only where ``caches``), in a fixed
     order."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     rebuild(value, note, "argument", share_caches=not caches)
-    return found
+    return tensors
 
 
 def containers_of(value: Any) -> list[tuple[str, int]]:
-    """(path, length) of every dict and list that is not part of a cache: a call must leave them as
-    they were."""
+    """Return (path, length) of every dict and list that is not part of a cache: a call must leave
+    them as they were."""
     items: Any = value.items() if isinstance(value, Mapping) else ()
     if isinstance(value, list | tuple):
         items = enumerate(value)

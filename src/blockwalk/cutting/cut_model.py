@@ -514,7 +514,7 @@ class CutModel:
             stack.enter_context(self._seeded(seed))
             if not compiled:
                 stack.enter_context(narrow_products(hidden_BSD))
-                stack.enter_context(call.apart)
+                stack.enter_context(call.document_mode)
             out = self._call_block(call.module, args, kwargs)
         handed: list[Tensor] = []
         if self.anatomy.hands_on:

@@ -37,28 +37,26 @@ def settings_from(lora: LoraSettings, named: Collection[str]) -> LoraSettings:
             values.
     """
     folder = adapter_of(lora.from_)
-    if not (folder / ADAPTER_CONFIG).is_file() and {"rank", "alpha", "target_modules"} <= set(
-        named
-    ):
-        return lora  # the settings of a run that has gone on from it are whole
+    is_complete = {"rank", "alpha", "target_modules"} <= set(named)
+    if is_complete and not (folder / ADAPTER_CONFIG).is_file():
+        return lora  # the settings of a run that has gone on from it
     saved = _saved_settings(folder)
     for name in ("rank", "alpha", "dropout", "target_modules"):
-        given = getattr(lora, name)
-        theirs = getattr(saved, name)
-        if name in named and _plain(given) != _plain(theirs):
+        value = getattr(lora, name)
+        saved_value = getattr(saved, name)
+        if name in named and _plain(value) != _plain(saved_value):
             raise ValueError(
-                f"lora.{name} is {_shown(given)}, and the adapter in {folder} (lora.from) has"
-                f" {_shown(theirs)}: leave"
-                f" lora.{name} out, or begin a new adapter without lora.from"
+                f"lora.{name} is {_shown(value)}, and the adapter in {folder} (lora.from) has"
+                f" {_shown(saved_value)}: leave lora.{name} out, or begin a new adapter without"
+                " lora.from"
             )
-    plain = lora_config()
-    for name, given in lora.options.items():
-        theirs = saved.options.get(name, getattr(plain, name, None))
-        if _plain(given) != _plain(theirs):
+    default = lora_config()
+    for name, value in lora.options.items():
+        saved_value = saved.options.get(name, getattr(default, name, None))
+        if _plain(value) != _plain(saved_value):
             raise ValueError(
-                f"lora.options.{name} is {_shown(given)}, and the adapter in {folder} (lora.from)"
-                f" has {_shown(theirs)}:"
-                " leave it out"
+                f"lora.options.{name} is {_shown(value)}, and the adapter in {folder} (lora.from)"
+                f" has {_shown(saved_value)}: leave it out"
             )
     return dataclasses.replace(saved, from_=os.fspath(folder))
 
@@ -90,8 +88,6 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return (
-        f"[{', '.join(map(str, sorted(value)))}]"
-        if isinstance(value, list | tuple | set)
-        else str(value)
-    )
+    if isinstance(value, list | tuple | set):
+        return f"[{', '.join(map(str, sorted(value)))}]"
+    return str(value)

@@ -129,7 +129,7 @@ def study(cls: Any, config: Any) -> Anatomy:
         anatomy = replace(
             anatomy,
             borders=find_borders(model, anatomy),
-            together=takes_joint_forwards(cut, batch),
+            joint_forwards=takes_joint_forwards(cut, batch),
         )
         notes = {"eval": compare(model, anatomy, batch)}
         model.train()

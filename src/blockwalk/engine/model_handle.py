@@ -103,28 +103,31 @@ class ModelHandle:
     ) -> nn.Module:
         """Return the model with adapters. Its own parameters that are trained come as ``files``
         has them where the plan rounds it."""
-        given = self.source
-        if given is not None and self.plan.frozen.codec.encoded:
-            given = open_source(files, module)
+        unrounded = self.source
+        if unrounded is not None and self.plan.frozen.codec.encoded:
+            unrounded = open_source(files, module)
 
-        def came(name: str) -> Value:
-            return (
-                module.get_parameter(name).detach().cpu()
-                if given is None
-                else given.weights([name])[name]
-            )
+        def original(name: str) -> Value:
+            if unrounded is None:
+                return module.get_parameter(name).detach().cpu()
+            return unrounded.weights([name])[name]
 
-        read = None if self.source is None else self._source_value
+        as_walked = None if self.source is None else self._source_value
         adapted: nn.Module = adapt(
-            module, lora, seed=self.plan.seed, revision=revision, read=read, given=came
+            module,
+            lora,
+            seed=self.plan.seed,
+            revision=revision,
+            read=as_walked,
+            read_original=original,
         )
-        if given is not None and given is not self.source:
+        if unrounded is not None and unrounded is not self.source:
             for name, param in adapter_parameters(adapted).items():
                 if param.is_meta:  # the first name of a tied weight
                     value = torch.empty(param.shape, dtype=param.dtype)
-                    given.read_into(name, value)
+                    unrounded.read_into(name, value)
                     torch.utils.swap_tensors(param, nn.Parameter(value))  # type: ignore[no-untyped-call]
-            given.close()
+            unrounded.close()
         return adapted
 
     def _as_stored(self, param: ParamSpec) -> ParamSpec:

@@ -1,24 +1,18 @@
-"""GGUF files: the header, read here, and the folder that stands for one, with what transformers
-makes of its metadata.
+"""The headers of GGUF files.
 
 A GGUF file holds a configuration, a tokenizer and a chat template as metadata, then a table of
-tensors, then their bytes. The first three are written once as the files of a model folder, in the
-cache, beside a link to the file itself: whatever reads a model's folder reads a GGUF. The tensors
-stay where they are. A model in several parts is several such files, the first of which has the
-metadata. No torch, but in transformers, when a folder is made.
+tensors, then their bytes. A model in several parts is several such files, the first of which has
+the metadata. No torch.
 
 Source of the layout: github.com/ggml-org/ggml, ``docs/gguf.md``; of type numbers, ``ggml.h``; of
 parts, llama.cpp's ``gguf-split``."""
 
 from __future__ import annotations
 
-import atexit
 import mmap
 import os
 import re
-import shutil
 import struct
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,26 +21,32 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from blockwalk.models import gguf_config, gguf_splits
-from blockwalk.models.gguf_config import ARCHITECTURES
+from blockwalk.models.gguf_architectures import ARCHITECTURES
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.words import counted
-from blockwalk.system import atomic_files, cache
 from blockwalk.system.lfs import refuse_pointer
 from blockwalk.system.paths import StrPath
 
 TYPES = {
-    0: ("F32", Codec.FP32), 1: ("F16", Codec.FP16), 30: ("BF16", Codec.BF16), 2: ("Q4_0", Codec.Q4_0), 3: ("Q4_1", Codec.INT4A),
-    6: ("Q5_0", Codec.Q5_0), 7: ("Q5_1", Codec.Q5_1), 8: ("Q8_0", Codec.Q8_0), 12: ("Q4_K", Codec.Q4_K),
-    13: ("Q5_K", Codec.Q5_K), 14: ("Q6_K", Codec.Q6_K),
-}  # fmt: skip
+    0: ("F32", Codec.FP32),
+    1: ("F16", Codec.FP16),
+    30: ("BF16", Codec.BF16),
+    2: ("Q4_0", Codec.Q4_0),
+    3: ("Q4_1", Codec.INT4A),
+    6: ("Q5_0", Codec.Q5_0),
+    7: ("Q5_1", Codec.Q5_1),
+    8: ("Q8_0", Codec.Q8_0),
+    12: ("Q4_K", Codec.Q4_K),
+    13: ("Q5_K", Codec.Q5_K),
+    14: ("Q6_K", Codec.Q6_K),
+}
 """The types of tensors that are read, by their numbers in a file: the format's name of each, and
 the codec that it is here."""
 _NAMES = {codec: name for name, codec in TYPES.values()}
 _OTHER_TYPES = {
-    10: "Q2_K", 11: "Q3_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
-    23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    10: "Q2_K", 11: "Q3_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
+    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
 _VERSIONS = (2, 3)
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -153,10 +153,10 @@ def read_header(path: StrPath) -> Header:
     states = [(os.fspath(file), file.stat()) for file in files]
     parts = [_read_header(file, state.st_size, state.st_mtime_ns) for file, state in states]
     tensors = tuple(tensor for part in parts for tensor in part.tensors)
-    told = parts[0].metadata.get("split.tensors.count", len(tensors))
-    if len(parts) > 1 and told != len(tensors):
+    count = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if len(parts) > 1 and count != len(tensors):
         raise ValueError(
-            f"model: {files[0]} tells of {counted(told, 'tensor')} in {len(parts)} parts, which"
+            f"model: {files[0]} tells of {counted(count, 'tensor')} in {len(parts)} parts, which"
             f" have {len(tensors)}"
         )
     return replace(parts[0], tensors=tensors)
@@ -221,7 +221,7 @@ class _Cursor:
 
 def _parse(path: str, cursor: _Cursor, size: int) -> Header:
     version = cursor.number("I")
-    if version.to_bytes(4, "big") in [known.to_bytes(4, "little") for known in _VERSIONS]:
+    if version.to_bytes(4, "big") in [number.to_bytes(4, "little") for number in _VERSIONS]:
         raise ValueError(
             f"model: {path} is big-endian GGUF, for other processors; take the little-endian file"
         )
@@ -231,45 +231,10 @@ def _parse(path: str, cursor: _Cursor, size: int) -> Header:
             f" {_VERSIONS[1]}"
         )
     tensors = cursor.number("Q")
-    keys = cursor.number("Q")
-    metadata = {}
-    for _ in range(keys):
-        key = cursor.text()
-        kind = cursor.number("I")
-        if kind not in (*_SCALARS, _STRING, _ARRAY):
-            raise ValueError(
-                f"model: {path} is altered: the value of {key} is of kind {kind}, which GGUF does"
-                " not have"
-            )
-        metadata[key] = cursor.value(kind)
-    number = metadata.get("split.no", 0) + 1
-    count = max(metadata.get("split.count", 1), 1)
-    named = _PART.fullmatch(Path(path).name)
-    if (number, count) != (tuple(map(int, named.group("number", "count"))) if named else (1, 1)):
-        raise ValueError(
-            f"model: {path} is part {number} of {count}, and not named so: its name would end in"
-            f" -{number:05}-of-{count:05}.gguf"
-        )
-    kind = metadata.get("general.type", "model")
-    if number == 1 and kind != "model":
-        raise ValueError(
-            f"model: {path} is no model: its general.type is {kind!r} (a LoRA adapter is one of"
-            " 'adapter', the picture half of"
-            " a model one of 'mmproj'); name the file of the model that it belongs to"
-        )
-    architecture = metadata.get("general.architecture")
-    if number == 1 and architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"model: {path} is a model of architecture {architecture!r}; read are"
-            f" {', '.join(ARCHITECTURES)}"
-        )
-    blocks = metadata.get(f"{architecture}.block_count", 0)
-    told = metadata.get("split.tensors.count", tensors)
-    if number == 1 and not 0 < blocks <= told:
-        raise ValueError(
-            f"model: {path} is altered: it tells of {counted(blocks, 'block')}, and of"
-            f" {counted(told, 'tensor')}"
-        )
+    metadata = _metadata(path, cursor, keys=cursor.number("Q"))
+    _require_part(path, metadata)
+    if metadata.get("split.no", 0) == 0:
+        _require_model(path, metadata, tensors)
     table = []
     for _ in range(tensors):
         name = cursor.text()
@@ -281,15 +246,67 @@ def _parse(path: str, cursor: _Cursor, size: int) -> Header:
     return Header(metadata, tuple(_tensor(path, size, begin, *entry) for entry in table))
 
 
+def _metadata(path: str, cursor: _Cursor, *, keys: int) -> dict[str, Any]:
+    """Return the next ``keys`` keys with their values."""
+    metadata = {}
+    for _ in range(keys):
+        key = cursor.text()
+        kind = cursor.number("I")
+        if kind not in (*_SCALARS, _STRING, _ARRAY):
+            raise ValueError(
+                f"model: {path} is altered: the value of {key} is of kind {kind}, which GGUF does"
+                " not have"
+            )
+        metadata[key] = cursor.value(kind)
+    return metadata
+
+
+def _require_part(path: str, metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError where a file is another part of its model than its name says."""
+    number = metadata.get("split.no", 0) + 1
+    count = max(metadata.get("split.count", 1), 1)
+    match = _PART.fullmatch(Path(path).name)
+    named = tuple(map(int, match.group("number", "count"))) if match else (1, 1)
+    if (number, count) != named:
+        raise ValueError(
+            f"model: {path} is part {number} of {count}, and not named so: its name would end in"
+            f" -{number:05}-of-{count:05}.gguf"
+        )
+
+
+def _require_model(path: str, metadata: Mapping[str, Any], tensors: int) -> None:
+    """Raise ValueError where the first part's metadata are not those of a model that is read."""
+    kind = metadata.get("general.type", "model")
+    if kind != "model":
+        raise ValueError(
+            f"model: {path} is no model: its general.type is {kind!r} (a LoRA adapter is one of"
+            " 'adapter', the picture half of a model one of 'mmproj'); name the file of the model"
+            " that it belongs to"
+        )
+    architecture = metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"model: {path} is a model of architecture {architecture!r}; read are"
+            f" {', '.join(ARCHITECTURES)}"
+        )
+    blocks = metadata.get(f"{architecture}.block_count", 0)
+    count = metadata.get("split.tensors.count", tensors)
+    if not 0 < blocks <= count:
+        raise ValueError(
+            f"model: {path} is altered: it tells of {counted(blocks, 'block')}, and of"
+            f" {counted(count, 'tensor')}"
+        )
+
+
 def _tensor(
     path: str, size: int, begin: int, name: str, shape: tuple[int, ...], kind: int, offset: int
 ) -> TensorInfo:
     if kind not in TYPES:
-        found = _OTHER_TYPES.get(kind, str(kind))
-        known = ", ".join(name for name, _ in TYPES.values())
+        type_name = _OTHER_TYPES.get(kind, str(kind))
+        readable = ", ".join(readable for readable, _ in TYPES.values())
         raise ValueError(
-            f"model: {path}: {name} is of type {found}; read are {known}. Take a file in one of"
-            " those"
+            f"model: {path}: {name} is of type {type_name}; read are {readable}. Take a file in one"
+            " of those"
         )
     word, codec = TYPES[kind]
     group = codec.facts.group_sizes[0] if codec.encoded else 1
@@ -305,123 +322,3 @@ def _tensor(
             f" has {size}; download it again"
         )
     return TensorInfo(Path(path).name, name, shape, codec, begin + offset, nbytes)
-
-
-def folder_of(path: Path) -> Path:
-    """Return the model folder that stands for a GGUF file: configuration, tokenizer, chat template,
-    and a link to the file, or to each of its parts.
-
-    It is made once, in the cache folder, and again when the file changes; where the cache cannot be
-    written, for this process.
-
-    Raises:
-        ValueError: as :func:`read_header`; or metadata that transformers cannot use.
-    """
-    header = read_header(path)
-    parts = parts_of(path.absolute())
-    seen = [[str(part), part.stat().st_size, part.stat().st_mtime_ns, _FORM] for part in parts]
-    path = parts[0]
-    try:
-        folder = cache.folder() / "gguf" / f"{path.stem}-{cache.key(os.fsencode(path))}"
-        if not _stands_for(folder, seen):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_files.locked(folder.parent):
-                if not _stands_for(folder, seen):
-                    with atomic_files.atomic_folder(folder, replace=True) as made:
-                        _write(made, path, header, seen)
-    except PermissionError:
-        folder = Path(tempfile.mkdtemp(prefix="blockwalk-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        _write(folder, path, header, seen)
-    return folder
-
-
-MADE = "gguf.json"
-"""The file of a folder that stands for a GGUF file: what that was."""
-_FORM = 2
-"""The number of the rules by which such a folder is made; another number makes it anew."""
-
-
-def _stands_for(folder: Path, seen: list[Any]) -> bool:
-    """Whether a folder was made of this file as it is now."""
-    try:
-        return bool(atomic_files.read_json(folder / MADE) == seen)
-    except (OSError, ValueError):
-        return False
-
-
-def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, PreTrainedTokenizerFast
-
-    settings = _settings(path, header)
-    if header.metadata.get("tokenizer.ggml.model") == "gpt2":
-        try:
-            gguf_splits.pre_tokenizer(str(header.metadata.get("tokenizer.ggml.pre", "")))
-        except ValueError as error:
-            raise ValueError(f"model: {path} {error}") from None
-    for part, *_ in seen:
-        os.symlink(part, folder / Path(part).name)
-    try:
-        config = AutoConfig.for_model(**settings)
-        config.dtype = header.main_codec.facts.dtype or "bfloat16"
-        config.save_pretrained(folder)
-        if header.metadata.get("tokenizer.ggml.tokens"):
-            PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=path.name).save_pretrained(
-                folder
-            )
-            _split_in_order(folder / "tokenizer.json", header.metadata)
-    except ImportError:
-        raise ValueError(
-            f"model: {path} is GGUF, which needs the gguf package: pip install 'blockwalk[gguf]'"
-        ) from None
-    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
-        text = " ".join(str(error).split())
-        raise ValueError(
-            f"model: {path}: transformers cannot use its metadata: {type(error).__name__}: {text}"
-        ) from None
-    ends = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    if known := sorted({end for end in ends if end is not None}):
-        atomic_files.write_json(folder / "generation_config.json", {"eos_token_id": known})
-    atomic_files.write_json(folder / MADE, seen)
-
-
-def _split_in_order(file: Path, metadata: Mapping[str, Any]) -> None:
-    """Write how text is split as llama.cpp does it: transformers leaves out some names, and the
-    blank before pieces."""
-    values = {
-        key: metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre", "add_space_prefix")
-    }
-    blank = values["add_space_prefix"] is not False
-    tokenizer = atomic_files.read_json(file)
-    split = gguf_splits.in_order(
-        tokenizer, str(values["model"]), str(values["pre"] or ""), blank=blank
-    )
-    atomic_files.write_json(file, split)
-
-
-def _settings(path: Path, header: Header) -> dict[str, Any]:
-    """Return the settings of transformers' configuration, ``model_type`` among them."""
-    tensors = {tensor.name: tensor for tensor in header.tensors}
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    factors = {
-        name: _numbers(path, tensors[name]) for name in gguf_config.FACTORS if name in tensors
-    }
-    try:
-        return gguf_config.settings_of(f"model: {path}", header.metadata, shapes, factors)
-    except (TypeError, ArithmeticError, LookupError) as error:
-        raise ValueError(
-            f"model: {path} is altered: its metadata are of other kinds than llama.cpp's: {error}"
-        ) from None
-
-
-def _numbers(path: Path, tensor: TensorInfo) -> tuple[float, ...]:
-    """Return the values of a vector in float32."""
-    if tensor.codec is not Codec.FP32 or len(tensor.shape) != 1:
-        raise ValueError(
-            f"model: {path}: {tensor.name} is read as a vector in F32, and this one is"
-            f" {tensor.shape} in {tensor.codec}"
-        )
-    with open(path.parent / tensor.file, "rb") as file:
-        file.seek(tensor.offset)
-        return struct.unpack(f"<{tensor.shape[0]}f", file.read(tensor.nbytes))

@@ -23,12 +23,14 @@ _LLAMA3 = ("Split", rf"{_SHORTENED}|{_LETTERS}|\p{{N}}{{1,3}}|{_OTHERS}|{_BLANKS
 _QWEN2 = ("Split", rf"{_SHORTENED}|{_LETTERS}|\p{{N}}|{_OTHERS}|{_BLANKS}")
 _QWEN35 = (
     "Split",
-    rf"{_SHORTENED}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}",
+    rf"{_SHORTENED}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}",
 )
 _TEKKEN = ("Split", rf"{_MARKED[0]}|{_MARKED[1]}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}")
 _GPT4O = (
     "Split",
-    rf"{_MARKED[0]}{_SHORTENED}?|{_MARKED[1]}{_SHORTENED}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}",
+    rf"{_MARKED[0]}{_SHORTENED}?|{_MARKED[1]}{_SHORTENED}?|\p{{N}}{{1,3}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}",
 )
 _GPT2 = ("ByteLevel", "regex")
 _DIGITS = ("Digits", "single")
@@ -73,8 +75,7 @@ def pre_tokenizer(name: str) -> dict[str, Any] | None:
     if steps is None:
         raise ValueError(
             f"splits text as {name!r} (tokenizer.ggml.pre), which is not known here, and its"
-            " tokens would be others; known"
-            f" are {', '.join(sorted({*SPLITS, *_NAMES}))}"
+            f" tokens would be others; known are {', '.join(sorted({*SPLITS, *_NAMES}))}"
         )
     parts: list[dict[str, Any]] = []
     for kind, pattern in steps:
@@ -120,17 +121,17 @@ def in_order(tokenizer: dict[str, Any], model: str, name: str, *, blank: bool) -
         return {**tokenizer, "model": pairs, "pre_tokenizer": steps}
     if model != "llama":
         return tokenizer
-    written = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    before = {"type": "Prepend", "prepend": "▁"}
-    normalizer = {"type": "Sequence", "normalizers": [before, written]} if blank else written
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     if blank:
+        prepend = {"type": "Prepend", "prepend": "▁"}
+        normalizer = {"type": "Sequence", "normalizers": [prepend, replace]}
         return {**tokenizer, "normalizer": normalizer, "pre_tokenizer": None}
     decoder: dict[str, Any] = dict(tokenizer.get("decoder") or {})
     if "decoders" in decoder:  # a Strip takes off the blank that was put before
         decoder["decoders"] = [step for step in decoder["decoders"] if step["type"] != "Strip"]
     return {
         **tokenizer,
-        "normalizer": normalizer,
+        "normalizer": replace,
         "pre_tokenizer": None,
         "decoder": decoder or None,
     }

@@ -107,11 +107,11 @@ def create(repo: str) -> None:
     Raises:
         ValueError: there is no token, it may not write there, or the hub cannot be reached.
     """
-    _asked(repo, lambda api: api.create_repo(repo, private=True, exist_ok=True))
+    _change(repo, lambda api: api.create_repo(repo, private=True, exist_ok=True))
 
 
 def upload(repo: str, files: Mapping[str, Path]) -> str:
-    """Write files into a repository as one commit, by their names there; answers its page.
+    """Write files into a repository as one commit, by their names there; return its page.
 
     Raises:
         ValueError: as :func:`create`.
@@ -119,13 +119,13 @@ def upload(repo: str, files: Mapping[str, Path]) -> str:
     from huggingface_hub import CommitOperationAdd, constants
 
     added = [CommitOperationAdd(name, path) for name, path in files.items()]
-    _asked(
+    _change(
         repo, lambda api: api.create_commit(repo, added, commit_message="Trained with Blockwalk")
     )
     return f"{without_password(constants.ENDPOINT)}/{repo}"
 
 
-def _asked(repo: str, ask: Callable[[Any], object]) -> None:
+def _change(repo: str, request: Callable[[Any], object]) -> None:
     """Ask the hub to change a repository; every failure is one line."""
     from huggingface_hub import HfApi, get_token
 
@@ -133,11 +133,11 @@ def _asked(repo: str, ask: Callable[[Any], object]) -> None:
     try:
         if get_token() is None:
             raise ValueError("no token was found")
-        ask(api)
+        request(api)
     except Exception as error:  # of huggingface_hub, and of the client that it is built on
-        why = without_password(str(error).partition("\n")[0])
-        where = without_password(str(api.endpoint))
+        reason = without_password(str(error).partition("\n")[0])
+        endpoint = without_password(str(api.endpoint))
         raise ValueError(
-            f"{repo} cannot be written at {where}: {why}; run hf auth login, or set HF_TOKEN, for"
-            " an account that may"
+            f"{repo} cannot be written at {endpoint}: {reason}; run hf auth login, or set HF_TOKEN,"
+            " for an account that may"
         ) from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.models import gguf, hub
+from blockwalk.models.gguf_folder import MADE, folder_of
 from blockwalk.models.quantised import KEYS, quantisation_in
 from blockwalk.plan.placement import Codec
 from blockwalk.system.atomic_files import read_json, read_sealed, reading
@@ -58,7 +59,7 @@ class ModelSource(str):
                 raise ValueError(f"model: the hub's {named.repository} has no {named.gguf_file}")
         if path.is_file():
             return path if path.suffix == ".gguf" else None
-        stands_for_gguf = (path / gguf.MADE).is_file()
+        stands_for_gguf = (path / MADE).is_file()
         if (path / "config.json").is_file() and not stands_for_gguf:
             return None
         files = sorted({gguf.parts_of(file)[0] for file in path.glob("*.gguf")})
@@ -80,7 +81,7 @@ class ModelSource(str):
             ValueError: there is no such thing; what is there instead, and what to do.
         """
         if self.gguf_file is not None:
-            return gguf.folder_of(self.gguf_file)
+            return folder_of(self.gguf_file)
         path = Path(self)
         if path.is_dir():
             return path
@@ -257,7 +258,7 @@ class ModelSource(str):
                         " which is not there"
                     )
                 return parts
-        if (folder / gguf.MADE).is_file():
+        if (folder / MADE).is_file():
             return sorted(path.name for path in folder.glob("*.gguf"))
         if parts := sorted(path.name for path in folder.iterdir() if _PART.fullmatch(path.name)):
             index = _PART.sub(r"\1.\2.index.json", parts[0])

@@ -71,8 +71,7 @@ def refuse_overlap(
             if relation is not None:
                 raise ValueError(
                     f"{os.fspath(place)} {relation} {kind} ({path}), which is read and never"
-                    " written over: choose another"
-                    f" {setting}"
+                    f" written over: choose another {setting}"
                 )
 
 
@@ -92,36 +91,33 @@ def _relation(place: Path, source: Path, inside: bool) -> str | None:
     another."""
     real_place = Path(os.path.realpath(place))
     real_source = Path(os.path.realpath(source))
-    taken = _identity(real_place)
-    read = _identity(real_source)
-    if real_place == real_source or (taken is not None and taken == read):
+    place_identity = _identity(real_place)
+    source_identity = _identity(real_source)
+    if real_place == real_source or (
+        place_identity is not None and place_identity == source_identity
+    ):
         return "is"
-    if real_source.is_relative_to(real_place) or (
-        taken is not None and taken in _around(real_source)
-    ):
+    if real_source.is_relative_to(real_place) or place_identity in _around(real_source):
         return "holds"
-    if read is not None and read in _below(real_place):
+    if source_identity in _below(real_place):
         return "holds"
-    if not inside:
-        return None
-    if real_place.is_relative_to(real_source) or not _below(real_source).isdisjoint(
-        _around(real_place)
-    ):
+    shared = _below(real_source) & _around(real_place)
+    if inside and (real_place.is_relative_to(real_source) or shared):
         return "lies in"
     return None
 
 
 def _identity(path: Path) -> Identity | None:
     try:
-        seen = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return seen.st_dev, seen.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _around(path: Path) -> set[Identity]:
     """Return the folders around a path, as far as they exist."""
-    return {seen for folder in path.parents if (seen := _identity(folder)) is not None}
+    return {identity for folder in path.parents if (identity := _identity(folder))}
 
 
 def _below(path: Path) -> set[Identity]:
@@ -132,5 +128,5 @@ def _below(path: Path) -> set[Identity]:
 
 def _identities(path: Path) -> Iterator[Identity]:
     for folder, _, _ in os.walk(path):
-        if (seen := _identity(Path(folder))) is not None:
-            yield seen
+        if identity := _identity(Path(folder)):
+            yield identity

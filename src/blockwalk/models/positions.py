@@ -18,11 +18,11 @@ def text_config(model: StrPath) -> dict[str, Any]:
 def positions_of(model: StrPath) -> int:
     """Return tokens of the longest sequence that a model was made for; 0 where its configuration
     does not say."""
-    found = text_config(model)
-    positions = int(found.get("max_position_embeddings") or found.get("n_positions") or 0)
-    rotary = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    config = text_config(model)
+    positions = int(config.get("max_position_embeddings") or config.get("n_positions") or 0)
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rotary.get("rope_type", rotary.get("type"))
     if kind not in ("linear", "dynamic", "yarn"):  # other kinds name all of them
         return positions
-    before = rotary.get("original_max_position_embeddings") or positions
-    return max(positions, int(before * rotary.get("factor", 1)))
+    unscaled = rotary.get("original_max_position_embeddings") or positions
+    return max(positions, int(unscaled * rotary.get("factor", 1)))

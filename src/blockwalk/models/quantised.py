@@ -10,9 +10,13 @@ from blockwalk.plan.placement import Codec
 from blockwalk.system.atomic_files import read_json, reading
 
 METHODS = {
-    "fp8": Codec.FP8_BLOCKS, "bitsandbytes": Codec.BITSANDBYTES, "gptq": Codec.GPTQ, "awq": Codec.AWQ,
-    "compressed-tensors": Codec("compressed-tensors"), "mxfp4": Codec.MXFP4,
-}  # fmt: skip
+    "fp8": Codec.FP8_BLOCKS,
+    "bitsandbytes": Codec.BITSANDBYTES,
+    "gptq": Codec.GPTQ,
+    "awq": Codec.AWQ,
+    "compressed-tensors": Codec("compressed-tensors"),
+    "mxfp4": Codec.MXFP4,
+}
 """The values of ``quant_method`` that are read, and the codec that each is here."""
 KEYS = ("quantization_config", "compression_config")
 """The keys of a configuration that tell it."""

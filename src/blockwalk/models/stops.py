@@ -52,8 +52,8 @@ def with_stops(folder: StrPath, stops: Collection[int]) -> bytes:
     config = Path(folder) / "config.json"
     if "eos_token_id" not in values and config.is_file():
         values["eos_token_id"] = atomic_files.read_json(config).get("eos_token_id")
-    known = [int(i) for i in _listed(values.get("eos_token_id")) if i is not None]
-    values["eos_token_id"] = [*known, *(stop for stop in stops if stop not in known)]
+    named = [int(i) for i in _listed(values.get("eos_token_id")) if i is not None]
+    values["eos_token_id"] = [*named, *(stop for stop in stops if stop not in named)]
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -97,15 +97,15 @@ def end_note(turn_ends: Mapping[int, int], tokenizer: Any) -> tuple[list[int], s
         learnt = " or ".join(repr(tokenizer.convert_ids_to_tokens(i)) for i in marks)
         return marks, (
             f"turns are learnt to end with {learnt}, and the model's generation stops at {named}:"
-            " generate stops at both with"
-            " this adapter, and merge writes both into generation_config.json"
+            " generate stops at both with this adapter, and merge writes both into"
+            " generation_config.json"
         )
     count = sum(turn_ends[i] for i in stray)
-    last = tokenizer.decode([stray[0]])
+    final_text = tokenizer.decode([stray[0]])
     return [], (
         f"{count} of {counted(sum(turn_ends.values()), 'turn')} are learnt without an end: the"
-        f" last learnt token, as {last!r},"
-        f" is plain text, and generation stops at {named}; an answer may go on until max_new_tokens"
+        f" last learnt token, as {final_text!r}, is plain text, and generation stops at {named}; an"
+        " answer may go on until max_new_tokens"
     )
 
 

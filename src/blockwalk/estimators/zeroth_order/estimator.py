@@ -75,7 +75,7 @@ class ZerothOrder:
         self.loss_scratch = ScratchArena()
         self.state: StepState | None = None
         self._alone: set[int] = (
-            set() if engine.cut.anatomy.together else set(range(len(engine.spec.units)))
+            set() if engine.cut.anatomy.joint_forwards else set(range(len(engine.spec.units)))
         )
         """The units that do not take the rows of several forwards at once, as far as is known."""
         facts = self.plan.loss_facts if objective is None else OBJECTIVE

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from blockwalk.models.gguf import MADE
+from blockwalk.models.gguf_folder import MADE
 from blockwalk.models.model_source import model_source
 from blockwalk.models.quantised import KEYS, quantisation
 from blockwalk.numerics.codecs import codecs

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from blockwalk.models import gguf
-from blockwalk.models.gguf_config import FACTORS, row
+from blockwalk.models.gguf_architectures import FACTORS, row
 from blockwalk.numerics.codecs.codecs import decode_rows, gather_rows
 from blockwalk.numerics.codecs.layout import Layout, dtype_of
 from blockwalk.numerics.codecs.readers import Index, Reader, above

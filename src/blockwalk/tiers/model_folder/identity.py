@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from blockwalk.models.gguf import MADE
+from blockwalk.models.gguf_folder import MADE
 from blockwalk.models.model_source import STORE_INDEX, model_source
 from blockwalk.system import cache
 from blockwalk.system.paths import StrPath

@@ -1,0 +1,141 @@
+"""The model folder that stands for a GGUF file: what transformers makes of its metadata, beside a
+link to the file itself.
+
+A GGUF file holds a configuration, a tokenizer and a chat template as metadata. They are written
+once, in the cache, as the files of a model folder: whatever reads a model's folder reads a GGUF.
+The tensors stay where they are. No torch, but in transformers, when a folder is made."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from blockwalk.models import gguf_splits
+from blockwalk.models.gguf import Header, TensorInfo, parts_of, read_header
+from blockwalk.models.gguf_architectures import FACTORS
+from blockwalk.models.gguf_config import settings_of
+from blockwalk.plan.placement import Codec
+from blockwalk.system import atomic_files, cache
+
+MADE = "gguf.json"
+"""The file of a folder that stands for a GGUF file: what that was."""
+_FORM = 2
+"""The number of the rules by which such a folder is made; another number makes it anew."""
+
+
+def folder_of(path: Path) -> Path:
+    """Return the model folder that stands for a GGUF file: configuration, tokenizer, chat template,
+    and a link to the file, or to each of its parts.
+
+    It is made once, in the cache folder, and again when the file changes; where the cache cannot be
+    written, for this process.
+
+    Raises:
+        ValueError: as :func:`read_header`; or metadata that transformers cannot use.
+    """
+    header = read_header(path)
+    parts = parts_of(path.absolute())
+    seen = [[str(part), part.stat().st_size, part.stat().st_mtime_ns, _FORM] for part in parts]
+    path = parts[0]
+    try:
+        folder = cache.folder() / "gguf" / f"{path.stem}-{cache.key(os.fsencode(path))}"
+        if not _stands_for(folder, seen):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_files.locked(folder.parent):
+                if not _stands_for(folder, seen):
+                    with atomic_files.atomic_folder(folder, replace=True) as new_folder:
+                        _write(new_folder, path, header, seen)
+    except PermissionError:
+        folder = Path(tempfile.mkdtemp(prefix="blockwalk-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        _write(folder, path, header, seen)
+    return folder
+
+
+def _stands_for(folder: Path, seen: list[Any]) -> bool:
+    """Whether a folder was made of this file as it is now."""
+    try:
+        return bool(atomic_files.read_json(folder / MADE) == seen)
+    except (OSError, ValueError):
+        return False
+
+
+def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, PreTrainedTokenizerFast
+
+    settings = _settings(path, header)
+    if header.metadata.get("tokenizer.ggml.model") == "gpt2":
+        try:
+            gguf_splits.pre_tokenizer(str(header.metadata.get("tokenizer.ggml.pre", "")))
+        except ValueError as error:
+            raise ValueError(f"model: {path} {error}") from None
+    for part, *_ in seen:
+        os.symlink(part, folder / Path(part).name)
+    try:
+        config = AutoConfig.for_model(**settings)
+        config.dtype = header.main_codec.facts.dtype or "bfloat16"
+        config.save_pretrained(folder)
+        if header.metadata.get("tokenizer.ggml.tokens"):
+            PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=path.name).save_pretrained(
+                folder
+            )
+            _split_in_order(folder / "tokenizer.json", header.metadata)
+    except ImportError:
+        raise ValueError(
+            f"model: {path} is GGUF, which needs the gguf package: pip install 'blockwalk[gguf]'"
+        ) from None
+    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+        text = " ".join(str(error).split())
+        raise ValueError(
+            f"model: {path}: transformers cannot use its metadata: {type(error).__name__}: {text}"
+        ) from None
+    ends = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    if stops := sorted({end for end in ends if end is not None}):
+        atomic_files.write_json(folder / "generation_config.json", {"eos_token_id": stops})
+    atomic_files.write_json(folder / MADE, seen)
+
+
+def _split_in_order(file: Path, metadata: Mapping[str, Any]) -> None:
+    """Write how text is split as llama.cpp does it: transformers leaves out some names, and the
+    blank before pieces."""
+    values = {
+        key: metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre", "add_space_prefix")
+    }
+    blank = values["add_space_prefix"] is not False
+    tokenizer = atomic_files.read_json(file)
+    split = gguf_splits.in_order(
+        tokenizer, str(values["model"]), str(values["pre"] or ""), blank=blank
+    )
+    atomic_files.write_json(file, split)
+
+
+def _settings(path: Path, header: Header) -> dict[str, Any]:
+    """Return the settings of transformers' configuration, ``model_type`` among them."""
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    factors = {name: _numbers(path, tensors[name]) for name in FACTORS if name in tensors}
+    try:
+        return settings_of(f"model: {path}", header.metadata, shapes, factors)
+    except (TypeError, ArithmeticError, LookupError) as error:
+        raise ValueError(
+            f"model: {path} is altered: its metadata are of other kinds than llama.cpp's: {error}"
+        ) from None
+
+
+def _numbers(path: Path, tensor: TensorInfo) -> tuple[float, ...]:
+    """Return the values of a vector in float32."""
+    if tensor.codec is not Codec.FP32 or len(tensor.shape) != 1:
+        raise ValueError(
+            f"model: {path}: {tensor.name} is read as a vector in F32, and this one is"
+            f" {tensor.shape} in {tensor.codec}"
+        )
+    with open(path.parent / tensor.file, "rb") as file:
+        file.seek(tensor.offset)
+        return struct.unpack(f"<{tensor.shape[0]}f", file.read(tensor.nbytes))
