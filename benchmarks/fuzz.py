@@ -153,7 +153,8 @@ def models_as_they_lie(folder: Path) -> dict[str, Reader]:
     import torch
 
     from blockwalk.cutting.skeleton import build_skeleton
-    from blockwalk.models import gguf, quantised
+    from blockwalk.models import gguf
+    from blockwalk.models.model_source import model_source
     from blockwalk.tiers.model_folder.folder import CheckpointFolder
     from tests.support import gguf_files, quantised_files
 
@@ -175,7 +176,9 @@ def models_as_they_lie(folder: Path) -> dict[str, Reader]:
         for number, path in enumerate(sorted(model.glob("*.safetensors"))):
             found[f"{model.name} {number}"] = reader(path, model)
     config = folder / "awq" / "config.json"
-    found["quantised config"] = reader(config, config.parent, quantised.quantisation)
+    found["quantised config"] = reader(
+        config, config.parent, lambda folder: model_source(folder).quantisation
+    )
     for kind in ("Q4_0", "Q4_K"):
         path = gguf_files.write(folder / f"{kind}.gguf", gguf_files.tiny("llama", hidden=256), kind)
         found[f"gguf {kind}"] = reader(path, path, gguf.read_header)

@@ -19,7 +19,6 @@ from blockwalk.data.sources import read_records
 from blockwalk.data.tokenizer import load_tokenizer
 from blockwalk.models import gguf
 from blockwalk.models.model_source import model_source
-from blockwalk.models.quantised import quantisation
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.tiers.model_folder import safetensors, torch_file
 from tests.closed_form.test_chat import PLAIN, chat, tokenizer
@@ -45,7 +44,7 @@ def _adapter(path: Path) -> None:
         ("pytorch_model.bin", torch_file.read_header),
         ("model.gguf", gguf.read_header),
         ("config.json", lambda path: load_config(path.parent)),
-        ("config.json", lambda path: quantisation(path.parent)),
+        ("config.json", lambda path: model_source(path.parent).quantisation),
         ("model.safetensors.index.json", lambda path: model_source(path.parent).require_weights()),
         ("tokenizer.json", lambda path: load_tokenizer(path.parent)),
         ("tokenizer_config.json", lambda path: load_tokenizer(path.parent)),

@@ -52,18 +52,17 @@ class Change:
         return shape if self.replacement is None else tuple(self.replacement.shape)
 
 
-_HONOURED = {
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying",
-    "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern",
-    "layers_to_transform", "lora_alpha", "lora_bias", "lora_dropout", "megatron_core",
-    "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
-    "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
-}  # fmt: skip
+_HONOURED = """
+    alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight_tying exclude_modules
+    fan_in_fan_out inference_mode layers_pattern layers_to_transform lora_alpha lora_bias
+    lora_dropout megatron_core modules_to_save peft_type peft_version qalora_group_size r
+    rank_pattern revision runtime_config target_modules task_type use_dora use_rslora
+"""
 """Keys of adapter_config.json that leave the merged weight W + scaling · B·A, or that the tensors
 themselves express."""
-_OF_INITIALISERS = {
-    "init_lora_weights", "loftq_config", "corda_config", "eva_config", "lora_ga_config",
-}  # fmt: skip
+_OF_INITIALISERS = """
+    init_lora_weights loftq_config corda_config eva_config lora_ga_config
+"""
 """Keys on how an adapter began, of which :data:`_INITIALISERS` says what is merged."""
 _INITIALISERS = (True, False, None, "gaussian", "orthogonal", "eva")
 """``init_lora_weights`` that leave the base weights as they are in the checkpoint."""
@@ -215,7 +214,7 @@ def _refuse_variants(folder: Path, config: Mapping[str, Any]) -> None:
             " save_pretrained(path_initial_model_for_weight_conversion=...) first"
         )
     for key, value in config.items():
-        if value and key not in _HONOURED | _OF_INITIALISERS:
+        if value and key not in (_HONOURED + _OF_INITIALISERS).split():
             raise ValueError(
                 f"{folder} has {key} = {value!r}, which streaming cannot merge: merge it with PEFT"
             )

@@ -22,15 +22,13 @@ from blockwalk.cutting.lora_forward import fuse
 from blockwalk.plan.parsing import did_you_mean
 from blockwalk.plan.table import LOOSE
 
-# fmt: off
-_ACCEPTED = {
-    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
-    "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out",
-    "bias", "use_rslora", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern",
-    "alpha_pattern", "loftq_config", "runtime_config", "lora_bias", "target_parameters", "use_dora", "modules_to_save",
-    "ensure_weight_tying",
-}
-# fmt: on
+_ACCEPTED = """
+    task_type peft_type auto_mapping peft_version base_model_name_or_path revision
+    inference_mode r target_modules exclude_modules lora_alpha lora_dropout fan_in_fan_out bias
+    use_rslora init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern
+    loftq_config runtime_config lora_bias target_parameters use_dora modules_to_save
+    ensure_weight_tying
+"""
 """Fields of a ``LoraConfig`` that Blockwalk honours; any other must be as PEFT leaves it."""
 
 _WHY = {
@@ -57,7 +55,7 @@ def refuse_config(config: Any) -> None:
     plain = type(config)()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name not in _ACCEPTED and value != getattr(plain, field.name) and value:
+        if field.name not in _ACCEPTED.split() and value != getattr(plain, field.name) and value:
             why = _WHY.get(field.name, "Blockwalk trains plain LoRA")
             raise ValueError(f"{field.name} = {value!r} is not supported: {why}")
 

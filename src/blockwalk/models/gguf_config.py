@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from blockwalk.models.gguf_architectures import Architecture, row
-from blockwalk.models.gguf_keys import Keys
+from blockwalk.models.gguf_architectures import Architecture, Keys, row
 from blockwalk.models.gguf_rotary import rotary_settings
 
 _SIZES = {
@@ -31,53 +30,33 @@ over the heads."""
 
 _WIDEST_HEAD = 1 << 16
 """Dimensions; more are a damaged file's."""
-_HARMLESS = (
-    "vocab_size",
-    "tensor_data_layout",
-    "pooling_type",
-    "rope.scaling.finetuned",
-    "expert_feed_forward_length",
-    "expert_shared_feed_forward_length",
-)
+_HARMLESS = """
+    vocab_size tensor_data_layout pooling_type rope.scaling.finetuned expert_feed_forward_length
+    expert_shared_feed_forward_length
+"""
 """Keys that change no logit: the tensors' shapes say how many rows and how wide experts are."""
 _OFF = {
-    "use_parallel_residual": (False,),
-    "attention.causal": (True,),
-    "expert_count": (0,),
-    "expert_used_count": (0,),
-    "logit_scale": (0, 1),
-    "residual_scale": (0, 1),
-    "embedding_scale": (0, 1),
-    "attention.scale": (0,),
-    "attention.output_scale": (0, 1),
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "swin_norm": (False,),
-    "expert_shared_count": (0,),
-    "expert_group_count": (0, 1),
-    "expert_group_used_count": (0, 1),
-    "expert_weights_scale": (0, 1),
-    "expert_gating_func": (0, 1),
-    "leading_dense_block_count": (0,),
-    "moe_every_n_layers": (0, 1),
-    "interleave_moe_layer_step": (0, 1),
-    "nextn_predict_layers": (0,),
-    "attn_logit_softcapping": (0,),
-    "final_logit_softcapping": (0,),
-    "router_logit_softcapping": (0,),
-    "attention.shared_kv_layers": (0,),
-    "attention.sliding_window_pattern": (0, 1),
-    "n_deepstack_layers": (0,),
-    "rope.scaling.alpha": (0,),
-    "rope.scaling.yarn_ext_factor": (1,),
-    "rope.scaling.yarn_attn_factor": (1,),
-    "rope.scaling.yarn_beta_fast": (32,),
-    "rope.scaling.yarn_beta_slow": (1,),
-    "rope.scaling.yarn_log_multiplier": (0,),
-    "attention.temperature_length": (0,),
-    "attention.temperature_scale": (0,),
+    (0,): """
+        use_parallel_residual expert_count expert_used_count attention.scale attention.clamp_kqv
+        attention.max_alibi_bias swin_norm expert_shared_count leading_dense_block_count
+        nextn_predict_layers attn_logit_softcapping final_logit_softcapping router_logit_softcapping
+        attention.shared_kv_layers n_deepstack_layers rope.scaling.alpha
+        rope.scaling.yarn_log_multiplier attention.temperature_length attention.temperature_scale
+    """,
+    (1,): """
+        attention.causal rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor
+        rope.scaling.yarn_beta_slow
+    """,
+    (0, 1): """
+        logit_scale residual_scale embedding_scale attention.output_scale expert_group_count
+        expert_group_used_count expert_weights_scale expert_gating_func moe_every_n_layers
+        interleave_moe_layer_step attention.sliding_window_pattern
+    """,
+    (32,): "rope.scaling.yarn_beta_fast",
 }
-"""Keys that belong to other architectures, with the values that leave a model as it is."""
+"""The values that leave a model as it is (False is 0), and the keys of other architectures that may
+have them."""
+_NEUTRAL = {key: values for values, keys in _OFF.items() for key in keys.split()}
 
 
 def settings_of(
@@ -220,8 +199,8 @@ def _windows(keys: Keys, settings: Mapping[str, Any]) -> None:
 
 def _refuse_others(keys: Keys, architecture: Architecture) -> None:
     """Raise ValueError for a key that is not known to leave the model as it is."""
-    keys.used.update(_HARMLESS)
-    for key, allowed in {**_OFF, **architecture.neutral}.items():
+    keys.used.update(_HARMLESS.split())
+    for key, allowed in {**_NEUTRAL, **architecture.neutral}.items():
         if key not in keys.used:
             why = "which is not read here, and changes what the model computes"
             keys.must(key, *allowed, why=why)

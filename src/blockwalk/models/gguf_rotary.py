@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from blockwalk.models.gguf_architectures import LONG_FACTORS, Architecture
-from blockwalk.models.gguf_keys import Keys
+from blockwalk.models.gguf_architectures import LONG_FACTORS, Architecture, Keys
 
 _LOW_TURNS = 1.0
 _HIGH_TURNS = 4.0

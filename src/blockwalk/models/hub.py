@@ -10,10 +10,9 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from blockwalk.system.paths import StrPath
 
@@ -26,8 +25,7 @@ def without_password(text: str) -> str:
     return re.sub(r"(\w+://)[^/\s]*@", r"\1", text)
 
 
-@dataclass(frozen=True, slots=True)
-class HubName:
+class HubName(NamedTuple):
     """A name of the hub: ``owner/name``, ``owner/name@revision`` or ``owner/name/file.gguf``."""
 
     repository: str

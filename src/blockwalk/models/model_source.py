@@ -15,7 +15,7 @@ from typing import Any
 
 from blockwalk.models import gguf, hub
 from blockwalk.models.gguf_folder import MADE, folder_of
-from blockwalk.models.quantised import KEYS, quantisation_in
+from blockwalk.models.quantised import KEYS, quantisation
 from blockwalk.plan.placement import Codec
 from blockwalk.system.atomic_files import read_json, read_sealed, reading
 from blockwalk.system.lfs import refuse_pointer
@@ -148,7 +148,7 @@ class ModelSource(str):
         """The codec of the matrices that a tool has quantised, and what it says of them; else
         None."""
         config = self.folder / "config.json"
-        return quantisation_in(self.config_values, config) if config.is_file() else None
+        return quantisation(self.config_values, config) if config.is_file() else None
 
     @property
     def repository(self) -> str:

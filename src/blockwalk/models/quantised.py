@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.plan.placement import Codec
-from blockwalk.system.atomic_files import read_json, reading
+from blockwalk.system.atomic_files import reading
 
 METHODS = {
     "fp8": Codec.FP8_BLOCKS,
@@ -22,16 +22,7 @@ KEYS = ("quantization_config", "compression_config")
 """The keys of a configuration that tell it."""
 
 
-def quantisation(folder: Path) -> tuple[Codec, dict[str, Any]] | None:
-    """Return :func:`quantisation_in` of a model folder's ``config.json``; None without one."""
-    config = folder / "config.json"
-    if not config.is_file():
-        return None
-    with reading(config):
-        return quantisation_in(read_json(config), config)
-
-
-def quantisation_in(values: Mapping[str, Any], config: Path) -> tuple[Codec, dict[str, Any]] | None:
+def quantisation(values: Mapping[str, Any], config: Path) -> tuple[Codec, dict[str, Any]] | None:
     """Return the codec of a model's quantised matrices, and what its tool says of them; None where
     nothing is quantised.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blockwalk.models.gguf_folder import MADE
 from blockwalk.models.model_source import model_source
-from blockwalk.models.quantised import KEYS, quantisation
+from blockwalk.models.quantised import KEYS
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import FORMAT_VERSION, name_of
 from blockwalk.numerics.codecs.weights import EncodedWeight, Value
@@ -202,7 +202,7 @@ def copy_model_files(source: StrPath, target: StrPath) -> None:
         (Path(target) / TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(file, Path(target) / TEMPLATES / file.name)
     config = Path(target) / "config.json"  # what is written beside it is not quantised any more
-    if quantisation(Path(target)) is not None:
+    if model_source(target).quantisation is not None:
         values = atomic_files.read_json(config)
         atomic_files.write_json(
             config, {key: value for key, value in values.items() if key not in KEYS}
