@@ -24,6 +24,16 @@ Request = tuple[Any, list[int], list[int]]
 """Texts, and the tokens of a context and of its continuation."""
 
 
+HARNESS_SETTINGS = (
+    "max_length",
+    "add_bos_token",
+    "prefix_token_id",
+    "enable_thinking",
+    "think_end_token",
+)
+"""Settings of the harness's own class."""
+
+
 @register_model("blockwalk")
 class BlockwalkLM(HFLM):  # type: ignore[misc]
     """A model of the harness.
@@ -47,14 +57,7 @@ class BlockwalkLM(HFLM):  # type: ignore[misc]
         batch_size: int | str = 8,
         **settings: Any,
     ) -> None:
-        names = (
-            "max_length",
-            "add_bos_token",
-            "prefix_token_id",
-            "enable_thinking",
-            "think_end_token",
-        )
-        own = {name: settings.pop(name) for name in names if name in settings}
+        of_harness = {name: settings.pop(name) for name in HARNESS_SETTINGS if name in settings}
         device = settings.pop("device", None)
         settings.pop("max_batch_size", None)
         plan = plan_of(method, **{"frozen": "disk", **settings})
@@ -63,7 +66,9 @@ class BlockwalkLM(HFLM):  # type: ignore[misc]
         )
         skeleton = build_skeleton(model)
         tokenizer = tokenizer_of(model, DataSettings(), adapter)
-        super().__init__(pretrained=skeleton, tokenizer=tokenizer, batch_size=batch_size, **own)
+        super().__init__(
+            pretrained=skeleton, tokenizer=tokenizer, batch_size=batch_size, **of_harness
+        )
         self._device = torch.device("cpu")
         self._due: list[tuple[int, list[int]]] = []
         self._scores: list[tuple[float, bool]] = []
@@ -84,12 +89,11 @@ class BlockwalkLM(HFLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Log-probabilities of continuations, and whether they are greedy ones; long sequences
-        first."""
-        order = sorted(
-            range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2])
-        )
-        found: dict[int, tuple[float, bool]] = {}
+        """Return log-probabilities of continuations, and whether they are greedy ones; long
+        sequences are computed first."""
+        lengths = [len(context) + len(continuation) for _, context, continuation in requests]
+        order = sorted(range(len(requests)), key=lambda i: -lengths[i])
+        scores: dict[int, tuple[float, bool]] = {}
         size = override_bs or int(self.batch_size)
         for start in range(0, len(order), size):
             part = order[start : start + size]
@@ -103,8 +107,8 @@ class BlockwalkLM(HFLM):  # type: ignore[misc]
             mask_BS = (torch.arange(ids_BS.shape[1]) < lengths_B.unsqueeze(1)).long()
             batch = {"input_ids": ids_BS, "attention_mask": mask_BS, "labels": ids_BS}
             self.walker.evaluate(batch, batches=len(part))
-            found.update(zip(part, self._scores, strict=True))
-        return [found[i] for i in range(len(requests))]
+            scores.update(zip(part, self._scores, strict=True))
+        return [scores[i] for i in range(len(requests))]
 
     def _model_generate(
         self, context: Tensor, max_length: int, stop: Sequence[str], **settings: Any

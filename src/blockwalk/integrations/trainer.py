@@ -91,9 +91,8 @@ class BlockwalkTrainer(Trainer):
         plan, more_notes = _plan(args, plan, "mebp" if lora is not None else "plain", half=half)
         for note in (*notes, *more_notes):
             warnings.warn(note, stacklevel=2)
-        args.per_device_train_batch_size *= (
-            args.gradient_accumulation_steps
-        )  # a step is one walk, cut by the plan
+        # A step is one walk, cut by the plan.
+        args.per_device_train_batch_size *= args.gradient_accumulation_steps
         args.gradient_accumulation_steps = 1
         args.max_grad_norm = 0.0
         args.neftune_noise_alpha = None
@@ -111,8 +110,8 @@ class BlockwalkTrainer(Trainer):
         """Keep the columns that the model takes: one that the walk does not follow is refused with
         its batch, by name."""
         if self._signature_columns is None:
-            taken = inspect.signature(self.walker.engine.cut.base.forward).parameters
-            columns: Any = [*dict.fromkeys([*taken, "label", "label_ids", *self.label_names])]
+            names = inspect.signature(self.walker.engine.cut.base.forward).parameters
+            columns: Any = [*dict.fromkeys([*names, "label", "label_ids", *self.label_names])]
             self._signature_columns = columns
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -138,11 +137,8 @@ class BlockwalkTrainer(Trainer):
         self, model: Any, inputs: Mapping[str, Any], *_: Any, **__: Any
     ) -> tuple[Any, None, None]:
         """Return the loss of a batch, [], in evaluation mode."""
-        return (
-            torch.tensor(self.walker.evaluate(_batch(inputs)).loss, device=self.args.device),
-            None,
-            None,
-        )
+        loss = self.walker.evaluate(_batch(inputs)).loss
+        return torch.tensor(loss, device=self.args.device), None, None
 
     def log(self, logs: dict[str, float], *more: Any) -> None:
         """Log as transformers does, with the step's gradient norm where the plan clips, and its
@@ -173,12 +169,10 @@ class BlockwalkTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        if (
-            self.args.save_only_model and self.args.load_best_model_at_end
-        ):  # the best weights are loaded from it
-            self._save_state(
-                Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            )
+        # The best weights are loaded from it.
+        if self.args.save_only_model and self.args.load_best_model_at_end:
+            folder = Path(self._get_output_dir(trial=trial))
+            self._save_state(folder / f"checkpoint-{self.state.global_step}")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -202,8 +196,7 @@ class BlockwalkTrainer(Trainer):
         if not (checkpoint / STATE).is_dir():
             raise ValueError(
                 f"{checkpoint} has no folder {STATE}, which training goes on from:"
-                " BlockwalkTrainer writes it unless"
-                " save_only_model is set"
+                " BlockwalkTrainer writes it unless save_only_model is set"
             )
         self.walker.load_state(checkpoint / STATE)
         for note in self.walker.notes():
@@ -225,20 +218,15 @@ def _batch(inputs: Mapping[str, Any], multiple: int = 1) -> dict[str, Tensor]:
             f"the data collator gives no {', '.join(sorted(missing))}; for language modelling take"
             " DataCollatorForLanguageModeling(tokenizer, mlm=False)"
         )
-    if unknown := [
-        name for name, value in inputs.items() if name not in TAKEN and value is not None
-    ]:
+    columns = {name: column for name, column in inputs.items() if column is not None}
+    if unknown := [name for name in columns if name not in TAKEN]:
         raise ValueError(
             f"the batch has {', '.join(unknown)}, which BlockwalkTrainer does not follow; a walk"
-            " takes"
-            f" {', '.join(TAKEN)}: leave the others out of the data set or the collator"
+            f" takes {', '.join(TAKEN)}: leave the others out of the data set or the collator"
         )
-    batch = {name: inputs[name] for name in TAKEN if inputs.get(name) is not None}
-    if (
-        "position_ids" in batch
-        and "attention_mask" not in batch
-        and len(batch["input_ids"]) == 1 < multiple
-    ):
+    batch = {name: columns[name] for name in TAKEN if name in columns}
+    holds_documents = "position_ids" in batch and "attention_mask" not in batch
+    if holds_documents and len(batch["input_ids"]) == 1 < multiple:
         return _rows_of_documents(batch, multiple)
     return filled(batch, multiple)
 
@@ -262,35 +250,28 @@ def _rows_of_documents(batch: Mapping[str, Tensor], count: int) -> dict[str, Ten
     for name, row_N in batch.items():
         laid[name] = row_N.new_full((count, max(lengths)), padding[name])
         for number, spans in enumerate(rows):
-            for at, (begin, end) in _placed(spans):
-                laid[name][number, at : at + end - begin] = row_N[0, begin:end]
+            offset = 0
+            for begin, end in sorted(spans):
+                laid[name][number, offset : offset + end - begin] = row_N[0, begin:end]
                 if name == "labels":
-                    laid[name][number, at] = IGNORE  # nothing predicts a document's first token
+                    # Nothing predicts a document's first token.
+                    laid[name][number, offset] = IGNORE
+                offset += end - begin
     return laid
 
 
-def _placed(spans: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
-    """Place spans one after the other; answer each with the place at which it begins."""
-    placed = []
-    at = 0
-    for begin, end in sorted(spans):
-        placed.append((at, (begin, end)))
-        at += end - begin
-    return placed
-
-
 def _plan(
-    args: TrainingArguments, given: Plan | None, name: str, *, half: bool
+    args: TrainingArguments, user_plan: Plan | None, name: str, *, half: bool
 ) -> tuple[Plan, list[str]]:
-    """Make the plan that is given, or the method of a name, with TrainingArguments' optimizer, seed
-    and accumulation; beside it notes. ``half`` is fp16.
+    """Return the user's plan, or the method of a name, with TrainingArguments' optimizer, seed and
+    accumulation; beside it notes. ``half`` is fp16.
 
     Raises:
         ValueError: an argument that the walk does not follow.
     """
-    plan = given or method(name)
+    plan = user_plan or method(name)
     notes = []
-    if plan.zeroth_order or plan.mesh.world > 1 or args.world_size > 1:
+    if not plan.estimator.facts.walks_back or plan.mesh.world > 1 or args.world_size > 1:
         raise ValueError(
             f"BlockwalkTrainer walks first-order methods on one rank, not {plan.method!r} on"
             f" {max(plan.mesh.world, args.world_size)}; blockwalk train has zeroth order and ranks"
@@ -298,30 +279,24 @@ def _plan(
     optimizer = str(getattr(args.optim, "value", args.optim))
     rule, _, implementation = optimizer.partition("_")
     if rule not in RULES or implementation not in _IMPLEMENTATIONS:
-        known = [known_rule for known_rule, facts in RULES.items() if not facts.zeroth_order_only]
+        names = ", ".join(name for name, facts in RULES.items() if not facts.zeroth_order_only)
         raise ValueError(
-            f"optim is {optimizer}; the walk has {', '.join(known)}, and each with _torch behind it"
+            f"optim is {optimizer}; the walk has {names}, and each with _torch behind it"
         )
     if args.dataloader_drop_last and args.gradient_accumulation_steps > 1:
         raise ValueError(
             "dataloader_drop_last would leave out the rest of a step here, and of a micro-batch"
-            " in a Trainer; set"
-            " gradient_accumulation_steps: 1, or leave it out"
+            " in a Trainer; set gradient_accumulation_steps: 1, or leave it out"
         )
     clipping = args.max_grad_norm
     if plan.update.at_turn and clipping == TrainingArguments.max_grad_norm:
         clipping = 0.0
         notes.append(
             f"max_grad_norm is {args.max_grad_norm}, its default, and this plan updates blocks at"
-            " their turn, before the"
-            " gradient's norm is known: nothing is clipped. Take update.timing: step to clip"
+            " their turn, before the gradient's norm is known: nothing is clipped. Take"
+            " update.timing: step to clip"
         )
-    settings = {
-        **(
-            {"compute_dtype": "bfloat16"}
-            if plan.compute_dtype == "auto" and (args.bf16 or half)
-            else {}
-        ),
+    settings: dict[str, Any] = {
         "optimizer.name": rule,
         "optimizer.learning_rate": args.learning_rate,
         "optimizer.betas": (args.adam_beta1, args.adam_beta2),
@@ -332,4 +307,6 @@ def _plan(
         "neftune_noise_alpha": args.neftune_noise_alpha or 0.0,
         "seed": args.seed,
     }
-    return (method(name, **settings) if given is None else override(given, settings)), notes
+    if plan.compute_dtype == "auto" and (args.bf16 or half):
+        settings["compute_dtype"] = "bfloat16"
+    return (method(name, **settings) if user_plan is None else override(plan, settings)), notes

@@ -134,14 +134,16 @@ _COMPILE = "a plan compiles blocks (compile: true)"
 REFUSED = {
     "optim_args": _OPTIMIZER,
     "optim_target_modules": _OPTIMIZER,
-    "label_smoothing_factor": "the walk computes the plain cross-entropy; Walker(objective=...) takes a loss that you write",
+    "label_smoothing_factor": "the walk computes the plain cross-entropy; Walker(objective=...)"
+    " takes a loss that you write",
     "torch_compile": _COMPILE,
     "torch_compile_backend": _COMPILE,
     "torch_compile_mode": _COMPILE,
     "auto_find_batch_size": "the plan's budget says what fits, before the first step",
     "label_names": "the walk learns the column labels",
     "debug": "its hooks need the model in memory",
-    "enable_jit_checkpoint": "its checkpoints on SIGTERM are not the walk's; blockwalk train has them",
+    "enable_jit_checkpoint": "its checkpoints on SIGTERM are not the walk's; blockwalk train has"
+    " them",
     "parallelism_config": _RANKS,
     "fsdp": _RANKS,
     "fsdp_config": _RANKS,
@@ -306,8 +308,7 @@ def refuse_methods(cls: type, ours: type) -> None:
         if name not in METHODS_FOLLOWED:
             raise ValueError(
                 f"{cls.__name__} overrides {name}, which a walk never calls: it would change"
-                " nothing; leave it out"
-                " (Walker(objective=...) takes a loss that you write)"
+                " nothing; leave it out (Walker(objective=...) takes a loss that you write)"
             )
 
 

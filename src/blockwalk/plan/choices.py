@@ -212,6 +212,11 @@ class ZerothOrderSettings:
     objective: str = "loss"
     """loss, label_words, accuracy or f1; a Python function may be given to the walker instead."""
 
+    @property
+    def ranks_words(self) -> bool:
+        """True where the objective ranks label words."""
+        return self.objective != "loss"
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:

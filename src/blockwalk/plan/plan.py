@@ -180,6 +180,11 @@ class Plan:
         return group_sizes(self.mesh)[self.optimizer_state.group]
 
     @property
+    def ranks_words(self) -> bool:
+        """True where a training step ranks every label word of its sequences."""
+        return self.zo.ranks_words and not self.estimator.facts.walks_back
+
+    @property
     def caches_nothing(self) -> bool:
         """True where parameters are spread as widely as optimizer states: no slices over fewer
         ranks stay between uses, on whatever ``cache.tier``."""

@@ -366,11 +366,7 @@ class RunConfig:
         """Rows that one rank walks at once in training: its part of a micro-batch, with every label
         word of each sequence where ``zo.objective`` ranks them."""
         plan = self.plan
-        words = (
-            max(1, len(self.data.label_words))
-            if plan.zeroth_order and plan.zo.objective != "loss"
-            else 1
-        )
+        words = max(1, len(self.data.label_words)) if plan.ranks_words else 1
         return -(-self.batch_size // plan.cuts) * words
 
     def to_mapping(self) -> dict[str, Any]:

@@ -202,7 +202,7 @@ def _resume(beginning: Beginning, saved: Checkpoint) -> Resumed:
     changes = changed_settings(
         saved.config,
         config.to_mapping(),
-        any_method=saved.slices is not None and not config.plan.zeroth_order,
+        any_method=saved.slices is not None and not config.plan.estimator.facts.ledger,
         same_model="weights" in saved.data,
         same_data=True,
     )

@@ -131,7 +131,7 @@ def _open_walker(beginning: Beginning, scratch: Path) -> Walker:
             plan,
             lora=beginning.config.adapters_at_start,
             workdir=scratch,
-            ledger=beginning.start.ledger if plan.zeroth_order else None,
+            ledger=beginning.start.ledger if plan.estimator.facts.ledger else None,
             sharing=beginning.host,
         )
 
@@ -143,8 +143,8 @@ def _take_folder(beginning: Beginning, walker: Walker) -> Beginning:
         checkpoint = beginning.resumed.checkpoint
         if checkpoint.slices is not None:
             walker.load_state(checkpoint.slices)
-        elif checkpoint.walker and not beginning.config.plan.trainable.on_disk:
-            walker.load_state_dict(checkpoint.walker)  # on disk it has a store of its own
+        elif checkpoint.walker and not walker.plan.trainable.tier.facts.durable:
+            walker.load_state_dict(checkpoint.walker)
         # Its tensors are maps of a checkpoint that this run removes in its time.
         checkpoint = dataclasses.replace(checkpoint, walker={})
         resumed = dataclasses.replace(beginning.resumed, checkpoint=checkpoint)

@@ -40,7 +40,7 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
     if run.eval_every and not run.data.evaluates:
         yield f"note: eval_every is {run.eval_every}, and data.eval is empty: nothing is evaluated"
     plan = run.plan
-    if plan.cache.tier != "none" and plan.caches_nothing:
+    if plan.cache.keeps and plan.caches_nothing:
         ranks = "there is one rank"
         if plan.mesh.world > 1:
             ranks = f"the {plan.mesh.world} ranks are one node"
@@ -82,6 +82,6 @@ def usual_elsewhere(run: RunConfig) -> Iterator[str]:
         for name, text in parts.items()
         if getattr(rate, name) == getattr(default, name) and f"optimizer.{name}" not in named
     }
-    if standing and not run.plan.zeroth_order:
+    if standing and run.plan.estimator.facts.walks_back:
         settings = ", ".join(f"optimizer.{name}" for name in standing)
         yield f"defaults: {', '.join(standing.values())}; other tools differ (set {settings})"

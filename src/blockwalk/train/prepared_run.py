@@ -234,6 +234,6 @@ def _require_positions(run: RunConfig, rows: Encoded, held_out: HeldOut | None) 
 def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoded, Choices | None]:
     """Return ``data.train`` as tokens; and with every label word, for an objective that ranks
     them."""
-    ranks = run.plan.zeroth_order and run.plan.zo.objective != "loss"
-    rows = training_set(run.data, tokenizer, seed=run.plan.seed, every_word=ranks)
+    plan = run.plan
+    rows = training_set(run.data, tokenizer, seed=plan.seed, every_word=plan.ranks_words)
     return (rows.answered(), rows) if isinstance(rows, Choices) else (rows, None)

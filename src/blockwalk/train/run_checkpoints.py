@@ -36,8 +36,8 @@ class RunCheckpoints:
         """Write a checkpoint, with every line about the steps before it on the disk, and return its
         folder.
 
-        Weights that a zeroth-order run keeps on disk are not written again: with the ledger they
-        are saved in every step."""
+        Weights on a durable tier are not written again: with the ledger they are saved in every
+        step."""
         self.logs.metrics.sync()
         walker = self.walker
         config = self.beginning.config
@@ -48,10 +48,10 @@ class RunCheckpoints:
         if walker.ledger is None:
             checkpoint = Checkpoint(step, {"steps_done": step}, self._data(), settings)
             scalars = {run_checkpoint.SCALARS: run_checkpoint.scalars_text(checkpoint)}
-            walker.save_state(path, wait=not walker.plan.sharded, beside=scalars)
+            walker.save_state(path, wait=not walker.plan.home.gathered, beside=scalars)
             self.prune()
             return path
-        has_weights = step > 0 and not walker.plan.trainable.on_disk
+        has_weights = step > 0 and not walker.plan.trainable.tier.facts.durable
         state = walker.live_state() if has_weights else {}
         if walker.ranks.rank == 0:
             position = walker.ledger.position
