@@ -80,7 +80,8 @@ def main() -> None:
             }
         apart = max(abs(a / b - 1) for a, b in zip(*losses.values(), strict=True))
         row = {"method": name, "eager_s": seconds["eager"], "compiled_s": seconds["compiled"],
-               "compiling_s": first["compiled"] - seconds["compiled"], "losses_apart": apart}  # fmt: skip
+               "compiling_s": first["compiled"] - seconds["compiled"],
+               "losses_apart": apart}  # fmt: skip
         figures.append(row)
         speedup = seconds["eager"] / seconds["compiled"]
         print(f"{name:<8} {row['eager_s']:>9.3f} {row['compiled_s']:>11.3f} {speedup:>8.2f} {row['compiling_s']:>12.1f}"

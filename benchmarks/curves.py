@@ -74,9 +74,10 @@ def trainer_of(
     batch = arguments.batch
     rate = arguments.learning_rate
     args = TrainingArguments(
-        f"{folder}/{cls.__name__}", max_steps=arguments.steps, per_device_train_batch_size=batch, learning_rate=rate,
-        per_device_eval_batch_size=batch, lr_scheduler_type="cosine", warmup_steps=5, max_grad_norm=1.0, logging_steps=1,
-        save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, optim="adamw_torch", seed=0,
+        f"{folder}/{cls.__name__}", max_steps=arguments.steps, per_device_train_batch_size=batch,
+        learning_rate=rate, per_device_eval_batch_size=batch, lr_scheduler_type="cosine",
+        warmup_steps=5, max_grad_norm=1.0, logging_steps=1, save_strategy="no", report_to=[],
+        use_cpu=True, disable_tqdm=True, optim="adamw_torch", seed=0,
     )  # fmt: skip
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     return cls(copy.deepcopy(model), args=args, data_collator=collator, callbacks=[Told()], **more)

@@ -60,9 +60,11 @@ class Work:
         from transformers import AutoConfig
 
         return AutoConfig.for_model(
-            "opt", hidden_size=self.hidden, word_embed_proj_dim=self.hidden, ffn_dim=4 * self.hidden,
-            num_hidden_layers=self.layers, num_attention_heads=self.hidden // 64, vocab_size=VOCAB, dropout=0.0,
-            max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, dtype="bfloat16",
+            "opt", hidden_size=self.hidden, word_embed_proj_dim=self.hidden,
+            ffn_dim=4 * self.hidden, num_hidden_layers=self.layers,
+            num_attention_heads=self.hidden // 64, vocab_size=VOCAB, dropout=0.0,
+            max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
+            dtype="bfloat16",
         )  # fmt: skip
 
     def make(self) -> Any:
@@ -101,9 +103,9 @@ def digest(walker: Walker) -> str:
     return seen.hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a rank does
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def trains(rank: int, work: Work, mesh: Mesh, settings: Settings) -> str:
@@ -194,9 +196,9 @@ def pss() -> int:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Parts
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def equal(work: Work, rounds: int, figures: Figures) -> list[Bound]:
@@ -329,7 +331,8 @@ def inner(work: Work, rounds: int, figures: Figures) -> list[Bound]:
                 )
     for data_inside, found in taken.items():
         figures["data inside" if data_inside else "perturb inside"] = {
-            "seconds": median([each["seconds"] for each in found]), "bytes a rank": median([e["sent"] for e in found]) / 2
+            "seconds": median([each["seconds"] for each in found]),
+            "bytes a rank": median([e["sent"] for e in found]) / 2
         }  # fmt: skip
     return []
 

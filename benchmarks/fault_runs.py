@@ -251,8 +251,9 @@ def bad_output(kind: str) -> None:
             setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
 
 
-_CALLS = ("open", "write", "pwrite", "pwritev", "writev", "fsync", "fdatasync", "ftruncate", "posix_fallocate", "rename",
-          "replace", "unlink", "remove", "mkdir", "rmdir", "link", "symlink")  # fmt: skip
+_CALLS = ("open", "write", "pwrite", "pwritev", "writev", "fsync", "fdatasync", "ftruncate",
+          "posix_fallocate", "rename", "replace", "unlink", "remove", "mkdir", "rmdir", "link",
+          "symlink")  # fmt: skip
 
 
 def _filesystem_calls(when: Callable[[int], None]) -> None:

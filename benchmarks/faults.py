@@ -385,9 +385,10 @@ def two(whole: Undisturbed, kept: Kept, offsets: int) -> Count:
 
 
 FOREIGN = (
-    "weights-v1/a", "weights-notes.txt", ".mine.partial", ".model.0123abcd.partial/a", "replaced/a", "joined-x/a",
-    "scratch/weights-7b/a", "scratch/weights-0123456789ab/a", "scratch/joined-abcdefgh/a", "scratch/.mine.partial",
-    "scratch/rank-0/mine", "scratch/rank-notes/a", "logs/notes.txt", "checkpoint-old/a", "train.jsonl",
+    "weights-v1/a", "weights-notes.txt", ".mine.partial", ".model.0123abcd.partial/a", "replaced/a",
+    "joined-x/a", "scratch/weights-7b/a", "scratch/weights-0123456789ab/a",
+    "scratch/joined-abcdefgh/a", "scratch/.mine.partial", "scratch/rank-0/mine",
+    "scratch/rank-notes/a", "logs/notes.txt", "checkpoint-old/a", "train.jsonl",
 )  # fmt: skip
 """Names of files of others, like those of a run."""
 

@@ -104,8 +104,9 @@ def model_folder(size: str) -> Path:
     values = dict(SIZES[size])
     dtype = DTYPES.get(size, "float32")
     heads = values.pop("heads")
-    target = {"model_type": "llama", "num_attention_heads": heads, "num_key_value_heads": heads // 2, "dtype": dtype,
-              "tie_word_embeddings": True, **values}  # fmt: skip
+    target = {"model_type": "llama", "num_attention_heads": heads,
+              "num_key_value_heads": heads // 2, "dtype": dtype, "tie_word_embeddings": True,
+              **values}  # fmt: skip
     path = CACHE / f"foresight-{size}-{dtype}"
     if not (path / "model.safetensors").exists():
         script = (
@@ -229,8 +230,8 @@ def case(size: str, name: str, hardware: str, steps: int | None = None) -> dict[
     return {
         "size": size, "method": name, "fits": True, "tensors": tensors(program),
         "predicted_bytes": predicted, "measured_bytes": measured,
-        "predicted_seconds": found.seconds, "measured_seconds": min(seconds), "all_seconds": seconds,
-        "predicted_moved": wanted, "measured_moved": stored,
+        "predicted_seconds": found.seconds, "measured_seconds": min(seconds),
+        "all_seconds": seconds, "predicted_moved": wanted, "measured_moved": stored,
         "spent": dict(list(found.critical.items())[:4]),
     }  # fmt: skip
 

@@ -687,9 +687,9 @@ def worker(arguments: argparse.Namespace, path: Path) -> None:
         for name, error in bench.failed.items()
     ]
     shown = [{**vars(bound), "holds": bound.holds} for bound in bounds]
-    value = {"machine": machine(), "device": str(bench.device), "tiny": bench.tiny, "part": arguments.worker,
-             "seconds": time.perf_counter() - began, "figures": bench.rows, "failed": bench.failed,
-             "bounds": shown}  # fmt: skip
+    value = {"machine": machine(), "device": str(bench.device), "tiny": bench.tiny,
+             "part": arguments.worker, "seconds": time.perf_counter() - began,
+             "figures": bench.rows, "failed": bench.failed, "bounds": shown}  # fmt: skip
     write(path, value)
 
 

@@ -250,8 +250,9 @@ def main() -> None:
     for name in arguments.model:
         figures[name], added = measure(name, arguments, arguments.results / f"{gpu}-logs")
         bounds += added
-        value = {"machine": machine(), "batch": arguments.batch, "sequence": arguments.seq, "dtype": arguments.dtype,
-                 "figures": figures, "bounds": [{**vars(bound), "holds": bound.holds} for bound in bounds]}  # fmt: skip
+        value = {"machine": machine(), "batch": arguments.batch, "sequence": arguments.seq,
+                 "dtype": arguments.dtype, "figures": figures,
+                 "bounds": [{**vars(bound), "holds": bound.holds} for bound in bounds]}  # fmt: skip
         # written after each model: a later one may be stopped
         (arguments.results / f"{gpu}.json").write_text(json.dumps(value, indent=1) + "\n")
     finish(arguments, figures, bounds)
@@ -268,7 +269,8 @@ def options() -> argparse.Namespace:
     made.add_argument("--tiny", action="store_true", help="a tiny model: proves that it runs")
     made.add_argument("--results", type=Path, default=RESULTS, help=argparse.SUPPRESS)
     for name, default, what in (
-        ("batch", 4, "sequences of a step"), ("seq", 2048, "tokens of a sequence"), ("steps", 5, "after the first"),
+        ("batch", 4, "sequences of a step"), ("seq", 2048, "tokens of a sequence"),
+        ("steps", 5, "after the first"),
         ("slice", 1, "1: the ranks of a node hold one copy; 0: each its own"),
     ):  # fmt: skip
         made.add_argument(f"--{name}", type=int, default=default, help=what)

@@ -112,8 +112,8 @@ def planned(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return out
 
 
-FIGURES = ("name", "memory_bytes", "capability", "copy_up", "copy_down", "copy_both", "launch_us", "operator_us",
-           "noise_per_s", "norm_bytes_per_s", "loss_s")  # fmt: skip
+FIGURES = ("name", "memory_bytes", "capability", "copy_up", "copy_down", "copy_both", "launch_us",
+           "operator_us", "noise_per_s", "norm_bytes_per_s", "loss_s")  # fmt: skip
 
 
 def crossing(rows: dict[str, dict[str, Any]], codec: Codec) -> int | None:

@@ -212,7 +212,8 @@ def main() -> None:
             )
         found: dict[str, list[float]] = kept["runs"][run.name]
         print(f"{run.name}: loss {found['loss'][0]:.4f} to {found['loss'][-1]:.4f}, accuracy {found['accuracy'][0]:.2%} to"
-              f" {found['accuracy'][-1]:.2%}, {found['seconds'][-1]:.0f} s", flush=True)  # fmt: skip
+              f" {found['accuracy'][-1]:.2%}, {found['seconds'][-1]:.0f} s",
+              flush=True)  # fmt: skip
         return found
 
     curves = {}

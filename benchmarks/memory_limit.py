@@ -108,7 +108,8 @@ def worker(store: str, steps: int, full: bool) -> None:
         for step in range(steps):
             results.append(walker.step(random_batch(walker.spec.vocab_size, 1, 256, seed=step)))
             print(f"  step {step + 1}: {results[-1].seconds:.2f} s", file=sys.stderr, flush=True)
-        print(json.dumps({"losses": [r.loss for r in results], "seconds": [r.seconds for r in results],
+        print(json.dumps({"losses": [r.loss for r in results],
+                          "seconds": [r.seconds for r in results],
                           "private": memory.highest}))  # fmt: skip
 
 

@@ -46,8 +46,9 @@ NOISE_PASSES = 8
 """Times that the published MeZO and ZO2 read or write a tensor of a parameter's size to perturb it
 or to update it: the draw, two products with scalars, a sum, each out of place."""
 
-OPT = {"1.3B": (24, 32, 2048), "2.7B": (32, 32, 2560), "6.7B": (32, 32, 4096), "13B": (40, 40, 5120),
-       "30B": (48, 56, 7168), "66B": (64, 72, 9216), "175B": (96, 96, 12288)}  # fmt: skip
+OPT = {"1.3B": (24, 32, 2048), "2.7B": (32, 32, 2560), "6.7B": (32, 32, 4096),
+       "13B": (40, 40, 5120), "30B": (48, 56, 7168), "66B": (64, 72, 9216),
+       "175B": (96, 96, 12288)}  # fmt: skip
 SEED_OSS = {"Seed-OSS-9B": (36, 4096, 12288), "Seed-OSS-36B": (64, 5120, 27648)}
 """Layers, hidden and feed-forward sizes; the 9B is not published in detail and taken to scale."""
 
@@ -59,9 +60,10 @@ def rows(name: str) -> list[dict[str, str]]:
 
 def opt(size: str, dtype: str) -> dict[str, Any]:
     layers, heads, dim = OPT[size]
-    return {"model_type": "opt", "hidden_size": dim, "ffn_dim": 4 * dim, "num_hidden_layers": layers, "dtype": dtype,
-            "word_embed_proj_dim": dim,
-            "num_attention_heads": heads, "vocab_size": 50272, "max_position_embeddings": 2048}  # fmt: skip
+    return {"model_type": "opt", "hidden_size": dim, "ffn_dim": 4 * dim,
+            "num_hidden_layers": layers, "dtype": dtype, "word_embed_proj_dim": dim,
+            "num_attention_heads": heads, "vocab_size": 50272,
+            "max_position_embeddings": 2048}  # fmt: skip
 
 
 def measured(config: dict[str, Any], lora_rank: int | None, device: str) -> UnitCosts:
@@ -401,8 +403,9 @@ def transfer_table() -> Iterator[dict[str, Any]]:
     yield line("pcie4_cpu_to_gpu, 16 GB", link.seconds(16e9), seconds["pcie4_cpu_to_gpu"], "s")
 
 
-FCDP_CONFIG = {"model_type": "llama", "hidden_size": 6144, "intermediate_size": 22016, "num_hidden_layers": 47,
-               "num_attention_heads": 48, "vocab_size": 50432, "dtype": "bfloat16"}  # fmt: skip
+FCDP_CONFIG = {"model_type": "llama", "hidden_size": 6144, "intermediate_size": 22016,
+               "num_hidden_layers": 47, "num_attention_heads": 48, "vocab_size": 50432,
+               "dtype": "bfloat16"}  # fmt: skip
 
 
 def fewer_adapters(model: ModelSpec) -> ModelSpec:

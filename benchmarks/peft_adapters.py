@@ -34,8 +34,9 @@ from blockwalk import Walker, method
 from blockwalk.convert.merge import merge
 
 SIZES = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 TIED = {"tie_word_embeddings": True}
 ENDS = ["q_proj", "embed_tokens", "lm_head"]

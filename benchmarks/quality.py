@@ -45,8 +45,8 @@ HALF = 0.5
 that calibrated rounding may have."""
 
 CODECS = {
-    "int8": (Codec.INT8, 32), "int4, 64": (Codec.INT4, 64), "int4, 32": (Codec.INT4, 32), "int4a, 32": (Codec.INT4A, 32),
-    "nf4, 64": (Codec.NF4, 64), "nf4, 32": (Codec.NF4, 32),
+    "int8": (Codec.INT8, 32), "int4, 64": (Codec.INT4, 64), "int4, 32": (Codec.INT4, 32),
+    "int4a, 32": (Codec.INT4A, 32), "nf4, 64": (Codec.NF4, 64), "nf4, 32": (Codec.NF4, 32),
 }  # fmt: skip
 
 
@@ -185,8 +185,9 @@ def written(model: Any, count: int, length: int, seed: int) -> list[torch.Tensor
     """Rows that the model itself samples: on these a loss grows by the divergence from it."""
     torch.manual_seed(seed)
     begin = torch.full((count, 1), model.config.bos_token_id)
-    made = model.generate(begin, attention_mask=torch.ones_like(begin), do_sample=True, top_k=0, min_new_tokens=length - 1,
-                          max_new_tokens=length - 1, pad_token_id=0)  # fmt: skip
+    made = model.generate(begin, attention_mask=torch.ones_like(begin), do_sample=True, top_k=0,
+                          min_new_tokens=length - 1, max_new_tokens=length - 1,
+                          pad_token_id=0)  # fmt: skip
     return list(made)
 
 

@@ -368,11 +368,13 @@ def _text(data: bytes) -> str:
 
 
 _WORK: dict[int, Any] = {
-    1: _Server.lookup, 3: _Server.getattr, 4: _Server.setattr, 5: _Server.readlink, 6: _Server.symlink, 8: _Server.mknod,
-    9: _Server.mkdir, 10: _Server.unlink, 11: _Server.rmdir, 12: _Server.rename, 13: _Server.link, 14: _Server.open,
-    15: _Server.read, 16: _Server.write, 17: _Server.statfs, 18: _Server.nothing, 20: _Server.fsync, 25: _Server.nothing,
-    26: _Server.init, 27: _Server.open, 28: _Server.readdir, 29: _Server.nothing, 30: _Server.fsyncdir, 35: _Server.create,
-    38: _Server.nothing, 43: _Server.fallocate, 45: _Server.rename2,
+    1: _Server.lookup, 3: _Server.getattr, 4: _Server.setattr, 5: _Server.readlink,
+    6: _Server.symlink, 8: _Server.mknod, 9: _Server.mkdir, 10: _Server.unlink, 11: _Server.rmdir,
+    12: _Server.rename, 13: _Server.link, 14: _Server.open, 15: _Server.read, 16: _Server.write,
+    17: _Server.statfs, 18: _Server.nothing, 20: _Server.fsync, 25: _Server.nothing,
+    26: _Server.init, 27: _Server.open, 28: _Server.readdir, 29: _Server.nothing,
+    30: _Server.fsyncdir, 35: _Server.create, 38: _Server.nothing, 43: _Server.fallocate,
+    45: _Server.rename2,
 }  # fmt: skip
 
 

@@ -46,8 +46,9 @@ from blockwalk.train.evaluation import HeldOut
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = DataSettings(
-    train=str(ROOT / "examples/data/sentiment_train.jsonl"), eval=str(ROOT / "examples/data/sentiment_heldout.jsonl"),
-    template="{text} It was {label}.", label_words=("terrible", "great"), max_length=128,
+    train=str(ROOT / "examples/data/sentiment_train.jsonl"),
+    eval=str(ROOT / "examples/data/sentiment_heldout.jsonl"), template="{text} It was {label}.",
+    label_words=("terrible", "great"), max_length=128,
 )  # fmt: skip
 EXACT = "exact (mebp)"
 SHARE = 0.5
@@ -343,10 +344,20 @@ def main() -> None:
     )
     if left:
         raise SystemExit(f"{len(left)} runs of the sweep are left: run this again")
-    rates = {name: min(tried, key=lambda each: found[each.name].loss[-1] if len(tried) > 1 else 0.0).rate
-             for name, tried in sweeps.items()}  # fmt: skip
-    finals = {name: [run(name, rates[name], seed, arguments.forwards, arguments.points) for seed in arguments.seeds]
-              for name in arguments.case}  # fmt: skip
+
+    def best_rate(runs: list[Run]) -> float:
+        if len(runs) == 1:
+            return runs[0].rate
+        return min(runs, key=lambda run: found[run.name].loss[-1]).rate
+
+    rates = {name: best_rate(runs) for name, runs in sweeps.items()}
+    finals = {
+        name: [
+            run(name, rates[name], seed, arguments.forwards, arguments.points)
+            for seed in arguments.seeds
+        ]
+        for name in arguments.case
+    }
     left = complete([each for runs in finals.values() for each in runs], found, arguments, until)
     if left:
         raise SystemExit(f"{len(left)} runs are left: run this again")

@@ -55,12 +55,13 @@ SIZES = {
     "num_attention_heads": 4,
 }
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "word_embed_proj_dim": 32},
+    "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "word_embed_proj_dim": 32},
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4},
     "llama": SIZES,
     "qwen2": {**SIZES, "num_key_value_heads": 2},
-    "qwen3_moe": {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
-                  "moe_intermediate_size": 16},
+    "qwen3_moe": {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
+                  "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gemma2": {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4},
 }  # fmt: skip
 
@@ -156,8 +157,8 @@ def original(model: nn.Module, steps: int) -> Run:
 def rates(steps: int) -> list[float]:
     from blockwalk.plan.schedules import make_schedule
 
-    schedule = make_schedule(OPTIMIZER["schedule"], OPTIMIZER["learning_rate"], OPTIMIZER["warmup_steps"],
-                             OPTIMIZER["total_steps"], 0.0)  # fmt: skip
+    schedule = make_schedule(OPTIMIZER["schedule"], OPTIMIZER["learning_rate"],
+                             OPTIMIZER["warmup_steps"], OPTIMIZER["total_steps"], 0.0)  # fmt: skip
     return [schedule(step) for step in range(steps)]
 
 
@@ -183,7 +184,8 @@ def coded() -> Iterator[tuple[str, str, dict[str, Any]]]:
     for codec in ("bf16", "fp16", "fp8", "int8"):
         for tier, flush_every in (("host", 1), ("disk", 4)):
             yield codec, f"zo2-{tier} {codec} flush {flush_every}", {
-                "trainable": f"{tier} × {codec}", "update": {"flush_every": flush_every}}  # fmt: skip
+                "trainable": f"{tier} × {codec}",
+                "update": {"flush_every": flush_every}}  # fmt: skip
 
 
 def compare(kind: str, steps: int) -> Iterator[dict[str, Any]]:
@@ -192,7 +194,8 @@ def compare(kind: str, steps: int) -> Iterator[dict[str, Any]]:
     def row(
         tied: bool, lora: bool, case: str, control: str, found: Run, expected: Run
     ) -> dict[str, Any]:
-        return {"architecture": kind, "tied": tied, "trained": "lora" if lora else "full", "case": case, "control": control,
+        return {"architecture": kind, "tied": tied, "trained": "lora" if lora else "full",
+                "case": case, "control": control,
                 "differs": found.differences(expected)}  # fmt: skip
 
     for tied in (True, False):
@@ -246,7 +249,8 @@ def main() -> None:
             if row["differs"]:
                 shown = ", ".join(row["differs"][:4])
                 print(f"  {kind} {'tied' if row['tied'] else 'untied'} {row['trained']}: {row['case']} differs from"
-                      f" {row['control']} in {len(row['differs'])}: {shown}", flush=True)  # fmt: skip
+                      f" {row['control']} in {len(row['differs'])}: {shown}",
+                      flush=True)  # fmt: skip
         mine = rows[first:]
         same = sum(not row["differs"] for row in mine)
         print(f"{kind:<10} {same}/{len(mine)} the same bits after {arguments.steps} steps"

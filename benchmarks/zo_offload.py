@@ -307,8 +307,8 @@ def rows(
     made = []
     naive = seconds.get((zo_runs.NAIVE, ""))
     for (case, noise), each in seconds.items():
-        row = {"model": name, "case": case, "noise": noise, "flush_every": flush_every, "rounds": len(each),
-               "tokens_per_s": arguments.batch * arguments.seq / median(each),
+        row = {"model": name, "case": case, "noise": noise, "flush_every": flush_every,
+               "rounds": len(each), "tokens_per_s": arguments.batch * arguments.seq / median(each),
                "of_mezo": ratio(each, seconds[zo_runs.MEZO, noise or arguments.noise[0]]),
                "stolen_s": lost[case, noise]}  # fmt: skip
         if naive is not None:

@@ -75,7 +75,8 @@ class Posed:
 
 TASKS = {
     "snips": Posed("snips", "{text}\nThis is about: {label}", {
-        0: "playlist", 1: "restaurant", 2: "weather", 3: "music", 4: "rating", 5: "search", 6: "movie"}),
+        0: "playlist", 1: "restaurant", 2: "weather", 3: "music", 4: "rating", 5: "search",
+        6: "movie"}),
     "rate or fee": Posed("banking77", "{text}\nThis is about the {label}", {
         "exchange_rate": "rate", "exchange_charge": "fee"}, "category"),
 }  # fmt: skip

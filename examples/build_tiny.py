@@ -79,11 +79,13 @@ def build_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
+    "llama": {"intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 32,
+              "tie_word_embeddings": True},
     "opt": {"ffn_dim": 512, "word_embed_proj_dim": 192},
     "qwen2_moe": {
-        "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
-        "shared_expert_intermediate_size": 256, "tie_word_embeddings": True,
+        "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128, "shared_expert_intermediate_size": 256,
+        "tie_word_embeddings": True,
     },
 }  # fmt: skip
 

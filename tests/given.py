@@ -30,8 +30,9 @@ def decoder(
     rest."""
     trained = lora_rank is None
     linears = {
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden),
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden),
         "mlp.down_proj": (hidden, wide),
     }  # fmt: skip
 
@@ -90,9 +91,12 @@ def costs(model: ModelSpec) -> Callable[[Plan, Shape], Costs]:
         at_loss = Work(((head, 1),), in_place=((1 << 22, 8),))
         graph = 4 * wide + 9 * state
         units = {
-            "prologue": UnitCost(state, gradients, state + 8 * tokens, forward=Work(passes=((2 * state, 1),))),
-            "block": UnitCost(3 * wide, graph + gradients, graph, once.flops, twice.flops, once, twice),
-            "epilogue": UnitCost(2 * state + (16 << 20), 3 * state + (48 << 20), 0, head, 2 * head, at_loss, Work()),
+            "prologue": UnitCost(state, gradients, state + 8 * tokens,
+                                 forward=Work(passes=((2 * state, 1),))),
+            "block": UnitCost(3 * wide, graph + gradients, graph, once.flops, twice.flops, once,
+                              twice),
+            "epilogue": UnitCost(2 * state + (16 << 20), 3 * state + (48 << 20), 0, head, 2 * head,
+                                 at_loss, Work()),
         }  # fmt: skip
         if not backprop:
             units = {

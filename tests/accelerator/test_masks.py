@@ -66,8 +66,9 @@ BATCHES = {
 """Batches, and whether attention needs a mask for them."""
 
 
-WINDOWED = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}  # fmt: skip
+WINDOWED = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "use_sliding_window": True,
+            "sliding_window": 4, "max_window_layers": 1}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt", "qwen2"])

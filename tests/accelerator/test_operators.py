@@ -123,8 +123,8 @@ def test_products_with_float32_results_are_taken_where_the_device_has_them(
         head_grad_VD = torch.zeros(200, 32, device="sim:1") if trains_head else None
         with Launches() as mode:
             result = chunked_cross_entropy(
-                hidden_ND.to("sim:1"), labels_N, DenseWeight(head_VD.to("sim:1")), grad_scale=1.0, vocab_chunk=64,
-                head_grad=head_grad_VD,
+                hidden_ND.to("sim:1"), labels_N, DenseWeight(head_VD.to("sim:1")), grad_scale=1.0,
+                vocab_chunk=64, head_grad=head_grad_VD,
             )  # fmt: skip
         head_grad_VD = torch.zeros(200, 32) if head_grad_VD is None else head_grad_VD
         return result.loss_sum.cpu(), result.grad_hidden_ND.cpu(), head_grad_VD.cpu(), mode.counts

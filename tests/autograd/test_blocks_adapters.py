@@ -200,8 +200,9 @@ def test_adapters_may_be_settings_a_mapping_or_pefts_own_configuration() -> None
     import blockwalk
 
     config = tiny_config("llama")
-    given = LoraConfig(r=3, lora_alpha=5, lora_dropout=0.25, target_modules=["q_proj", "v_proj"], use_rslora=True,
-                       rank_pattern={"v_proj": 2}, task_type="CAUSAL_LM")  # fmt: skip
+    given = LoraConfig(r=3, lora_alpha=5, lora_dropout=0.25, target_modules=["q_proj", "v_proj"],
+                       use_rslora=True, rank_pattern={"v_proj": 2},
+                       task_type="CAUSAL_LM")  # fmt: skip
     with pytest.warns(FutureWarning):
         theirs = (
             get_peft_model(tiny_model_before_seed(config), given).peft_config["default"].to_dict()

@@ -13,8 +13,9 @@ from tests.autograd.control import tiny_config, tiny_model
 from tests.support.messages import refused
 
 ENCODERS = (
-    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
-    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie",
+    "megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
+    "xlm-roberta", "xlm-roberta-xl",
 )  # fmt: skip
 """Causal language models of transformers that are encoders unless ``is_decoder`` says otherwise."""
 SEE_THE_FUTURE: list[tuple[str, dict]] = [

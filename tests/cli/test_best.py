@@ -74,7 +74,8 @@ def test_a_best_that_is_not_the_last_is_what_is_tried_and_noted(
     printed = capsys.readouterr()
     assert json.loads(printed.out)["loss"] == pytest.approx(losses[best], rel=1e-5)
     assert "--adapter" not in printed.err
-    commands = (["eval", str(out)], ["generate", str(out), "--prompt", "a", "--max_new_tokens", "1"],
+    commands = (["eval", str(out)], ["generate", str(out), "--prompt", "a", "--max_new_tokens",
+                                     "1"],
                 ["merge", str(tiny_run.model), str(out), str(tmp_path / "merged")])  # fmt: skip
     for command in commands:
         assert main.main(command) == 0
@@ -134,7 +135,8 @@ def test_a_resumed_run_knows_its_best(
 
 def test_accuracy_is_more_and_loss_is_less() -> None:
     lines = [{"step": step, "loss": loss, "accuracy": right} for step, loss, right in
-             [(0, 0.1, 1.0), (2, 3.0, 0.5), (4, 2.0, 0.5), (6, 2.5, 0.75), (8, 2.0, 0.7)]]  # fmt: skip
+             [(0, 0.1, 1.0), (2, 3.0, 0.5), (4, 2.0, 0.5), (6, 2.5, 0.75),
+              (8, 2.0, 0.7)]]  # fmt: skip
     by_loss = Best.of(lines, "loss", "")
     by_accuracy = Best.of(lines, "accuracy", "")
     assert (by_loss.step, by_loss.without) == (4, 2)

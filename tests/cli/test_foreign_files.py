@@ -117,8 +117,9 @@ def test_a_folder_full_of_other_peoples_names(
     assert {name: after.get(name) for name in left} == left, "a run that replaces one of ours"
 
 
-@pytest.mark.parametrize("name", ["adapter/mine", "config.yaml", "metrics.jsonl", "trace.json", "checkpoint-000004/a",
-                                  "checkpoint-100000/a", ".blockwalk", ".lock", "adapter", "checkpoint-000002"])  # fmt: skip
+@pytest.mark.parametrize("name", ["adapter/mine", "config.yaml", "metrics.jsonl", "trace.json",
+                                  "checkpoint-000004/a", "checkpoint-100000/a", ".blockwalk",
+                                  ".lock", "adapter", "checkpoint-000002"])  # fmt: skip
 def test_a_name_that_the_run_needs_is_refused(
     name: str, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

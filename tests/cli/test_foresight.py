@@ -350,13 +350,15 @@ def test_a_run_that_is_refused_memory_says_what_was_foreseen_and_measured(
         "".join(json.dumps({"text": "fresh bread " * 150}) + "\n" for _ in range(8))
     )
     settings = {
-        "model": tiny_run.model, "output_dir": tmp_path / "run", "data.train": tmp_path / "long.jsonl", "method": "plain",
-        "lora": "false", "batch_size": 8, "data.max_length": 2048, "max_steps": 2,
+        "model": tiny_run.model, "output_dir": tmp_path / "run",
+        "data.train": tmp_path / "long.jsonl", "method": "plain", "lora": "false", "batch_size": 8,
+        "data.max_length": 2048, "max_steps": 2,
     }  # fmt: skip
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     done = subprocess.run(
         [sys.executable, "-c", code, "train", *flags],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+        timeout=120,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "out of memory after " in done.stderr

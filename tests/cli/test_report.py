@@ -42,12 +42,14 @@ def run(tmp_path: Path) -> Path:
     folder.mkdir()
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, 41):
-            line = {"step": step, "loss": 4 / step, "learning_rate": 1e-4, "tokens": 64, "tokens_per_second": 100.0 + step,
-                    "seconds": 0.5, "peak_bytes": 3 * 10**8, "bytes_moved": {"fetch": 10**6 * step}}  # fmt: skip
+            line = {"step": step, "loss": 4 / step, "learning_rate": 1e-4, "tokens": 64,
+                    "tokens_per_second": 100.0 + step, "seconds": 0.5, "peak_bytes": 3 * 10**8,
+                    "bytes_moved": {"fetch": 10**6 * step}}  # fmt: skip
             print(json.dumps(line), file=file)
         file.write('{"step": 41, "lo')  # a line that a kill cut short
     (folder / "config.yaml").write_text("model: <tiny>\n")
-    forecast = {"peaks": {"device": 10**7, "mapped": 2 * 10**7}, "process_bytes": 31 * 10**7, "average_seconds": 0.4,
+    forecast = {"peaks": {"device": 10**7, "mapped": 2 * 10**7}, "process_bytes": 31 * 10**7,
+                "average_seconds": 0.4,
                 "bytes_moved": {"fetch": 4 * 10**7}, "versions": {"torch": "9.9.9"}}  # fmt: skip
     (folder / "forecast.json").write_text(json.dumps(forecast))
     event = {

@@ -53,12 +53,14 @@ def test_auto_is_the_first_of_the_ranking_with_the_settings_that_were_given(
 
 
 MIXTRAL_8X7B = {
-    "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_local_experts": 8,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "num_experts_per_tok": 2, "dtype": "bfloat16",
+    "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_local_experts": 8, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 32000, "num_experts_per_tok": 2, "dtype": "bfloat16",
 }  # fmt: skip
 OPT_125M = {
-    "model_type": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-    "vocab_size": 50272, "max_position_embeddings": 2048, "word_embed_proj_dim": 768, "dtype": "float16",
+    "model_type": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12,
+    "num_attention_heads": 12, "vocab_size": 50272, "max_position_embeddings": 2048,
+    "word_embed_proj_dim": 768, "dtype": "float16",
 }  # fmt: skip
 
 

@@ -156,8 +156,10 @@ def test_a_prompt_and_a_completion_of_turns_are_a_chat_that_learns_the_completio
         ({"prompt": [{"role": "user", "content": "one"}], "completion": "two"}, "prompt"),
         ({"prompt": "one", "completion": [{"role": "assistant", "content": "two"}]}, "completion"),
         ({"prompt": [{"role": "user", "content": "one"}], "completion": []}, "completion"),
-        ({"prompt": [{"role": "user", "content": "one"}], "completion": [{"role": "user", "content": "two"}]}, "assistant"),
-        ({"prompt": [{"role": "user"}], "completion": [{"role": "assistant", "content": "two"}]}, "prompt [0]"),
+        ({"prompt": [{"role": "user", "content": "one"}],
+          "completion": [{"role": "user", "content": "two"}]}, "assistant"),
+        ({"prompt": [{"role": "user"}], "completion": [{"role": "assistant", "content": "two"}]},
+         "prompt [0]"),
     ],
 )  # fmt: skip
 def test_a_prompt_and_a_completion_that_are_no_chat_are_refused(

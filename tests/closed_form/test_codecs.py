@@ -306,8 +306,8 @@ needs_native = pytest.mark.skipif(
 @needs_native
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(SCALED), st.sampled_from(FLOATS), st.integers(1, 9), st.integers(1, 300), st.sampled_from((32, 64)),
-    st.data(),
+    st.sampled_from(SCALED), st.sampled_from(FLOATS), st.integers(1, 9), st.integers(1, 300),
+    st.sampled_from((32, 64)), st.data(),
 )  # fmt: skip
 def test_the_kernel_and_torch_agree(
     codec: Codec, dtype: torch.dtype, rows: int, columns: int, group_size: int, data: st.DataObject
@@ -341,7 +341,8 @@ def test_the_kernel_and_torch_agree(
 @needs_native
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from((Codec.FP8, Codec.INT8)), st.integers(1, 9), st.integers(1, 300), st.integers(-46, 38), st.booleans()
+    st.sampled_from((Codec.FP8, Codec.INT8)), st.integers(1, 9), st.integers(1, 300),
+    st.integers(-46, 38), st.booleans()
 )  # fmt: skip
 def test_the_kernel_and_torch_encode_alike(
     codec: Codec, rows: int, columns: int, exponent: int, stochastic: bool

@@ -104,8 +104,9 @@ def test_this_machine_is_what_doctor_wrote_for_its_device_else_the_memory_that_t
 
 
 FACTS: dict[str, Any] = {
-    "name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85 * 10**9, "capability": [9, 0], "copy_up": 5.5e10, "copy_down": 5.2e10,
-    "copy_both": 9e10, "launch_us": 4.0, "operator_us": 6.0, "noise_per_s": 2.5e11, "norm_bytes_per_s": 2e12, "loss_s": 0.1,
+    "name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85 * 10**9, "capability": [9, 0],
+    "copy_up": 5.5e10, "copy_down": 5.2e10, "copy_both": 9e10, "launch_us": 4.0, "operator_us": 6.0,
+    "noise_per_s": 2.5e11, "norm_bytes_per_s": 2e12, "loss_s": 0.1,
     "decode_rate": {"int4a": 4e11, "nf4": 2e11}, "fused_crossing_rows": {"int4a": 96},
 }  # fmt: skip
 
@@ -116,9 +117,11 @@ def test_a_card_is_described_by_its_own_name_and_its_memory_by_its_driver(
     """Oracle: the names that NVIDIA's and AMD's drivers give."""
     monkeypatch.chdir(tmp_path)
     for name, shipped in {
-        "NVIDIA H100 80GB HBM3": "h100-80gb", "NVIDIA H200": "h200", "NVIDIA H20": "h20-96gb-x4", "NVIDIA L40S": "l40s",
-        "NVIDIA A100-SXM4-80GB": "a100-80gb", "NVIDIA GeForce RTX 3060": "rtx-3060", "AMD Instinct MI300X": "mi300x",
-        "NVIDIA GeForce RTX 4090": "rtx-4090", "NVIDIA GeForce RTX 3060 Ti": "rtx-3060", "Tesla T4": "rtx-4090",
+        "NVIDIA H100 80GB HBM3": "h100-80gb", "NVIDIA H200": "h200", "NVIDIA H20": "h20-96gb-x4",
+        "NVIDIA L40S": "l40s", "NVIDIA A100-SXM4-80GB": "a100-80gb",
+        "NVIDIA GeForce RTX 3060": "rtx-3060", "AMD Instinct MI300X": "mi300x",
+        "NVIDIA GeForce RTX 4090": "rtx-4090", "NVIDIA GeForce RTX 3060 Ti": "rtx-3060",
+        "Tesla T4": "rtx-4090",
     }.items():  # fmt: skip
         found = hardware.of_this_machine("cuda", Card(name, 33 * 10**9))
         assert (found.name, found.device_bytes, found.measured) == (

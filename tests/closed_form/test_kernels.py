@@ -174,7 +174,8 @@ def advances(name: str, rounding: bool, kind: NoiseKind) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "rounding", "kind"),
-    [("float32", False, "rademacher"), ("bfloat16", True, "gaussian"), ("float16", True, "rademacher"),
+    [("float32", False, "rademacher"), ("bfloat16", True, "gaussian"),
+     ("float16", True, "rademacher"),
      ("float16", False, "gaussian")],
 )  # fmt: skip
 def test_pending_updates_of_a_block_and_a_perturbation_in_a_launch_each(
@@ -302,14 +303,15 @@ def test_a_matrix_decoded_inside_its_product(codec: str, group: int, interpreted
 
 FLOAT32 = ("scale", "largest", "decay", "weight", "beta2", "rest2", "root", "eps", "rate")
 POINTERS = {
-    "cubics": "*fp32", "levels": "*fp32", "row_index": "*i64", "order": "*i64", "table": "*i64", "buffer": "*u8",
-    "codes": "*u8", "scales": "*fp32", "grad": "*fp32", "first": "*fp32", "second": "*fp32",
+    "cubics": "*fp32", "levels": "*fp32", "row_index": "*i64", "order": "*i64", "table": "*i64",
+    "buffer": "*u8", "codes": "*u8", "scales": "*fp32", "grad": "*fp32", "first": "*fp32",
+    "second": "*fp32",
 }  # fmt: skip
 GAUSS = {"COUNTERS": 128, "DRAWS": 16, "KIND": 1}
 SIGNS = {"COUNTERS": 16, "DRAWS": 256, "KIND": 2}
 PLAIN = {"COUNTERS": 128, "DRAWS": 16, "KIND": 0}
-KERNELS = ("_write_kernel", "_draws_kernel", "_advance_kernel", "_advance_rows_kernel", "_adamw_kernel", "_decode_kernel",
-           "_product_kernel")  # fmt: skip
+KERNELS = ("_write_kernel", "_draws_kernel", "_advance_kernel", "_advance_rows_kernel",
+           "_adamw_kernel", "_decode_kernel", "_product_kernel")  # fmt: skip
 PRODUCT = {"M": 64, "N": 128, "K": 64}
 
 

@@ -27,10 +27,10 @@ MODEL = toy(2, lora=False, tied=False)
 BLOCK = 64 * 64 + 64
 """Elements of one of its blocks."""
 GPU = Hardware(
-    "toy", device_bytes=10**9, host_bytes=10**9, flops={"float32": 1e6}, memory_bandwidth=1e5, op_seconds=1.0,
-    noise_rate=1e4, decode_rate=2e4, host_to_device=Link(100.0, 0.5), device_to_host=Link(50.0, 0.25),
-    disk_read=Link(10.0, 2.0), disk_write=Link(5.0, 4.0), intra=Link(1000.0, 0.01), inter=Link(20.0, 0.1),
-    devices_per_node=4, nodes=4,
+    "toy", device_bytes=10**9, host_bytes=10**9, flops={"float32": 1e6}, memory_bandwidth=1e5,
+    op_seconds=1.0, noise_rate=1e4, decode_rate=2e4, host_to_device=Link(100.0, 0.5),
+    device_to_host=Link(50.0, 0.25), disk_read=Link(10.0, 2.0), disk_write=Link(5.0, 4.0),
+    intra=Link(1000.0, 0.01), inter=Link(20.0, 0.1), devices_per_node=4, nodes=4,
 )  # fmt: skip
 CPU = dataclasses.replace(GPU, device="cpu", devices_per_node=1, nodes=1)
 
@@ -179,7 +179,8 @@ def test_rates_by_size_go_before_the_flat_ones() -> None:
     costs = Costs((("block", UnitCost(forward=forward)),))
     machine = dataclasses.replace(
         GPU, products={"float32": Curve(((1e6, 1.0),))}, thin={"float32": Curve(((1e6, 5.0),))},
-        passes={"float32": Curve(((1e3, 0.1),)), "in place": Curve(((1e3, 0.01),))}, attention={"float32": 1e5},
+        passes={"float32": Curve(((1e3, 0.1),)), "in place": Curve(((1e3, 0.01),))},
+        attention={"float32": 1e5},
     )  # fmt: skip
     found = seconds(method("plain"), machine, OpKind.FORWARD, Lane.COMPUTE, costs=costs)
     assert found == pytest.approx(1.0 + 2 * 1.0 + 5.0 + 3 * 0.1 + 0.01 + 5.0)

@@ -115,8 +115,9 @@ def measured() -> Hardware:
     products = Curve(((1e6, 1e-5), (1e8, 2e-4), (1e10, 1e-2)))
     passes = Curve(((1e4, 2e-6), (1e6, 1e-5), (1e8, 2e-2)))
     return dataclasses.replace(
-        hardware.load("a40-48gb-x8-eth10"), products={"bfloat16": products}, thin={"bfloat16": products},
-        passes={"bfloat16": passes, "float32": passes, "in place": passes},
+        hardware.load("a40-48gb-x8-eth10"), products={"bfloat16": products},
+        thin={"bfloat16": products}, passes={"bfloat16": passes, "float32": passes,
+                                             "in place": passes},
         attention={"bfloat16": 1e13}, update_rate={"adamw": 1e9, "sgd": 2e9}, fresh_bandwidth=2e9,
         start_seconds=dict.fromkeys(process_memory.KINDS, 2e-6),
     )  # fmt: skip

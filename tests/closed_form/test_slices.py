@@ -49,8 +49,9 @@ shapes = st.lists(st.one_of(vectors, matrices), min_size=1, max_size=4)
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes, st.sampled_from([Codec.RAW, Codec.BF16, Codec.FP8, Codec.INT8]), st.sampled_from([(), ("a",), ("a", "b")]),
-       st.integers(2, 5), st.integers(0, 99))  # fmt: skip
+@given(shapes, st.sampled_from([Codec.RAW, Codec.BF16, Codec.FP8, Codec.INT8]),
+       st.sampled_from([(), ("a",), ("a", "b")]), st.integers(2, 5),
+       st.integers(0, 99))  # fmt: skip
 def test_slices_are_the_unit_cut_and_come_together_as_it_was(
     shapes: list[tuple[int, ...]], codec: Codec, states: tuple[str, ...], count: int, seed: int
 ) -> None:

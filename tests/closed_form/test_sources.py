@@ -58,7 +58,7 @@ def said(fields: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
 
 
 # --- files
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_array_and_lines_hold_the_same_records(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_hub_name_is_read_by_datasets_and_its_records_are_named(
 
 
 # --- formats
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_alpaca_is_a_conversation_or_a_completion(chat: Any) -> None:
@@ -300,7 +300,7 @@ def test_settings_take_sources_and_weights() -> None:
 
 
 # --- what is shown
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_first_record_is_shown_with_what_is_learnt(
@@ -322,7 +322,7 @@ def test_the_first_record_is_shown_with_what_is_learnt(
 
 
 # --- as downloaded
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not DEMO.is_dir(), reason=f"LLaMA-Factory's demo data are not at {DEMO}")

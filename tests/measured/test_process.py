@@ -54,7 +54,8 @@ def test_a_process_peaks_where_it_was_foreseen(method: str, machine: Path) -> No
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "foresight.py")]
     done = subprocess.run(
         [*command, "--case", "tiny", method, "--hardware", str(machine), "--steps", "3"],
-        env={**os.environ, "BLOCKWALK_BENCH_CACHE": str(machine.parent)}, capture_output=True, text=True, check=False,
+        env={**os.environ, "BLOCKWALK_BENCH_CACHE": str(machine.parent)}, capture_output=True,
+        text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

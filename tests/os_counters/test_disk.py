@@ -196,8 +196,9 @@ def test_large_units_move_past_the_page_cache(tmp_path: Path) -> None:
     closed form of the contents, read through the page cache as well."""
     numel = DIRECT_BYTES // 4 + 1000  # no whole number of pages
     params = (ParamSpec("w", (numel,), "float32"),)
-    spec = ModelSpec("toy", UnitSpec("prologue", "prologue", ()), (UnitSpec("block 0", "block", params),),
-                     UnitSpec("epilogue", "epilogue", ()), 1, 1)  # fmt: skip
+    spec = ModelSpec("toy", UnitSpec("prologue", "prologue", ()),
+                     (UnitSpec("block 0", "block", params),), UnitSpec("epilogue", "epilogue", ()),
+                     1, 1)  # fmt: skip
     source = Initial(spec, None, {"w": torch.arange(numel, dtype=torch.float32)}, {})
     with writable_store(tmp_path / "store", source, spec, Codec.RAW) as store:
         if store._direct[1] < 0:
@@ -231,8 +232,9 @@ def test_a_file_system_that_cannot_go_past_the_page_cache(
     refused."""
     numel = DIRECT_BYTES // 4
     params = (ParamSpec("w", (numel,), "float32"),)
-    spec = ModelSpec("toy", UnitSpec("prologue", "prologue", ()), (UnitSpec("block 0", "block", params),),
-                     UnitSpec("epilogue", "epilogue", ()), 1, 1)  # fmt: skip
+    spec = ModelSpec("toy", UnitSpec("prologue", "prologue", ()),
+                     (UnitSpec("block 0", "block", params),), UnitSpec("epilogue", "epilogue", ()),
+                     1, 1)  # fmt: skip
     source = Initial(spec, None, {"w": torch.zeros(numel)}, {})
     with writable_store(tmp_path / "store", source, spec, Codec.RAW) as store:
         refused = os.open(os.devnull, os.O_RDONLY)

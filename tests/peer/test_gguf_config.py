@@ -20,10 +20,12 @@ pytest.importorskip("gguf", reason="needs the gguf package")
 
 CASES = {case.name: case for case in gguf_metadata.cases()}
 READ = (
-    "llama, linear × 4", "llama, linear and attn_factor", "qwen2, yarn and attn_factor", "starcoder2, base",
-    "llama, rope_freqs of one's own", "llama, rope_freqs as Llama 3", "llama, longrope and a factor", "llama, both biases",
-    "phi3, half a head turned", "phi3, long factors", "phi3, attn_factor", "gemma2, softcaps", "gemma3, softcap",
-    "gemma3, yarn, six blocks", "gemma3, no window, six blocks", "gemma3, base of windows", "qwen3_moe, yarn × 4",
+    "llama, linear × 4", "llama, linear and attn_factor", "qwen2, yarn and attn_factor",
+    "starcoder2, base", "llama, rope_freqs of one's own", "llama, rope_freqs as Llama 3",
+    "llama, longrope and a factor", "llama, both biases", "phi3, half a head turned",
+    "phi3, long factors", "phi3, attn_factor", "gemma2, softcaps", "gemma3, softcap",
+    "gemma3, yarn, six blocks", "gemma3, no window, six blocks", "gemma3, base of windows",
+    "qwen3_moe, yarn × 4",
 )  # fmt: skip
 REFUSED = [name for name, case in CASES.items() if case.refusal]
 

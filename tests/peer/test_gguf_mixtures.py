@@ -45,11 +45,14 @@ def decoded(path: Path, model: Any) -> Any:
     places = {
         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
         "self_attn.o_proj": "attn_output",
-        "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-        **{f"mlp.shared_expert.{word}_proj": f"ffn_{word}_shexp" for word in ("gate", "up", "down")},
+        "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+        "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        **{f"mlp.shared_expert.{word}_proj": f"ffn_{word}_shexp" for word in ("gate", "up",
+                                                                              "down")},
     }  # fmt: skip
-    ends = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+    ends = {"model.embed_tokens.weight": "token_embd.weight",
+            "model.norm.weight": "output_norm.weight",
             "lm_head.weight": "output.weight"}  # fmt: skip
     for name, tensor in model.state_dict().items():
         if name in ends:
@@ -206,13 +209,18 @@ def altered(path: Path, key: bytes, value: int) -> None:
          r"00001-of-00004.gguf is one of 4 parts, and \S+-00002-of-00004.gguf is not beside it"),
         (lambda parts: altered(parts[2], b"split.count", 5),
          r"00003-of-00004.gguf is part 3 of 5, and not named so: its name would end in -00003-of-00005.gguf"),
-        (lambda parts: shutil.copy(parts[1], parts[3]), r"00004-of-00004.gguf is part 2 of 4, and not named so"),
+        (lambda parts: shutil.copy(parts[1], parts[3]),
+         r"00004-of-00004.gguf is part 2 of 4, and not named so"),
         (lambda parts: altered(parts[0], b"split.tensors.count", 30),
          r"00001-of-00004.gguf tells of 30 tensors in 4 parts, which have 21"),
-        (lambda parts: parts[2].write_bytes(parts[2].read_bytes()[:-999]), r"00003-of-00004.gguf is cut off: .* ends at byte"),
-        (lambda parts: parts[3].write_bytes(parts[3].read_bytes()[:50]), r"00004-of-00004.gguf is cut off, or altered"),
-        (lambda parts: parts[0].write_bytes(parts[0].read_bytes().replace(b"llama", b"mamba", 1)), r"'mamba'; read are llama,"),
-        (lambda parts: [part.rename(part.with_name(f"part{n}.gguf")) for n, part in enumerate(parts)][1:],
+        (lambda parts: parts[2].write_bytes(parts[2].read_bytes()[:-999]),
+         r"00003-of-00004.gguf is cut off: .* ends at byte"),
+        (lambda parts: parts[3].write_bytes(parts[3].read_bytes()[:50]),
+         r"00004-of-00004.gguf is cut off, or altered"),
+        (lambda parts: parts[0].write_bytes(parts[0].read_bytes().replace(b"llama", b"mamba", 1)),
+         r"'mamba'; read are llama,"),
+        (lambda parts: [part.rename(part.with_name(f"part{n}.gguf")) for n,
+                        part in enumerate(parts)][1:],
          r"holds several GGUF files, part0.gguf, .*: name one of them"),
     ],
 )  # fmt: skip

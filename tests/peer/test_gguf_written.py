@@ -138,15 +138,17 @@ def pieces(path: Path, **changes: Any) -> Path:
     vocabulary = [*special, *(f"<0x{number:02X}>" for number in range(256)), *letters]
     merges = [["t", "h"], ["▁", "th"], ["th", "e"], ["▁th", "e"]]
     model = {
-        "type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True, "merges": merges,
+        "type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True,
+        "merges": merges,
         "vocab": {token: number for number, token in enumerate(vocabulary)},
     }  # fmt: skip
-    added = [{"id": n, "content": text, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-              "normalized": False} for n, text in enumerate(special)]  # fmt: skip
+    added = [{"id": n, "content": text, "special": True, "single_word": False, "lstrip": False,
+              "rstrip": False, "normalized": False} for n, text in enumerate(special)]  # fmt: skip
     blank = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": blank,
-        "pre_tokenizer": None, "post_processor": None, "decoder": None, "model": model, **changes,
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "normalizer": blank, "pre_tokenizer": None, "post_processor": None, "decoder": None,
+        "model": model, **changes,
     }  # fmt: skip
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (path / "tokenizer_config.json").write_text(
@@ -283,9 +285,12 @@ def test_more_tokens_than_rows_are_refused(
         ("qwen2", {"hidden_act": "relu"}, "hidden_act relu"),
         ("qwen3", {"head_dim": 32, "attention_bias": True}, "attention_bias True"),
         ("mistral", {"sliding_window": 8}, "sliding_window 8 llama.cpp"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding_window 8"),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, "linear"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, "dynamic"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+         "sliding_window 8"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+         "linear"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+         "dynamic"),
     ],
 )  # fmt: skip
 def test_a_setting_that_the_file_cannot_say_is_refused(
@@ -299,8 +304,8 @@ def test_a_setting_that_the_file_cannot_say_is_refused(
 
     shutil.copytree(TINY, tmp_path / "model")
     sizes = {
-        "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128,
+        "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
     }  # fmt: skip
     config = AutoConfig.for_model(kind, **sizes, **settings)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")

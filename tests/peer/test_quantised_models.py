@@ -326,7 +326,8 @@ DOWN = "model.layers.0.mlp.experts.down_proj"
 NOTE = ".weight.quant_state.bitsandbytes__nf4"
 INT4 = "compressed-tensors int4"
 ONE = r"compressed-tensors fp8"
-WRONG: list[tuple[str, dict[str, Any] | tuple[str, Callable[[torch.Tensor], torch.Tensor | None]], str]] = [
+WRONG: list[tuple[str, dict[str, Any] | tuple[str, Callable[[torch.Tensor], torch.Tensor | None]],
+                  str]] = [
     ("awq", {"quant_method": "quark"}, "config.json quant_method quark fp8 GGUF"),
     ("awq", {"quant_method": ["awq"]}, "config.json damaged"),
     ("awq", {"version": "gemv"}, "config.json version gemv gemm"),
@@ -352,7 +353,8 @@ WRONG: list[tuple[str, dict[str, Any] | tuple[str, Callable[[torch.Tensor], torc
     (INT4, (".weight_scale", lambda t: t[:3]), f"{UP}.weight_scale float32 (3, 4)"),
     (ONE, (".weight_scale", lambda t: None), f"{UP}.weight_scale missing"),
     ("mxfp4", ("_scales", lambda t: None), f"{DOWN}_scales missing"),
-    ("mxfp4", ("_blocks", lambda t: t[..., :8]), f"{DOWN}_blocks uint8 (4, 64, 3, 8) (any, any, any, 16)"),
+    ("mxfp4", ("_blocks", lambda t: t[..., :8]),
+     f"{DOWN}_blocks uint8 (4, 64, 3, 8) (any, any, any, 16)"),
 ]  # fmt: skip
 
 

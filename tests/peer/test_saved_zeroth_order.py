@@ -18,9 +18,10 @@ from tests.models import random_batch
 def test_fused_experts_keep_their_three_dimensions(tier: str, codec: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "qwen3_moe", vocab_size=101, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, bos_token_id=1,
-        eos_token_id=2, max_position_embeddings=64,
+        "qwen3_moe", vocab_size=101, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_experts=4, num_experts_per_tok=2, bos_token_id=1, eos_token_id=2,
+        max_position_embeddings=64,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).float()
     plan = method("mezo" if tier == "device" else "zo2", trainable=f"{tier} × {codec}")

@@ -100,7 +100,8 @@ def with_pickle(path: Path, instructions: bytes) -> None:
             "1.6 AutoModelForCausalLM",
         ),
         (
-            lambda path, state: torch.save({**state, "lm_head.weight": state["lm_head.weight"].t()}, path),
+            lambda path, state: torch.save({**state, "lm_head.weight": state["lm_head.weight"].t()},
+                                           path),
             "lm_head.weight 1 32",
         ),
     ],

@@ -24,8 +24,9 @@ def test_a_ranks_own_forms_are_read() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["", "{", "[[1], 1]", '["\\u001b]0;x", null]', "[0, null]", "[-1, null]", "[true, null]", "[1.0, null]", "[1]", "[1, 0.0]",
-     "[1, -1.0]", "[1, NaN]", "[1, 1e999]", '[1, "x"]', "7", "[" * 100000],
+    ["", "{", "[[1], 1]", '["\\u001b]0;x", null]', "[0, null]", "[-1, null]", "[true, null]",
+     "[1.0, null]", "[1]", "[1, 0.0]", "[1, -1.0]", "[1, NaN]", "[1, 1e999]", '[1, "x"]', "7",
+     "[" * 100000],
 )  # fmt: skip
 def test_another_request_is_nobodys(line: str) -> None:
     assert _request(line) is None

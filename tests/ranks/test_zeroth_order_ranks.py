@@ -62,8 +62,8 @@ def walk(case: Case, mesh: dict[str, Any], folder: Path, **changes: Any) -> dict
         weights = trained(walker)
         entries = list(walker.ledger.entries) if walker.ledger else []
     lines = ledger.read_bytes().split(b"\n")[1:]
-    return {"losses": [(r.loss, r.projected_grad) for r in results], "evaluated": evaluated, "weights": weights,
-            "entries": entries, "lines": lines}  # fmt: skip
+    return {"losses": [(r.loss, r.projected_grad) for r in results], "evaluated": evaluated,
+            "weights": weights, "entries": entries, "lines": lines}  # fmt: skip
 
 
 def _all(

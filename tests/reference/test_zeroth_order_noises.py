@@ -88,8 +88,8 @@ def test_low_rank_noise_is_the_dense_reference(
             assert walker.ledger is not None
             found = walker.ledger.entries[-1]
             expected = spsa_step(
-                control, masters, random_batch(seed=step), step=step, seed=SEED, learning_rate=RATE, epsilon=1e-2,
-                queries=2, kind=low_rank(shapes, step, 2),
+                control, masters, random_batch(seed=step), step=step, seed=SEED, learning_rate=RATE,
+                epsilon=1e-2, queries=2, kind=low_rank(shapes, step, 2),
             )  # fmt: skip
             assert found.losses == pytest.approx(expected.losses, rel=2e-6)
             assert found.projected_grads == pytest.approx(expected.projected_grads, abs=5e-4)

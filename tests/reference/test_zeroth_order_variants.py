@@ -188,7 +188,8 @@ def test_stochastic_rounding_moves_weights_in_expectation() -> None:
 
 @pytest.mark.parametrize(("settings", "told"), [
     ({"zo": {"target": "scales"}}, "int8 fp8 int4 nf4"),
-    ({"zo": {"target": "scales", "noise": "lowrank"}, "trainable": "device × int4"}, "gaussian rademacher"),
+    ({"zo": {"target": "scales", "noise": "lowrank"}, "trainable": "device × int4"},
+     "gaussian rademacher"),
     ({"zo": {"target": "scales"}, "trainable": "device × int4a"}, "scale"),
 ])  # fmt: skip
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], told: str) -> None:

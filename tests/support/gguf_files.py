@@ -48,9 +48,10 @@ def tiny(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {
-        "vocab_size": 128, "hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": tied,
-        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
+        "vocab_size": 128, "hidden_size": hidden, "intermediate_size": hidden,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "tie_word_embeddings": tied, "bos_token_id": 0,
+        "eos_token_id": 1, "pad_token_id": 1,
     }  # fmt: skip
     sizes |= {
         "qwen3": {"head_dim": 128},

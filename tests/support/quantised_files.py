@@ -200,7 +200,8 @@ def _ct(form: str, **weights: Any) -> dict[str, Any]:
         "weights": {"num_bits": 8, "type": "int", "symmetric": True, **weights},
     }
     return {
-        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed", "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "ignore": ["lm_head"],
         "config_groups": {"group_0": group},
     }  # fmt: skip
 
