@@ -41,10 +41,13 @@ object."""
 
 KNOWN = {
     "same": "the twin's tokens and mask",
-    "blank": "a line's end behind the turn's end is learnt by the twin alone: generation has stopped",
+    "blank": "a line's end behind the turn's end is learnt by the twin alone: generation has"
+    " stopped",
     "prompt": "the twin also learns what the generation prompt holds already (a header, <think>)",
-    "left out": "the twin learns a turn that the template writes differently later, or whose call it drops",
-    "other text": "the twin writes another text (GLM-4 moves its stop; Qwen3 keeps earlier reasoning)",
+    "left out": "the twin learns a turn that the template writes differently later, or whose call"
+    " it drops",
+    "other text": "the twin writes another text (GLM-4 moves its stop; Qwen3 keeps earlier"
+    " reasoning)",
     "no twin": "TRL has no twin of this template",
     "refused": "the template refuses the conversation, or no turn of it can be learnt",
 }

@@ -84,8 +84,11 @@ def main() -> None:
                "losses_apart": apart}  # fmt: skip
         figures.append(row)
         speedup = seconds["eager"] / seconds["compiled"]
-        print(f"{name:<8} {row['eager_s']:>9.3f} {row['compiled_s']:>11.3f} {speedup:>8.2f} {row['compiling_s']:>12.1f}"
-              f" {apart:>13.1e}", flush=True)  # fmt: skip
+        print(
+            f"{name:<8} {row['eager_s']:>9.3f} {row['compiled_s']:>11.3f} {speedup:>8.2f}"
+            f" {row['compiling_s']:>12.1f} {apart:>13.1e}",
+            flush=True,
+        )
         bounds.append(Bound(f"{name}: losses apart", apart, APART))
     finish(arguments, figures, bounds)
 

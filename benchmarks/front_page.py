@@ -1,8 +1,8 @@
 """README's measured figures and its picture, made from what the other benchmarks kept in
 ``results/``.
 
-    python benchmarks/front_page.py            # writes docs/front.svg and prints each figure with its source
-    python benchmarks/front_page.py --check    # exit 1 where README says another number than the results
+    python benchmarks/front_page.py          # writes docs/front.svg, prints each figure's source
+    python benchmarks/front_page.py --check  # exit 1 where README differs from the results
 
 Every measured figure of README is a row of :data:`FIGURES`: its words, and the result that they are
 read from."""
@@ -164,7 +164,8 @@ def bars(top: float) -> list[str]:
         colour = OURS_COLOUR if name == "ours" else PEER_COLOUR
         drawn.append(text(BARS_LEFT - 8, y + 14, label, 'text-anchor="end"'))
         drawn.append(
-            f'<rect x="{BARS_LEFT}" y="{y + 2:.1f}" width="{width:.1f}" height="16" fill="{colour}"/>'
+            f'<rect x="{BARS_LEFT}" y="{y + 2:.1f}" width="{width:.1f}" height="16"'
+            f' fill="{colour}"/>'
         )
         words = f"{gigabytes(figures['peak_MB'][name])}, {seconds(figures['seconds'][name])} a step"
         drawn.append(text(BARS_LEFT + width + 6, y + 14, words))
@@ -227,8 +228,12 @@ def picture() -> str:
         "Memory of a LoRA step beside transformers + PEFT, and two training curves, one on the"
         " other"
     )
-    frame = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">'
-    return f'{frame}{style}<rect width="{WIDTH}" height="{height}" fill="#fff"/>{"".join(shapes)}</svg>\n'
+    frame = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"'
+        f' aria-label="{label}">'
+    )
+    ground = f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>'
+    return f"{frame}{style}{ground}{''.join(shapes)}</svg>\n"
 
 
 def wrong() -> list[str]:

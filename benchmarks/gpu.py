@@ -4,7 +4,7 @@ a JSON file of rows a part: a part that was killed, or one of whose rows failed,
 rows that it has. What is done is not done again.
 
     benchmarks/gpu.sh [--part NAME ...] [--again] [--check]
-    benchmarks/gpu.sh --device cpu --tiny          # the script itself, end to end, without a GPU: proves no number
+    benchmarks/gpu.sh --device cpu --tiny   # the script itself, without a GPU: proves no number
 
 Each bound says what it rests on. Peaks are the allocator's: without the driver's context and the
 libraries' workspaces."""

@@ -6,7 +6,8 @@ step, of which all updates are made, are compared with those of one process that
 same way, and the ranks' weights with each other by checksum. Where ranks outnumber the GPUs they
 share them over gloo, and no speed is claimed.
 
-    benchmarks/gpu_dist.sh [--model OPT-1.3B ...] [--steps 5] [--dtype float16] [--slice 0] [--check] [--json FILE]
+    benchmarks/gpu_dist.sh [--model OPT-1.3B ...] [--steps 5] [--dtype float16] [--slice 0]
+                           [--check] [--json FILE]
     benchmarks/gpu_sharded.sh [--model Qwen2.5-1.5B ...]
     benchmarks/gpu_dist.sh --device cpu --tiny     # the script itself, end to end
 """

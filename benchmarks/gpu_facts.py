@@ -180,8 +180,14 @@ def installed(package: str) -> str:
 def driver() -> str:
     """Ask nvidia-smi for the driver's version, and the generation and width of the card's PCIe link
     now and at most."""
-    fields = "driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    fields = [
+        "driver_version",
+        "pcie.link.gen.current",
+        "pcie.link.gen.max",
+        "pcie.link.width.current",
+        "pcie.link.width.max",
+    ]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=20, check=True

@@ -210,11 +210,15 @@ def main() -> None:
             atomic_files.write_bytes(
                 arguments.results, (json.dumps(kept, indent=1) + "\n").encode()
             )
-        found: dict[str, list[float]] = kept["runs"][run.name]
-        print(f"{run.name}: loss {found['loss'][0]:.4f} to {found['loss'][-1]:.4f}, accuracy {found['accuracy'][0]:.2%} to"
-              f" {found['accuracy'][-1]:.2%}, {found['seconds'][-1]:.0f} s",
-              flush=True)  # fmt: skip
-        return found
+        curve: dict[str, list[float]] = kept["runs"][run.name]
+        loss = curve["loss"]
+        accuracy = curve["accuracy"]
+        print(
+            f"{run.name}: loss {loss[0]:.4f} to {loss[-1]:.4f}, accuracy {accuracy[0]:.2%} to"
+            f" {accuracy[-1]:.2%}, {curve['seconds'][-1]:.0f} s",
+            flush=True,
+        )
+        return curve
 
     curves = {}
     for name in arguments.case:

@@ -152,8 +152,11 @@ def main() -> None:
     flags = [flag for flag in ("--blocks", "--dora") if getattr(arguments, flag[2:])]
     figures: list[dict[str, Any]] = []
     bounds: list[Bound] = []
-    print(f"{'model':<14} {'seq':>5} {'trained':>8} {'peak MB':>8} {'(above torch)':>13} {'MeZO MB':>8} {'published':>9}"
-          f" {'bound':>6} {'s/step':>7} {'MeZO s':>7} {'ratio':>6} {'published':>9} {'bound':>6}")  # fmt: skip
+    print(
+        f"{'model':<14} {'seq':>5} {'trained':>8} {'peak MB':>8} {'(above torch)':>13}"
+        f" {'MeZO MB':>8} {'published':>9} {'bound':>6} {'s/step':>7} {'MeZO s':>7} {'ratio':>6}"
+        f" {'published':>9} {'bound':>6}"
+    )
     for name, sequence in cases:
         with_tokenizer(random_store(name, Codec.INT4), name)
         row = in_own_process(name, sequence, arguments.steps, *flags)

@@ -189,8 +189,11 @@ def unfitted(name: str, config: dict[str, Any]) -> Hardware:
     published speed in it."""
     machine = hardware.load(name)
     size = DTYPE_BYTES[config["dtype"]]
-    print(f"  {name} as it ships: products at {machine.flops_of(config['dtype']) / 1e12:.0f} TFLOP/s, of its peak"
-          f" {100 * machine.flops_of(config['dtype']) / machine.peak_of(config['dtype']):.0f}%")  # fmt: skip
+    flops = machine.flops_of(config["dtype"])
+    print(
+        f"  {name} as it ships: products at {flops / 1e12:.0f} TFLOP/s, of its peak"
+        f" {100 * flops / machine.peak_of(config['dtype']):.0f}%"
+    )
     return dataclasses.replace(machine, noise_rate=machine.memory_bandwidth / (NOISE_PASSES * size))
 
 
@@ -456,9 +459,9 @@ def fcdp_table() -> Iterator[dict[str, Any]]:
             f"    {name}: {model.numel() * 2 / 1e9:.1f} GB of parameters; one node sends"
             f" {weights:.2f} GB of them"
         )
-        if (
-            name == "zeropp"
-        ):  # ours knows that frozen parameters stay clean; the published one gathers them every forward
+        # Ours knows that frozen parameters stay clean; the published one gathers them every
+        # forward.
+        if name == "zeropp":
             crossing = forwards
         forwards = crossing / 2
         if name == "fcdp":
@@ -607,8 +610,11 @@ def mebp_table() -> Iterator[dict[str, Any]]:
     )
     print(f"  fitted on MeBP Qwen2.5-1.5B: {machine.flops_of('bfloat16') / 1e9:.0f} GFLOP/s")
     held = phone_terms(MODELS["Qwen2.5-1.5B"], 256, checkpoints=True)
-    print(f"  their memory would be {base:.0f} MB (from MeBP Qwen2.5-0.5B) and what ours never holds, of Qwen2.5-1.5B: "
-          + ", ".join(f"{name} {value:.0f}" for name, value in held.items()))  # fmt: skip
+    terms = ", ".join(f"{name} {value:.0f}" for name, value in held.items())
+    print(
+        f"  their memory would be {base:.0f} MB (from MeBP Qwen2.5-0.5B) and what ours never holds,"
+        f" of Qwen2.5-1.5B: {terms}"
+    )
     table = [(model, 256, row) for model, row in published.items()]
     table += [
         ("Qwen2.5-1.5B", int(row["seq"]), row)

@@ -35,15 +35,19 @@ def draw(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
         return TOP + DOWN * (1 - min(kept, 1.1) / 1.1)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
+        ' font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for fifth in range(6):
+        share = fifth / 5
+        height = y(share)
         parts.append(
-            f'<line x1="{LEFT}" x2="{LEFT + ACROSS}" y1="{y(fifth / 5):.1f}" y2="{y(fifth / 5):.1f}" stroke="#ddd"/>'
+            f'<line x1="{LEFT}" x2="{LEFT + ACROSS}" y1="{height:.1f}" y2="{height:.1f}"'
+            ' stroke="#ddd"/>'
         )
         parts.append(
-            f'<text x="{LEFT - 8}" y="{y(fifth / 5) + 4:.1f}" text-anchor="end">{fifth / 5:.1f}</text>'
+            f'<text x="{LEFT - 8}" y="{height + 4:.1f}" text-anchor="end">{share:.1f}</text>'
         )
     for rate in rates:
         parts.append(
@@ -58,7 +62,8 @@ def draw(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
         )
         parts.append(
-            f'<text x="{LEFT + ACROSS + 14}" y="{TOP + 16 + 18 * number}" fill="{colour}">{system}</text>'
+            f'<text x="{LEFT + ACROSS + 14}" y="{TOP + 16 + 18 * number}" fill="{colour}">'
+            f"{system}</text>"
         )
     label = "rate between nodes; share of the unshaped throughput that a LoRA step keeps"
     parts.append(

@@ -269,7 +269,8 @@ def main() -> None:
     print(f"{'':<38}{'s/step':>8}{'peak MB':>9}{'ours by it':>12}")
     for peer in peers:
         print(
-            f"{'transformers + PEFT, ' + peer:<38}{seconds[peer]:>8.2f}{peaks[peer]:>9.0f}{ratios[peer]:>12.2f}"
+            f"{'transformers + PEFT, ' + peer:<38}{seconds[peer]:>8.2f}{peaks[peer]:>9.0f}"
+            f"{ratios[peer]:>12.2f}"
         )
     print(f"{'blockwalk mebp, 4 bits on disk':<38}{seconds[OURS]:>8.2f}{peaks[OURS]:>9.0f}")
     figures = {"seconds": seconds, "peak_MB": peaks, "seconds_ratio": ratios, "fastest": fastest}

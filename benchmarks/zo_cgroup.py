@@ -75,8 +75,12 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
             steps.append(
                 {"loss": done.loss, "projected_grad": done.projected_grad, "seconds": done.seconds}
             )
-            print(f"step {done.step}: loss {done.loss:.4f}, g {done.projected_grad:.4g}, {done.seconds:.1f} s",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            print(
+                f"step {done.step}: loss {done.loss:.4f}, g {done.projected_grad:.4g},"
+                f" {done.seconds:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
         trained = walker.spec.numel(trainable=True)
     return {"steps": steps, "trained": trained, "peak_MB": memory.highest / 1e6}
 
@@ -122,10 +126,12 @@ def main() -> None:
         figures = run(arguments, parse_bytes(arguments.limit))
     if not figures["returncode"]:
         weights = 4 * figures["trained"]
-        print(f"{arguments.model}: {weights / 1e9:.2f} GB of weights trained under a limit of {arguments.limit}; the process"
-              f" held {figures['peak_MB']:.0f} MB, the kernel charged"
-              f" {figures['charged_peak_MB']:.0f} MB with page cache;"
-              f" {figures['steps'][-1]['seconds']:.1f} s a step")  # fmt: skip
+        print(
+            f"{arguments.model}: {weights / 1e9:.2f} GB of weights trained under a limit of"
+            f" {arguments.limit}; the process held {figures['peak_MB']:.0f} MB, the kernel charged"
+            f" {figures['charged_peak_MB']:.0f} MB with page cache;"
+            f" {figures['steps'][-1]['seconds']:.1f} s a step"
+        )
     # −9 is the kernel's out-of-memory killer
     finish(
         arguments,

@@ -223,10 +223,12 @@ def complete(
             run = started.pop(done)
             curve = found[run.name] = done.result()
             write(found, arguments.results)
-            print(f"{run.case:<13} rate {run.rate:<8g} seed {run.seed}  {curve.forwards[-1]:>5} forwards"
-                  f" {curve.seconds[-1]:>6.1f} s  accuracy {100 * curve.accuracy[-1]:.1f}%  loss"
-                  f" {curve.loss[-1]:.3f}",
-                  flush=True)  # fmt: skip
+            print(
+                f"{run.case:<13} rate {run.rate:<8g} seed {run.seed}  {curve.forwards[-1]:>5}"
+                f" forwards {curve.seconds[-1]:>6.1f} s  accuracy {100 * curve.accuracy[-1]:.1f}%"
+                f"  loss {curve.loss[-1]:.3f}",
+                flush=True,
+            )
     return waiting
 
 
@@ -267,8 +269,10 @@ def worth(name: str, curves: dict[str, list[Curve]]) -> float:
 def table(curves: dict[str, list[Curve]], rates: dict[str, float]) -> list[Bound]:
     """Print what was found, and answer the bounds."""
     ends = "accuracy at the end, by seed"
-    print(f"{'method':<13} {'rate':>6} {'forwards':>9} {'seconds':>8} {ends:<29} {'loss':>6} {'best mean':>9} {'of gap':>7}"
-          f" {'steps an exact one':>19}")  # fmt: skip
+    print(
+        f"{'method':<13} {'rate':>6} {'forwards':>9} {'seconds':>8} {ends:<29} {'loss':>6}"
+        f" {'best mean':>9} {'of gap':>7} {'steps an exact one':>19}"
+    )
     closed: dict[str, float] = {}
     bounds: list[Bound] = []
     for name, runs in curves.items():
@@ -281,9 +285,11 @@ def table(curves: dict[str, list[Curve]], rates: dict[str, float]) -> list[Bound
         ends = "  ".join(f"{100 * curve.accuracy[-1]:.1f}%" for curve in runs)
         seconds = statistics.fmean(curve.seconds[-1] for curve in runs)
         loss = statistics.fmean(curve.loss[-1] for curve in runs)
-        print(f"{name:<13} {rates[name]:>6g} {runs[0].forwards[-1]:>9} {seconds:>8.1f} {ends:<29} {loss:>6.3f}"
-              f" {100 * best:>8.1f}% {share:>7.2f}"
-              f" {worth(name, curves) if EXACT in curves else float('nan'):>19.1f}")  # fmt: skip
+        steps = worth(name, curves) if EXACT in curves else float("nan")
+        print(
+            f"{name:<13} {rates[name]:>6g} {runs[0].forwards[-1]:>9} {seconds:>8.1f} {ends:<29}"
+            f" {loss:>6.3f} {100 * best:>8.1f}% {share:>7.2f} {steps:>19.1f}"
+        )
         if name != EXACT and EXACT in curves:
             bounds.append(
                 Bound(

@@ -34,7 +34,8 @@ def draw(curves: Mapping[str, Sequence[Curve]]) -> str:
         return TOP + DOWN * (1 - (accuracy - least) / max(1 - least, 1e-9))
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
+        ' font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{LEFT - 8}" y="{TOP - 16}">held-out accuracy, mean over seeds</text>',
     ]

@@ -248,9 +248,12 @@ def main() -> None:
             rows.append(row)
             if row["differs"]:
                 shown = ", ".join(row["differs"][:4])
-                print(f"  {kind} {'tied' if row['tied'] else 'untied'} {row['trained']}: {row['case']} differs from"
-                      f" {row['control']} in {len(row['differs'])}: {shown}",
-                      flush=True)  # fmt: skip
+                tied = "tied" if row["tied"] else "untied"
+                print(
+                    f"  {kind} {tied} {row['trained']}: {row['case']} differs from"
+                    f" {row['control']} in {len(row['differs'])}: {shown}",
+                    flush=True,
+                )
         mine = rows[first:]
         same = sum(not row["differs"] for row in mine)
         print(f"{kind:<10} {same}/{len(mine)} the same bits after {arguments.steps} steps"

@@ -107,7 +107,7 @@ class House:
                     yield Arrow(name, imported, node.lineno, id(node) in inside)
 
     def _by_word(self, word: str) -> str | None:
-        """The module that ``import_module`` takes by such a word, as in ``blockwalk.plan.mesh:name``."""
+        """The module that ``import_module`` takes by a word: ``blockwalk.plan.mesh:name``."""
         name = word.partition(":")[0].removeprefix(f"{self.root.name}.")
         return name if word.startswith(f"{self.root.name}.") and name in self.modules else None
 
@@ -229,7 +229,8 @@ def picture(house: House) -> str:
             place[name] = left, 20 + (max(rows) - height) * gap
     size = f"{width} {max(rows) * gap}"
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="13">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif"'
+        ' font-size="13">',
         '<defs><marker id="tip" markerWidth="7" markerHeight="7" refX="6" refY="3" orient="auto">'
         '<path d="M0,0 L6,3 L0,6 z" fill="#889"/></marker></defs>',
         f'<rect width="{width}" height="{max(rows) * gap}" fill="#fff"/>',
@@ -238,16 +239,20 @@ def picture(house: House) -> str:
         for b in sorted(house.below[a]):
             if any(b in _reach(house, c) for c in house.below[a] - {b}):
                 continue
-            (x, y), (u, v) = place[a], place[b]
+            x, y = place[a]
+            u, v = place[b]
+            begin = f"{x + wide / 2:.0f}"
+            end = f"{u + wide / 2:.0f}"
             lines.append(
-                f'<path d="M{x + wide / 2:.0f},{y + high} C{x + wide / 2:.0f},{y + high + 26} {u + wide / 2:.0f},{v - 30}'
-                f' {u + wide / 2:.0f},{v - 2}" fill="none" stroke="#889" marker-end="url(#tip)"/>'
+                f'<path d="M{begin},{y + high} C{begin},{y + high + 26} {end},{v - 30}'
+                f' {end},{v - 2}" fill="none" stroke="#889" marker-end="url(#tip)"/>'
             )
     for name, (x, y) in place.items():
-        pure = name in ("plan", "program", "simulate")
+        colour = "#e6f0e6" if name in ("plan", "program", "simulate") else "#eef1f8"
         lines.append(
-            f'<rect x="{x:.0f}" y="{y}" width="{wide}" height="{high}" rx="5" fill="{"#e6f0e6" if pure else "#eef1f8"}"'
-            f' stroke="#557"/><text x="{x + wide / 2:.0f}" y="{y + 20}" text-anchor="middle">{name}</text>'
+            f'<rect x="{x:.0f}" y="{y}" width="{wide}" height="{high}" rx="5" fill="{colour}"'
+            f' stroke="#557"/><text x="{x + wide / 2:.0f}" y="{y + 20}" text-anchor="middle">'
+            f"{name}</text>"
         )
     return "\n".join([*lines, "</svg>", ""])
 
@@ -265,7 +270,8 @@ def _reach(house: House, name: str) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What ``dev/house.toml`` bounds: figures of the house and of its text, and each folder's tokens."""
+    """What ``dev/house.toml`` bounds: figures of the house and its text, and each folder's
+    tokens."""
 
     figures: Mapping[str, float]
     tokens: Mapping[str, int]

@@ -1,7 +1,7 @@
 """Words a sentence of README and docs/, and turns of phrase that no page has. `make docs` holds the
 pages to both.
 
-python dev/prose.py            # a line a page; exits with 1 where a page is over its bound or has such a phrase
+python dev/prose.py            # a line a page; exits with 1 where one is over, or has such a phrase
 python dev/prose.py --longest  # and the ten longest sentences of each page that is over
 """
 
@@ -83,9 +83,8 @@ def main() -> int:
         over = mean > bound(page)
         code |= over or bool(found)
         name = page.relative_to(ROOT).as_posix()
-        print(
-            f"{name:<40} {mean:5.1f} of {bound(page)} {'OVER' if over else ''} {', '.join(found)}".rstrip()
-        )
+        verdict = "OVER" if over else ""
+        print(f"{name:<40} {mean:5.1f} of {bound(page)} {verdict} {', '.join(found)}".rstrip())
         if over and "--longest" in sys.argv:
             for sentence in sorted(sentences(text), key=lambda s: -len(s.split()))[:10]:
                 print(f"    {len(sentence.split())}: {sentence}")

@@ -2,8 +2,8 @@
 sharding a plan has. A row that owns its facts is asked for the fact instead.
 
 Counted over the syntax tree: a member of ``Tier`` or ``Estimator``; a comparison with a member of
-``Codec``; a property that stands for a row (``on_disk``, ``zeroth_order``, ``sharded`` …); a setting
-such as ``noise`` compared with a word; a table of rows looked up by a name.
+``Codec``; a property that stands for a row (``on_disk``, ``zeroth_order``, ``sharded`` …); a
+setting such as ``noise`` compared with a word; a table of rows looked up by a name.
 
     python dev/sites.py     # every site, and how many there are in how many files
 """
@@ -43,7 +43,8 @@ STANDS_FOR_A_ROW = {
 SETTINGS = {"tier", "codec", "loss", "noise", "target", "objective", "estimator", "kind"}
 """Attributes of a plan that name a row; compared with a word they are sites."""
 OF_A_PLAN = {"plan", "zo", "cache", "frozen", "trainable", "gradient", "optimizer_state"}
-"""What such an attribute is read from; ``activation`` and others are found by ``tier`` and ``codec``."""
+"""What such an attribute is read from; ``activation`` and others are found by ``tier`` and
+``codec``."""
 TABLES = {"NOISES", "RULES", "KINDS", "LOSSES", "TIERS", "CODECS", "METHODS", "ESTIMATORS"}
 
 

@@ -98,7 +98,8 @@ def page(rows: dict[str, dict[str, object]]) -> str:
     )
     text += f"| | {' | '.join(rows)} |\n|---|{'---|' * len(rows)}\n"
     for package in PACKAGES:
-        text += f"| {package} | {' | '.join(str(row['versions'][package]) for row in rows.values())} |\n"  # type: ignore[index]
+        versions = [row["versions"][package] for row in rows.values()]  # type: ignore[index]
+        text += f"| {package} | {' | '.join(map(str, versions))} |\n"
     for label, key in (("outcome", "closing"), ("date", "date"), ("selection", "selection")):
         text += f"| {label} | {' | '.join(str(row[key]) for row in rows.values())} |\n"
     for name, row in rows.items():

@@ -141,14 +141,15 @@ import ctypes, gc, sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import blockwalk
 torch.set_num_threads(1)
-config = LlamaConfig(hidden_size=128, intermediate_size=320, num_hidden_layers=1, num_attention_heads=2,
-                     num_key_value_heads=1, vocab_size=512)
+config = LlamaConfig(hidden_size=128, intermediate_size=320, num_hidden_layers=1,
+                     num_attention_heads=2, num_key_value_heads=1, vocab_size=512)
 method, lora = sys.argv[1], blockwalk.LoraSettings(rank=8) if sys.argv[1] != "mezo" else None
 walker = blockwalk.Walker(LlamaForCausalLM(config).bfloat16(), blockwalk.method(method), lora=lora)
 def private():
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) / 1024
+    lines = open("/proc/self/status")
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 def steps(lengths):
     for length in lengths:
         ids = torch.arange(2 * length).view(2, length) % 512
@@ -166,9 +167,8 @@ def test_new_lengths_of_a_16_bit_model_take_no_memory(method: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", GROWTH, method], capture_output=True, text=True, check=True
     )
-    grown = float(
-        done.stdout.split()[-1]
-    )  # in MB, over 26 lengths: 180 (mebp), 190 (plain) and 60 (mezo) of untiled products
+    # In MB, over 26 lengths: 180 (mebp), 190 (plain) and 60 (mezo) of untiled products.
+    grown = float(done.stdout.split()[-1])
     assert grown < 12, f"{grown} MB"
 
 
@@ -178,7 +178,8 @@ import torch
 import blockwalk.numerics.row_tiles
 names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
 libc = ctypes.CDLL(None)
-libc.mallinfo2.restype = type("Info", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in names]})
+fields = [(name, ctypes.c_size_t) for name in names]
+libc.mallinfo2.restype = type("Info", (ctypes.Structure,), {"_fields_": fields})
 a, b, out = (torch.ones(shape).bfloat16() for shape in ((700, 320), (320, 192), (700, 192)))
 torch.mm(a[:32], b, out=out[:32])
 before = libc.mallinfo2().uordblks

@@ -194,7 +194,8 @@ ALLOCATOR = """
 import os, sys
 from blockwalk.cli import main
 main.main([])
-print("torch" in sys.modules, *(os.environ.get(name) for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")))
+names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+print("torch" in sys.modules, *(os.environ.get(name) for name in names))
 """
 
 

@@ -137,9 +137,9 @@ def test_a_prompt_and_a_completion_of_turns_are_a_chat_that_learns_the_completio
     assert text == "<|user|>one</s><|assistant|>two</s><|user|>three</s><|assistant|>⟦four</s>⟧"
     assert not rows.report.warnings()
     text, rows = read(PLAIN, {"prompt": prompt, "completion": completion, "system": "be brief"})
-    assert (
-        text
-        == "<|system|>be brief</s><|user|>one</s><|assistant|>two</s><|user|>three</s><|assistant|>⟦four</s>⟧"
+    assert text == (
+        "<|system|>be brief</s><|user|>one</s><|assistant|>two</s><|user|>three</s>"
+        "<|assistant|>⟦four</s>⟧"
     )
     turns = [
         *completion,
@@ -345,9 +345,9 @@ def test_a_stop_that_opens_the_next_turn_is_learnt_and_a_turn_without_one_named(
 
 def test_nothing_behind_a_stop_is_learnt() -> None:
     text, _ = read(PLAIN.replace("</s>", "</s><|end|>"), chat("two", "three"))
-    assert (
-        text
-        == "<|user|>one</s><|end|><|assistant|>⟦two</s>⟧<|end|><|user|>one</s><|end|><|assistant|>⟦three</s>⟧<|end|>"
+    assert text == (
+        "<|user|>one</s><|end|><|assistant|>⟦two</s>⟧<|end|>"
+        "<|user|>one</s><|end|><|assistant|>⟦three</s>⟧<|end|>"
     )
 
 

@@ -35,32 +35,37 @@ NO_SETTING: dict[str, set[str]] = {
 """Names of four tools for what no setting does here."""
 
 _PAIRS = """
-per_device_train_batch_size=batch_size per_device_eval_batch_size=eval_batch_size num_train_epochs=epochs
-learning_rate=optimizer.learning_rate lr_scheduler_type=optimizer.schedule warmup_ratio=optimizer.warmup_steps
-warmup_steps=optimizer.warmup_steps weight_decay=optimizer.weight_decay adam_beta1=optimizer.betas
-adam_epsilon=optimizer.eps max_grad_norm=optimizer.max_grad_norm logging_steps=log_every save_steps=save_every
-eval_steps=eval_every save_total_limit=keep_checkpoints save_strategy=save_every eval_strategy=eval_every
-bf16=compute_dtype fp16=compute_dtype gradient_checkpointing=recompute optim=optimizer.name report_to=report_to
-run_name=run_name hub_model_id=push_to_hub push_to_hub=push_to_hub load_best_model_at_end=keep_best seed=seed
-data_seed=seed torch_compile=compile deepspeed=method fsdp=method neftune_noise_alpha=neftune_noise_alpha
-max_length=data.max_length max_seq_length=data.max_length packing=data.packing dataset_text_field=data.columns
-chat_template_path=data.chat_template gradient_accumulation_steps=gradient_accumulation_steps max_steps=max_steps
-output_dir=output_dir overwrite_output_dir=overwrite_output_dir resume_from_checkpoint=resume_from_checkpoint
-eval_on_start=eval_first pad_to_multiple_of=data.padding_multiple
-base_model=model adapter=lora,frozen load_in_4bit=frozen load_in_8bit=frozen lora_r=lora.rank lora_alpha=lora.alpha
-lora_dropout=lora.dropout lora_target_linear=lora.target_modules lora_target_modules=lora.target_modules
-lora_modules_to_save=lora.options lora_model_dir=lora.from datasets=data.train test_datasets=data.eval
-val_set_size=data.eval_share sequence_len=data.max_length sample_packing=data.packing micro_batch_size=batch_size
+per_device_train_batch_size=batch_size per_device_eval_batch_size=eval_batch_size
+num_train_epochs=epochs learning_rate=optimizer.learning_rate lr_scheduler_type=optimizer.schedule
+warmup_ratio=optimizer.warmup_steps warmup_steps=optimizer.warmup_steps
+weight_decay=optimizer.weight_decay adam_beta1=optimizer.betas adam_epsilon=optimizer.eps
+max_grad_norm=optimizer.max_grad_norm logging_steps=log_every save_steps=save_every
+eval_steps=eval_every save_total_limit=keep_checkpoints save_strategy=save_every
+eval_strategy=eval_every bf16=compute_dtype fp16=compute_dtype gradient_checkpointing=recompute
+optim=optimizer.name report_to=report_to run_name=run_name hub_model_id=push_to_hub
+push_to_hub=push_to_hub load_best_model_at_end=keep_best seed=seed data_seed=seed
+torch_compile=compile deepspeed=method fsdp=method neftune_noise_alpha=neftune_noise_alpha
+max_length=data.max_length max_seq_length=data.max_length packing=data.packing
+dataset_text_field=data.columns chat_template_path=data.chat_template
+gradient_accumulation_steps=gradient_accumulation_steps max_steps=max_steps output_dir=output_dir
+overwrite_output_dir=overwrite_output_dir resume_from_checkpoint=resume_from_checkpoint
+eval_on_start=eval_first pad_to_multiple_of=data.padding_multiple base_model=model
+adapter=lora,frozen load_in_4bit=frozen load_in_8bit=frozen lora_r=lora.rank lora_alpha=lora.alpha
+lora_dropout=lora.dropout lora_target_linear=lora.target_modules
+lora_target_modules=lora.target_modules lora_modules_to_save=lora.options lora_model_dir=lora.from
+datasets=data.train test_datasets=data.eval val_set_size=data.eval_share
+sequence_len=data.max_length sample_packing=data.packing micro_batch_size=batch_size
 num_epochs=epochs optimizer=optimizer.name lr_scheduler=optimizer.schedule wandb_project=environment
 chat_template=data.chat_template early_stopping_patience=early_stopping evals_per_epoch=eval_every
 saves_per_epoch=save_every layer_offloading=frozen activation_offloading=activation
-model_name_or_path=model finetuning_type=lora,frozen lora_rank=lora.rank lora_target=lora.target_modules
-dataset=data.train eval_dataset=data.eval template=data.chat_template cutoff_len=data.max_length val_size=data.eval_share
+model_name_or_path=model finetuning_type=lora,frozen lora_rank=lora.rank
+lora_target=lora.target_modules dataset=data.train eval_dataset=data.eval
+template=data.chat_template cutoff_len=data.max_length val_size=data.eval_share
 adapter_name_or_path=lora.from quantization_bit=frozen use_dora=lora.options use_rslora=lora.options
-additional_target=lora.options loraplus_lr_ratio=optimizer.lora_b_ratio
-iters=max_steps grad_checkpoint=recompute steps_per_report=log_every steps_per_eval=eval_every save_every=save_every
-adapter_path=output_dir batch_size=batch_size data=data.train grad_accumulation_steps=gradient_accumulation_steps
-resume_adapter_file=lora.from
+additional_target=lora.options loraplus_lr_ratio=optimizer.lora_b_ratio iters=max_steps
+grad_checkpoint=recompute steps_per_report=log_every steps_per_eval=eval_every save_every=save_every
+adapter_path=output_dir batch_size=batch_size data=data.train
+grad_accumulation_steps=gradient_accumulation_steps resume_adapter_file=lora.from
 """
 SETTING_OF = {
     name: set(ours.split(",")) for name, _, ours in (pair.partition("=") for pair in _PAIRS.split())

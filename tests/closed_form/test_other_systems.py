@@ -16,13 +16,15 @@ ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import importlib, os, pkgutil, select, signal, sys
-import torch, transformers, peft, numpy, psutil, huggingface_hub, tokenizers, torch.distributed, torch.distributed.elastic
+import torch, transformers, peft, numpy, psutil, huggingface_hub, tokenizers
+import torch.distributed, torch.distributed.elastic
 
 for name in ("fcntl", "resource", "termios", "pwd", "grp", "syslog"):
     sys.modules[name] = None
 for name in ("SIGHUP", "SIGUSR1", "SIGALRM", "SIGKILL"):
     delattr(signal, name)
-for name in ("fork", "geteuid", "sched_getaffinity", "preadv", "pwritev", "posix_fadvise", "fdatasync", "O_DIRECT", "sysconf"):
+for name in ("fork", "geteuid", "sched_getaffinity", "preadv", "pwritev", "posix_fadvise",
+             "fdatasync", "O_DIRECT", "sysconf"):
     delattr(os, name)
 del select.poll
 import blockwalk

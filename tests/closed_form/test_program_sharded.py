@@ -521,7 +521,8 @@ def test_a_cache_that_would_keep_nothing_is_refused(
 def test_a_cache_on_one_node_is_allowed_and_said_to_be_none(
     nodes: int, noted: bool, tmp_path: Path
 ) -> None:
-    """Closed form: the program has an op of a cache, or the notes before a run say that it has none."""
+    """Closed form: the program has an op of a cache, or the notes before a run say that it has
+    none."""
     model = toy(4, lora=False, tied=False)
     for name in ("fcdp", "zeropp"):
         plan = on_mesh(name, nodes, 2)

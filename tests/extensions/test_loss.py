@@ -1,5 +1,5 @@
-"""Oracle: torch's cross_entropy(label_smoothing=) on the whole model's logits, and autograd. The losses
-here are rows that src does not know."""
+"""Oracle: torch's cross_entropy(label_smoothing=) on the whole model's logits, and autograd. The
+losses here are rows that src does not know."""
 
 from __future__ import annotations
 

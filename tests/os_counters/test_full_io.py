@@ -39,7 +39,8 @@ batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_l
 def counted():
     lines = Path("/proc/self/io").read_text().splitlines()
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
-group = next(line.split(":")[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line)
+groups = Path("/proc/self/cgroup").read_text().splitlines()
+group = next(line.split(":")[2] for line in groups if ":memory:" in line)
 limit = Path("/sys/fs/cgroup/memory" + group) / "memory.limit_in_bytes"
 with Walker(folder, method(name, **json.loads(settings)), device="cpu", workdir=work) as walker:
     walker.step(batch)
@@ -50,7 +51,8 @@ with Walker(folder, method(name, **json.loads(settings)), device="cpu", workdir=
     for _ in range(3):
         result = walker.step(batch)
         after = counted()
-        steps.append((after["read_bytes"] - before["read_bytes"], after["write_bytes"] - before["write_bytes"], result))
+        read, written = (after[name] - before[name] for name in ("read_bytes", "write_bytes"))
+        steps.append((read, written, result))
         before = after
     read, written, result = sorted(steps, key=lambda step: step[0])[1]
     foreseen = walker.program(StepKind.TRAIN, Shape(*ids.shape), foresee=True).bytes_by_lane()
@@ -58,7 +60,8 @@ with Walker(folder, method(name, **json.loads(settings)), device="cpu", workdir=
 print(json.dumps({
     "read": read, "said to read": result.bytes[Lane.FETCH],
     "written": written, "said to write": result.bytes[Lane.STORE],
-    "parameters": parameters, "foreseen to read": foreseen[Lane.FETCH], "foreseen to write": foreseen[Lane.STORE],
+    "parameters": parameters,
+    "foreseen to read": foreseen[Lane.FETCH], "foreseen to write": foreseen[Lane.STORE],
 }))
 """
 

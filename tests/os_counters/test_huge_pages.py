@@ -15,13 +15,15 @@ LOOK = """
 import {package}
 import torch
 tensor = torch.ones(64 << 20, dtype=torch.uint8)
-print(sum(int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")))
+lines = open("/proc/self/smaps_rollup")
+print(sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages")))
 """
 
 
 @pytest.mark.skipif(
     not GRANTED.exists() or "[madvise]" not in GRANTED.read_text(),
-    reason="the system grants pages of 2 MB to all or to none (/sys/kernel/mm/transparent_hugepage/enabled is not madvise)",
+    reason="the system grants pages of 2 MB to all or to none"
+    " (/sys/kernel/mm/transparent_hugepage/enabled is not madvise)",
 )
 def test_a_large_tensor_lies_in_huge_pages() -> None:
     """Memory is fragmented now and then: half of the tensor is enough, and a process without the

@@ -33,7 +33,8 @@ from blockwalk.plan.placement import Codec
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+    rows = (line for line in lines if line.startswith(("RssAnon", "RssShmem")))
+    return sum(int(row.split()[1]) << 10 for row in rows)
 
 def peak_of(work):
     peak, done = anonymous(), threading.Event()
@@ -50,7 +51,8 @@ def peak_of(work):
     print(work.__name__, peak - before)
 
 folder = Path(sys.argv[1])
-pack(folder / "small", folder / "warm", Codec.INT4)  # imports, and the check of how the model is cut
+# imports, and the check of how the model is cut
+pack(folder / "small", folder / "warm", Codec.INT4)
 merge(folder / "small", folder / "small adapter", folder / "warm merge")
 def packing(): pack(folder / "large", folder / "store", Codec.INT4)
 def merging(): merge(folder / "large", folder / "adapter", folder / "merged")

@@ -22,20 +22,25 @@ from blockwalk.cutting.skeleton import build_skeleton
 import peft
 
 def peak():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    lines = open("/proc/self/status")
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 def config(**sizes):
     return AutoConfig.for_model("qwen2", num_attention_heads=16, num_key_value_heads=2, **sizes)
 
-small = build_skeleton(config(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64))
-add_adapter(small, lora_config(8))  # imports, and the run of a small instance that shows which modules are reached
+tiny = config(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64)
+large = config(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, vocab_size=151936)
+small = build_skeleton(tiny)
+# imports, and the run of a small instance that shows which modules are reached
+add_adapter(small, lora_config(8))
 before = peak()
-model = build_skeleton(config(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, vocab_size=151936))
+model = build_skeleton(large)
 built = peak()
 add_adapter(model, lora_config(8))
 weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.is_meta)
 adapter = sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
-print(json.dumps({"built": built - before, "with": peak() - before, "weights": weights >> 10, "adapter": adapter >> 10}))
+print(json.dumps({"built": built - before, "with": peak() - before,
+                  "weights": weights >> 10, "adapter": adapter >> 10}))
 """
 
 

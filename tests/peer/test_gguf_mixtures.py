@@ -208,7 +208,8 @@ def altered(path: Path, key: bytes, value: int) -> None:
         (lambda parts: parts[1].unlink(),
          r"00001-of-00004.gguf is one of 4 parts, and \S+-00002-of-00004.gguf is not beside it"),
         (lambda parts: altered(parts[2], b"split.count", 5),
-         r"00003-of-00004.gguf is part 3 of 5, and not named so: its name would end in -00003-of-00005.gguf"),
+         r"00003-of-00004.gguf is part 3 of 5, and not named so: its name would end in"
+         r" -00003-of-00005.gguf"),
         (lambda parts: shutil.copy(parts[1], parts[3]),
          r"00004-of-00004.gguf is part 2 of 4, and not named so"),
         (lambda parts: altered(parts[0], b"split.tensors.count", 30),
@@ -219,8 +220,9 @@ def altered(path: Path, key: bytes, value: int) -> None:
          r"00004-of-00004.gguf is cut off, or altered"),
         (lambda parts: parts[0].write_bytes(parts[0].read_bytes().replace(b"llama", b"mamba", 1)),
          r"'mamba'; read are llama,"),
-        (lambda parts: [part.rename(part.with_name(f"part{n}.gguf")) for n,
-                        part in enumerate(parts)][1:],
+        (lambda parts: [
+            part.rename(part.with_name(f"part{n}.gguf")) for n, part in enumerate(parts)
+         ][1:],
          r"holds several GGUF files, part0.gguf, .*: name one of them"),
     ],
 )  # fmt: skip

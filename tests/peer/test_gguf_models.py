@@ -230,6 +230,10 @@ def spoilt(path: Path, found: bytes, instead: bytes) -> None:
     path.write_bytes(data.replace(found, instead, 1))
 
 
+FFN_UP = b"blk.0.ffn_up.weight\2\0\0\0" + b"\x40\0\0\0\0\0\0\0" * 2
+"""The beginning of the entry of a matrix of 64 × 64 numbers: its type follows."""
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -246,8 +250,7 @@ def spoilt(path: Path, found: bytes, instead: bytes) -> None:
         (lambda path: spoilt(path, b"llama.block_count\4", b"llama.block_count\x63"),
          "altered: the value of llama.block"),
         (
-            lambda path: spoilt(path,
-                                b"blk.0.ffn_up.weight\2\0\0\0" + b"\x40\0\0\0\0\0\0\0" * 2 + b"\x08", b"blk.0.ffn_up.weight\2\0\0\0" + b"\x40\0\0\0\0\0\0\0" * 2 + b"\x0b"),
+            lambda path: spoilt(path, FFN_UP + b"\x08", FFN_UP + b"\x0b"),
             "blk.0.ffn_up.weight is of type Q3_K; read are F32, F16, BF16, Q4_0, .* Take a file"
             " in one of those",
         ),

@@ -28,7 +28,10 @@ TEXTS = (
     "100 200\n\n\n3",
 )
 BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-LLAMA3 = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{BLANKS}"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    + BLANKS
+)
 QWEN2 = LLAMA3.replace("{1,3}", "")
 QWEN35 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+", 1).replace(
     r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+"

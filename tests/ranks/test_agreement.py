@@ -137,9 +137,9 @@ def test_a_model_in_memory_is_in_no_codec_on_the_device() -> None:
     """There it stays as it is: with a rank that reads it in codes its steps would be of two
     models."""
     for said in run_ranks(2, _own_tiers):
-        assert (
-            said
-            == "the ranks were not started alike; plan.frozen.codec: rank 0 has 'raw', rank 1 has 'int4'"
+        assert said == (
+            "the ranks were not started alike; plan.frozen.codec: rank 0 has 'raw', rank 1 has"
+            " 'int4'"
         )
 
 
