@@ -58,7 +58,7 @@ def test_a_larger_budget_is_never_worse(rank_: int | None) -> None:
     last = 0.0
     for budget in (1 * 10**9, 4 * 10**9, 10 * 10**9, 22 * 10**9):
         found = rank(qwen_task(rank_, budget))
-        fits = [c for c in (*found.first_order, *found.zeroth_order) if c.simulation]
+        fits = [c for c in (*found.first_order, *found.forwards_alone) if c.simulation]
         assert all(c.peaks[Pool.DEVICE] <= min(budget, 0.92 * 23e9) for c in fits)
         best = max((c.simulation.tokens_per_second for c in fits if c.simulation), default=0.0)
         assert best >= last
@@ -145,7 +145,7 @@ def test_a_ranking_over_ranks_prints_every_plan_once_in_its_order(lora_rank: int
     found = rank(task)
     looked_at = [label for label, _ in candidates(task)]
     assert len(set(looked_at)) == len(looked_at)
-    every = [*found.first_order, *found.zeroth_order, *found.refused]
+    every = [*found.first_order, *found.forwards_alone, *found.refused]
     assert sorted(re.sub(r", \d+ blocks stay", "", c.label) for c in every) == sorted(looked_at)
     assert {c.plan.method for c in every} >= {"zero3", "zeropp", "mics", "fcdp", "hzp", "distzo2"}
     assert {c.plan.mesh.world for c in every} == {1, 16}
@@ -154,7 +154,7 @@ def test_a_ranking_over_ranks_prints_every_plan_once_in_its_order(lora_rank: int
     assert [label for label in printed if label in order] == order
     speeds = [c.progress for c in found.ranked]
     assert speeds == sorted(speeds, reverse=True)
-    for c in found.zeroth_order:
+    for c in found.forwards_alone:
         assert c.simulation is not None
         assert c.progress == pytest.approx(c.simulation.tokens_per_second / 44)
     assert all(c.progress == 0.0 and c.refused for c in found.refused)

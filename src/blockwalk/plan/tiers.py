@@ -17,7 +17,8 @@ class TierFacts:
     """The memory that its bytes are counted in (:class:`blockwalk.program.program.Pool`)."""
     link: str = ""
     """The link that its bytes cross to host memory, before that to the device: ``disk``
-    stands for ``disk_read`` and ``disk_write`` of a hardware file; empty: nothing."""
+    stands for ``disk_read`` and ``disk_write`` of a hardware file, another name for two of its
+    ``links``; empty: nothing."""
     resident: bool = False
     """True where state stays for good where it is computed with: nothing comes and goes."""
     host: bool = False

@@ -72,12 +72,12 @@ class Curve:
         """Return seconds of one operation."""
         if size <= self.points[0][0]:
             return self.points[0][1]
-        for (small, low), (large, high) in pairwise(self.points):
+        for (small, small_seconds), (large, large_seconds) in pairwise(self.points):
             if size <= large:
                 share = math.log(size / small) / math.log(large / small)
-                return float(low * (high / low) ** share)
-        large, high = self.points[-1]
-        return high * size / large
+                return float(small_seconds * (large_seconds / small_seconds) ** share)
+        largest, seconds = self.points[-1]
+        return seconds * size / largest
 
     def total(self, sizes: Sizes) -> float:
         """Return seconds of many operations."""
@@ -154,6 +154,9 @@ class Hardware:
     device_to_host: Link = Link(25e9, 1e-5)
     disk_read: Link = Link(3e9, 1e-4)
     disk_write: Link = Link(1e9, 1e-4)
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """Links of further tiers to host memory: ``NAME_read`` and ``NAME_write``, where the tier's row
+    has the name; else the disk's."""
     intra: Link = Link(300e9, 1e-5)
     """The link between the devices of one node, as one rank can send over it."""
     inter: Link = Link(12.5e9, 2e-5)
@@ -204,6 +207,14 @@ class Hardware:
         accelerator, whose copies come from pinned memory."""
         return self.host_bytes if self.device == "cpu" else int(PINNED * self.host_bytes)
 
+    def reads(self, link: str) -> Link:
+        """Return the way from a link's far end to host memory."""
+        return self.links.get(f"{link}_read", self.disk_read)
+
+    def writes(self, link: str) -> Link:
+        """Return the way from host memory to a link's far end."""
+        return self.links.get(f"{link}_write", self.disk_write)
+
     def decodes(self, codec: str) -> float:
         """Return elements of a codec that one device decodes per second."""
         return self.decode_rates.get(codec) or self.decode_rate
@@ -247,32 +258,31 @@ def load(name_or_path: str | Path) -> Hardware:
             " blockwalk doctor"
         )
     shipped = SHIPPED / f"{name_or_path}.yaml"
-    known = names()
     path = HERE if name_or_path == "here" else shipped if shipped.is_file() else Path(name_or_path)
     if not path.is_file():
-        hint = did_you_mean(str(name_or_path), known, LOOSE)
-        raise ValueError(f"unknown hardware {str(name_or_path)!r}{hint}; a file, or one"
-                         f" of {', '.join(known)}")  # fmt: skip
+        hint = did_you_mean(str(name_or_path), names(), LOOSE)
+        raise ValueError(
+            f"unknown hardware {str(name_or_path)!r}{hint}; a file, or one of {', '.join(names())}"
+        )
     if path.suffix == ".json":
         return with_facts(described_as(cards.read(path).name), cards.read(path))
     raw = read_yaml(path, NoAliases)
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds no mapping of figures")
     with reading(path):
-        found = _from_mapping(path, raw)
-    beside = (
-        sorted(path.parent.glob(cards.PATTERN))
-        if name_or_path == "here" and found.device == "cuda"
-        else []
-    )
-    return with_facts(found, cards.read(beside[0])) if len(beside) == 1 else found
+        machine = _from_mapping(path, raw)
+    if name_or_path != "here" or machine.device != "cuda":
+        return machine
+    facts_files = sorted(path.parent.glob(cards.PATTERN))
+    return with_facts(machine, cards.read(facts_files[0])) if len(facts_files) == 1 else machine
 
 
 def described_as(name: str) -> Hardware:
     """Return the shipped description of one card by torch's name of it; of one that none describes
     the RTX 4090's."""
-    known = (found for found in map(load, names()) if is_called(name, found.card))
-    return dataclasses.replace(next(known, None) or load("rtx-4090"), devices_per_node=1, nodes=1)
+    described = (machine for machine in map(load, names()) if is_called(name, machine.card))
+    machine = next(described, None) or load("rtx-4090")
+    return dataclasses.replace(machine, devices_per_node=1, nodes=1)
 
 
 def with_facts(machine: Hardware, facts: Facts) -> Hardware:
@@ -316,8 +326,8 @@ def _from_mapping(path: Path, raw: dict[Any, Any]) -> Hardware:
                 " such a file)"
             )
         else:
-            read = _READERS[get_args(hints[key])[1]]
-            values[key] = {str(name): read(figure) for name, figure in value.items()}
+            reader = _READERS[get_args(hints[key])[1]]
+            values[key] = {str(name): reader(figure) for name, figure in value.items()}
     return Hardware(**values)
 
 
@@ -345,20 +355,29 @@ def of_this_machine(device: str = "cpu", card: Card | None = None) -> Hardware:
     device = kind_of(device)
     card = card or Card()
     facts = cards.facts_of(card.name, HERE.parent) if device == "cuda" else None
-    if HERE.is_file() and (found := load(HERE)).device == device:
-        return found if facts is None else with_facts(found, facts)
+    machine = load(HERE) if HERE.is_file() else None
+    if machine is None or machine.device != device:
+        machine = _unmeasured(device, card)
+    return machine if facts is None else with_facts(machine, facts)
+
+
+def _unmeasured(device: str, card: Card) -> Hardware:
+    """Return this machine before doctor has described it."""
     import shutil
 
     import psutil
 
-    host = int(psutil.virtual_memory().total)
-    disk = shutil.disk_usage(".").free
+    host_bytes = int(psutil.virtual_memory().total)
     rough = described_as(card.name) if device == "cuda" else load("laptop")
-    memory = (card.memory_bytes or rough.device_bytes) if device == "cuda" else host
-    here = dataclasses.replace(
-        rough, name=UNMEASURED, device=device, host_bytes=host, disk_bytes=disk, device_bytes=memory
+    card_bytes = card.memory_bytes or rough.device_bytes
+    return dataclasses.replace(
+        rough,
+        name=UNMEASURED,
+        device=device,
+        host_bytes=host_bytes,
+        disk_bytes=shutil.disk_usage(".").free,
+        device_bytes=card_bytes if device == "cuda" else host_bytes,
     )
-    return here if facts is None else with_facts(here, facts)
 
 
 def save(hardware: Hardware, path: str | Path) -> None:

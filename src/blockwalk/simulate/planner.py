@@ -79,21 +79,21 @@ class Candidate:
         """Tokens per second, those of zeroth-order steps at their measured worth."""
         if self.simulation is None:
             return 0.0
-        return self.simulation.tokens_per_second / (
-            ZEROTH_ORDER_STEPS if self.plan.zeroth_order else 1
-        )
+        steps = 1 if self.plan.estimator.facts.walks_back else ZEROTH_ORDER_STEPS
+        return self.simulation.tokens_per_second / steps
 
     def line(self) -> str:
         """Return the candidate as a row of a table."""
-        held = f"{human_bytes(self.peaks[Pool.DEVICE]):>9} {human_bytes(self.peaks[Pool.HOST]):>9}"
+        device, host = (human_bytes(self.peaks[pool]) for pool in (Pool.DEVICE, Pool.HOST))
+        memory = f"{self.label:<44} {device:>9} {host:>9}"
         if self.simulation is None:
-            return f"{self.label:<44} {held}  {self.refused}"
-        found = self.simulation
+            return f"{memory}  {self.refused}"
+        simulation = self.simulation
         speed = (
-            f"{found.seconds:>9.3g} s {found.tokens_per_second:>9,.0f} tok/s"
-            f" {100 * found.mfu:>5.1f}%"
+            f"{simulation.seconds:>9.3g} s {simulation.tokens_per_second:>9,.0f} tok/s"
+            f" {100 * simulation.mfu:>5.1f}%"
         )
-        return f"{self.label:<44} {held} {speed}  {found.bottleneck()}"
+        return f"{memory} {speed}  {simulation.bottleneck()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Ranking:
     """Every plan that was looked at: those that fit, best first, and the others."""
 
     first_order: tuple[Candidate, ...]
-    zeroth_order: tuple[Candidate, ...]
+    forwards_alone: tuple[Candidate, ...]
     refused: tuple[Candidate, ...]
     larger: Candidate | None = None
     """The fastest streamed plan of zeroth order with the micro-batches a fetch that hide its link,
@@ -110,7 +110,7 @@ class Ranking:
     @property
     def ranked(self) -> tuple[Candidate, ...]:
         """Every plan that fits, by progress a second."""
-        return tuple(sorted((*self.first_order, *self.zeroth_order), key=lambda c: -c.progress))
+        return tuple(sorted((*self.first_order, *self.forwards_alone), key=lambda c: -c.progress))
 
     @property
     def best(self) -> Candidate | None:
@@ -123,21 +123,19 @@ class Ranking:
             f"{'plan':<44} {'device':>9} {'host':>9} {'step':>11} {'tokens a second':>15}"
             f" {'MFU':>6}  critical path"
         )
-        for title, found in (
-            ("exact gradients", self.first_order),
-            ("zeroth order", self.zeroth_order),
-        ):
-            if found:
+        groups = {"exact gradients": self.first_order, "zeroth order": self.forwards_alone}
+        for title, group in groups.items():
+            if group:
                 yield f"-- {title}, by tokens a second"
-                yield from (candidate.line() for candidate in found[:most])
-        if self.zeroth_order:
-            first = self.zeroth_order[0]
+                yield from (candidate.line() for candidate in group[:most])
+        if self.forwards_alone:
+            fastest = self.forwards_alone[0]
             yield (
                 f"   a zeroth-order step is worth 1/{ZEROTH_ORDER_STEPS} of one with exact"
                 " gradients (500 steps to a loss of"
             )
             yield "   0.47, against 11, in benchmarks/zo_converge.py):"
-            yield f"   {first.label} is as good as {first.progress:,.0f} tok/s there"
+            yield f"   {fastest.label} is as good as {fastest.progress:,.0f} tok/s there"
         if self.larger is not None:
             yield (
                 "-- a larger step, whose micro-batches hide the fetches"
@@ -156,34 +154,34 @@ def candidates(task: Task) -> Iterator[tuple[str, Plan]]:
     Frozen weights in 4 or 8 bits need adapters; rows that spread state need more ranks than one.
     """
     for name, row in METHODS.items():
-        alone = row().trainable.group == NOBODY
-        for label, settings in (_alone if alone else _over_ranks)(task, row()):
-            yield (
-                f"{name}{label}",
-                method(name, gradient_accumulation_steps=task.micro_batches, **settings),
-            )
+        variants = _over_ranks if row().trainable.group != NOBODY else _on_one_rank
+        for label, settings in variants(task, row()):
+            plan = method(name, gradient_accumulation_steps=task.micro_batches, **settings)
+            yield f"{name}{label}", plan
 
 
-def _alone(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+def _on_one_rank(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield variants of a row for one rank."""
     if row.frozen.codec.encoded:
+        tier = row.frozen.tier
+        # A processor's host is its device: the disk's pages are read in place.
+        faster = tier.facts.begins_from if task.hardware.device != "cpu" else ""
         for codec in reversed(CODECS.tried("frozen")) if task.adapters else ():
-            yield f", {codec}", {"frozen": f"{row.frozen.tier} × {codec}"}
-            if (
-                task.hardware.device != "cpu"
-            ):  # a processor's host is its device: the disk's pages are read in place
-                yield f", host × {codec}", {"frozen": f"host × {codec}", "activation": "host"}
-    elif not row.zeroth_order:
+            yield f", {codec}", {"frozen": f"{tier} × {codec}"}
+            if faster:
+                placed = {"frozen": f"{faster} × {codec}", "activation": faster}
+                yield f", {faster} × {codec}", placed
+    elif row.estimator.facts.walks_back:
         for recompute in ("none", "all"):
             yield f", recompute {recompute}", {"recompute": recompute}
-    elif row.trainable.on_device:
+    elif row.trainable.tier.facts.resident:
         yield "", {}
     else:
         tiers = [name for name, facts in TIERS.items() if not facts.resident]
         codecs = ["raw"] if task.adapters else CODECS.tried("trainable")
-        for tier, codec, prefetch in product(tiers, codecs, (1, 2)):
-            placed = {"trainable": f"{tier} × {codec}", "frozen": f"{tier} × raw"}
-            yield f", {tier} × {codec}, prefetch {prefetch}", {"prefetch": prefetch, **placed}
+        for place, codec, prefetch in product(tiers, codecs, (1, 2)):
+            placed = {"trainable": f"{place} × {codec}", "frozen": f"{place} × raw"}
+            yield f", {place} × {codec}, prefetch {prefetch}", {"prefetch": prefetch, **placed}
 
 
 def _over_ranks(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -195,7 +193,7 @@ def _over_ranks(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     mesh = {"world": world, "ranks_per_node": node}
     if world == 1:
         return
-    if row.zeroth_order:
+    if row.estimator.facts.shares_forwards:
         yield "", {"mesh": mesh}
         return
     for prefetch in (1, 2):
@@ -205,37 +203,41 @@ def _over_ranks(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     if row.trainable.group == row.optimizer_state.group:
         for codec in reversed(CODECS.tried("gathered")) if task.adapters else ():
             yield f", {codec}", {"frozen": f"device × {codec}", "mesh": mesh}
-    elif row.cache.tier == "none":
-        for few, many in _groups(node, world):
-            names = {node: "node", world: "world"}
-            groups = [f"group{size}={size}" for size in {few, many} - set(names)]
-            inner, outer = (names.get(size, f"group{size}") for size in (few, many))
-            over = dict.fromkeys(("frozen", "trainable"), f"device × raw × {inner}")
-            over |= {
-                "gradient": f"device × fp32 × {inner}",
-                "optimizer_state": f"device × fp32 × {outer}",
-            }
-            yield f", over {few} and {many}", {"mesh": {**mesh, "groups": groups}, **over}
-    if row.cache.tier == "host" and task.budget is not None:
+    elif not row.cache.keeps:
+        for inner, outer in _groups(node, world):
+            yield f", over {inner} and {outer}", _spread_over(mesh, inner, outer)
+    if row.cache.off_device and task.budget is not None:
         yield ", adaptive cache", {"mesh": mesh, "cache.threshold": 0.9, "budget": task.budget}
+
+
+def _spread_over(mesh: dict[str, Any], inner: int, outer: int) -> dict[str, Any]:
+    """Return the settings that spread parameters and gradients over groups of ``inner`` ranks, and
+    optimizer states over groups of ``outer``."""
+    names = {mesh["ranks_per_node"]: "node", mesh["world"]: "world"}
+    groups = [f"group{size}={size}" for size in {inner, outer} - set(names)]
+    inner_group, outer_group = (names.get(size, f"group{size}") for size in (inner, outer))
+    return {
+        "mesh": {**mesh, "groups": groups},
+        "frozen": f"device × raw × {inner_group}",
+        "trainable": f"device × raw × {inner_group}",
+        "gradient": f"device × fp32 × {inner_group}",
+        "optimizer_state": f"device × fp32 × {outer_group}",
+    }
 
 
 def _groups(node: int, world: int) -> Iterator[tuple[int, int]]:
     """Yield sizes of groups worth looking at, for parameters and gradients, and for optimizer
     states: a part of a node, a node or two; everything or a few nodes."""
-    inner = sorted(
-        {
-            z
-            for z in (2, node // 2, *(node << k for k in range(5)))
-            if 1 < z <= world and world % z == 0
-        }
-    )
-    for few in (z for z in inner if node % z == 0 or z % node == 0):
-        for many in sorted(
-            {world, *(z for z in (8 * node,) if node < z < world and world % z == 0)}
-        ):
-            if many % few == 0:
-                yield few, many
+    sizes = {2, node // 2, *(node << k for k in range(5))}
+    inner_sizes = sorted(n for n in sizes if 1 < n <= world and world % n == 0)
+    eight_nodes = 8 * node
+    outer_sizes = {world}
+    if node < eight_nodes < world and world % eight_nodes == 0:
+        outer_sizes.add(eight_nodes)
+    for inner, outer in product(inner_sizes, sorted(outer_sizes)):
+        nests_in_node = node % inner == 0 or inner % node == 0
+        if nests_in_node and outer % inner == 0:
+            yield inner, outer
 
 
 def steady(plan: Plan, model: ModelSpec) -> Pending:
@@ -243,11 +245,10 @@ def steady(plan: Plan, model: ModelSpec) -> Pending:
     deferred, and every node slice out of date."""
     if plan.update.deferred:
         return Pending(1, flush=True)
-    if plan.sharded:
-        return Pending(
-            dirty=frozenset(i for i, unit in enumerate(model.units) if unit.numel(trainable=True))
-        )
-    return Pending()
+    if not plan.home.gathered:
+        return Pending()
+    trained = (u for u, unit in enumerate(model.units) if unit.numel(trainable=True))
+    return Pending(dirty=frozenset(trained))
 
 
 def programs_of(
@@ -272,24 +273,24 @@ def look_at(task: Task, label: str, plan: Plan) -> Candidate:
     """Return one plan: simulated where it fits, with as many blocks that stay on the device as fit,
     else with the reason and what would make it fit."""
     costs = task.costs(plan, task.shape)
-    on = task.hardware.device
+    device = task.hardware.device
     if plan.resident == AUTO:
-        plan = settled(plan, task.model, task.shape, costs, device=on, budget=task.room)
+        plan = settled(plan, task.model, task.shape, costs, device=device, budget=task.room)
         label += f", {plan.resident} blocks stay" if plan.resident > 0 else ""
-    between = resident(plan, task.model, device=task.hardware.device)
-    if refused := _too_large(task, between, plan.mesh.world):
-        alone = "; weights and states alone do not fit: stream, shard, or train adapters"
-        return Candidate(plan, label, between, None, refused + alone)
+    peaks = resident(plan, task.model, device=device)
+    if refused := _too_large(task, peaks, plan.mesh.world):
+        refused += "; weights and states alone do not fit: stream, shard, or train adapters"
+        return Candidate(plan, label, peaks, None, refused)
     # A run on an accelerator has a budget, and graphs fill what is left of it.
-    bounded = on != "cpu" and plan.budget is None and not plan.sharded
+    bounded = device != "cpu" and plan.budget is None and not plan.home.gathered
     programs, costs = programs_of(task, replace(plan, budget=task.room) if bounded else plan)
-    held = programs[0].peaks()
-    if refused := _too_large(task, held, plan.mesh.world):
-        if held[Pool.DEVICE] > task.room:
+    peaks = programs[0].peaks()
+    if refused := _too_large(task, peaks, plan.mesh.world):
+        if peaks[Pool.DEVICE] > task.room:
             refused += "; fewer tokens a micro-batch would fit"
             refused += ", or recompute: all" if plan.recompute == "none" else ""
-        return Candidate(plan, label, held, None, refused)
-    return Candidate(plan, label, held, simulate(programs, plan, task.model, task.hardware, costs))
+        return Candidate(plan, label, peaks, None, refused)
+    return Candidate(plan, label, peaks, simulate(programs, plan, task.model, task.hardware, costs))
 
 
 def _seconds_a_token(candidate: Candidate) -> float:
@@ -300,15 +301,17 @@ def _seconds_a_token(candidate: Candidate) -> float:
 def rank(task: Task) -> Ranking:
     """Look at every candidate and rank them by tokens a second, exact gradients and zeroth order
     apart."""
-    found = [look_at(task, label, plan) for label, plan in candidates(task)]
-    fits = sorted((c for c in found if c.simulation), key=_seconds_a_token)
-    zeroth_order = tuple(c for c in fits if c.plan.zeroth_order)
-    streamed = next((c for c in zeroth_order if c.simulation and c.simulation.program.slots), None)
+    looked_at = [look_at(task, label, plan) for label, plan in candidates(task)]
+    fits = sorted((c for c in looked_at if c.simulation), key=_seconds_a_token)
+    first_order = tuple(c for c in fits if c.plan.estimator.facts.walks_back)
+    forwards_alone = tuple(c for c in fits if not c.plan.estimator.facts.walks_back)
+    streamed = (c for c in forwards_alone if c.simulation and c.simulation.program.slots)
+    fastest = next(streamed, None)
     return Ranking(
-        tuple(c for c in fits if not c.plan.zeroth_order),
-        zeroth_order,
-        tuple(c for c in found if c.simulation is None),
-        None if streamed is None else hides_link(task, streamed),
+        first_order,
+        forwards_alone,
+        tuple(c for c in looked_at if c.simulation is None),
+        hides_link(task, fastest) if fastest else None,
     )
 
 
@@ -316,15 +319,15 @@ def hides_link(task: Task, candidate: Candidate, most: int = 16) -> Candidate | 
     """Return a streamed plan with the fewest micro-batches whose step computes as long as it
     fetches: all of them pass through a block while it is there. None where they do so already, or
     would not with ``most`` of them: a step of so many more sequences is for its user to decide."""
-    found = candidate
+    larger = candidate
     steps = candidate.plan.gradient_accumulation_steps
     label = candidate.label.removesuffix(f", {candidate.plan.resident} blocks stay")
-    while found.simulation is not None:
-        spans = found.simulation.spans
+    while larger.simulation is not None:
+        spans = larger.simulation.spans
         fetches = sum(span.seconds for span in spans if span.op.lane is Lane.FETCH)
         computes = sum(span.seconds for span in spans if span.op.lane is Lane.COMPUTE)
         if fetches <= computes:
-            return None if found is candidate else found
+            return None if larger is candidate else larger
         forwards = sum(span.seconds for span in spans if span.op.kind in COMPUTES)
         # Too few where a pass's noise is drawn once for all of them.
         steps += math.ceil((fetches - computes) * steps / forwards)
@@ -332,7 +335,7 @@ def hides_link(task: Task, candidate: Candidate, most: int = 16) -> Candidate | 
             return None
         resident = AUTO if candidate.plan.resident else 0
         plan = replace(candidate.plan, gradient_accumulation_steps=steps, resident=resident)
-        found = look_at(task, f"{label}, {steps} micro-batches", plan)
+        larger = look_at(task, f"{label}, {steps} micro-batches", plan)
     return None
 
 
@@ -342,11 +345,11 @@ def choose(task: Task, *, world: int = 1) -> Plan:
     Raises:
         ValueError: none fits; the message says why the nearest does not.
     """
-    found = rank(task)
-    for candidate in found.ranked:
+    ranking = rank(task)
+    for candidate in ranking.ranked:
         if candidate.plan.mesh.world == world:
             return candidate.plan
-    refused = [c for c in found.refused if c.plan.mesh.world == world]
+    refused = [c for c in ranking.refused if c.plan.mesh.world == world]
     nearest = min(refused, key=lambda c: c.peaks[Pool.DEVICE])
     raise ValueError(
         f"no method fits {task.hardware.name}; the nearest, {nearest.label}, {nearest.refused}"
@@ -361,36 +364,37 @@ def largest_batch(task: Task, plan: Plan, most: int = 1 << 16) -> int:
         (program, *_), _ = programs_of(task, plan, Shape(batch, task.shape.sequence))
         return not _too_large(task, program.peaks(), plan.mesh.world)
 
-    low = 0
-    high = 1
-    while high <= most and fits(high):
-        low = high
-        high = 2 * high
-    while high - low > max(1, low // 64):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    fitting = 0
+    batch = 1
+    while batch <= most and fits(batch):
+        fitting = batch
+        batch *= 2
+    too_large = batch
+    while too_large - fitting > max(1, fitting // 64):
+        middle = (fitting + too_large) // 2
+        if fits(middle):
+            fitting = middle
+        else:
+            too_large = middle
+    return fitting
 
 
-def _too_large(task: Task, held: Counter[Pool], ranks: int) -> str:
-    """The reason why these peaks do not fit, or ""."""
+def _too_large(task: Task, peaks: Counter[Pool], ranks: int) -> str:
+    """Return the reason why these peaks do not fit, or ""."""
     hardware = task.hardware
-    device = held[Pool.DEVICE]
-    host = held[Pool.HOST] * min(ranks, hardware.devices_per_node)
+    device = peaks[Pool.DEVICE]
+    host = peaks[Pool.HOST] * min(ranks, hardware.devices_per_node)
     if hardware.device == "cpu":
         device = device + host
         host = 0
-    for what, needed, room, there in (
-        (
-            "on the device",
-            device,
-            task.room,
-            min(hardware.device_bytes, task.budget or hardware.device_bytes),
-        ),
+    device_bytes = min(hardware.device_bytes, task.budget or hardware.device_bytes)
+    disk = peaks[Pool.DISK] + peaks[Pool.MAPPED]
+    for place, needed, room, capacity in (
+        ("on the device", device, task.room, device_bytes),
         ("of host memory", host, hardware.host_room, hardware.host_bytes),
-        ("of disk", held[Pool.DISK] + held[Pool.MAPPED], hardware.disk_bytes, hardware.disk_bytes),
+        ("of disk", disk, hardware.disk_bytes, hardware.disk_bytes),
     ):
         if needed > room:
-            share = "" if room == there else f", {room / there:.2g} of it for a plan"
-            return f"needs {human_bytes(needed)} {what}, which has {human_bytes(there)}{share}"
+            share = "" if room == capacity else f", {room / capacity:.2g} of it for a plan"
+            return f"needs {human_bytes(needed)} {place}, which has {human_bytes(capacity)}{share}"
     return ""

@@ -33,7 +33,7 @@ GUESSED = (
 
 def walk_kind(plan: Plan, program: Program, model: ModelSpec) -> str:
     """Return the one of :data:`KINDS` that a step is."""
-    if plan.zeroth_order:
+    if not plan.estimator.facts.walks_back:
         return "forwards"
     if program.streamed:
         return "streamed" if compute_dtype(plan, model) == "float32" else "streamed, 16 bits"
@@ -56,8 +56,8 @@ def tensors(program: Program) -> int:
 
 def transients(program: Program) -> int:
     """Return those that come and go within the step."""
-    held = Counter(dict(program.static))
-    return tensors(program) - held[Pool.DEVICE] - held[Pool.HOST]
+    static = Counter(dict(program.static))
+    return tensors(program) - static[Pool.DEVICE] - static[Pool.HOST]
 
 
 def process_peak(
@@ -79,14 +79,14 @@ def step_growth(program: Program, plan: Plan, hardware: Hardware, model: ModelSp
     what comes and goes, and the free heap that it leaves."""
     kind = walk_kind(plan, program, model)
     moving = transients(program)
-    beside = found_for(kind, hardware.buffers) + found_for(kind, hardware.slack) * moving
-    return moving + int(beside) + 2 * _gather_copy(plan, program)
+    freed = found_for(kind, hardware.slack) * moving
+    return moving + int(found_for(kind, hardware.buffers) + freed) + 2 * _gather_copy(plan, program)
 
 
 def _gather_copy(plan: Plan, program: Program) -> int:
     """Return bytes of gloo's own copy of the largest gather, whose whole output it makes before it
     hands it over. It counts twice: the hole that it leaves is kept as other free heap is."""
-    if not plan.sharded:
+    if not plan.home.gathered:
         return 0
     ranks = (
         (op.nbytes, ranks_over(plan.mesh, op.axes))

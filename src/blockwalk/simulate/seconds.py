@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from blockwalk.plan.losses import LossCall
 from blockwalk.plan.mesh import ranks_over
 from blockwalk.plan.model_spec import ModelSpec, UnitSpec
-from blockwalk.plan.placement import DTYPE_BYTES, StateKind, Tier
+from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.tiers import TierFacts
 from blockwalk.plan.work import NOTHING, Work
 from blockwalk.program.costs import Costs
-from blockwalk.program.program import COMPUTES, Lane, Op, OpKind, Pool, Program
+from blockwalk.program.program import COMPUTES, Bytes, Lane, Op, OpKind, Pool, Program
 from blockwalk.program.state_sizes import compute_dtype, epilogue_reads, updates_on_host
 from blockwalk.simulate.hardware import Hardware, Link
 from blockwalk.simulate.process_memory import found_for, walk_kind
@@ -69,9 +70,7 @@ class CostModel:
     def _losses(self, program: Program) -> dict[int, float]:
         copied: Counter[int] = Counter()
         for op in program.ops:
-            if op.kind in (OpKind.FETCH, OpKind.STORE) and (
-                self._is_bucket(op) or self.tier(op) is Tier.HOST
-            ):
+            if op.kind in (OpKind.FETCH, OpKind.STORE) and self._is_copied(op):
                 copied[op.unit] += op.nbytes
         turns = Counter(op.unit for op in program.ops if op.kind in COMPUTES)
         rate = self.hardware.host_to_device.bandwidth
@@ -84,83 +83,95 @@ class CostModel:
             return self._compute(op)
         match op.lane:
             case Lane.FETCH | Lane.UPDATE:
-                return self._moves(op, hw.host_to_device, hw.disk_read)
+                return self._moves(op, hw.host_to_device, hw.reads)
             case Lane.STORE:
-                return self._moves(op, hw.device_to_host, hw.disk_write)
+                return self._moves(op, hw.device_to_host, hw.writes)
             case Lane.INTRA:
                 return hw.intra.seconds(op.nbytes) + self._rounds(op) * hw.intra.latency
-        sharing = min(
-            self.plan.mesh.ranks_per_node, hw.devices_per_node
-        )  # a node's ranks share its link to the others
+        # A node's ranks share its link to the others.
+        sharing = min(self.plan.mesh.ranks_per_node, hw.devices_per_node)
         return hw.inter.seconds(op.nbytes * sharing) + self._rounds(op) * hw.inter.latency
 
     @property
     def dtype(self) -> str:
+        """The dtype that blocks compute in."""
         return compute_dtype(self.plan, self.model)
 
     def work_seconds(self, work: Work) -> float:
         """Return seconds of operations in the compute dtype, one after the other."""
         hw = self.hardware
-        dtype = self.dtype
-        products = hw.products.get(dtype)
-        passes = hw.passes.get(dtype)
-        if products:
-            seconds = products.total(work.products) + hw.thin.get(dtype, products).total(
-                work.thin_products
-            )
-        else:
-            seconds = (work.flops - work.attention) / hw.flops_of(dtype)
-        if passes:
-            float32 = hw.passes.get("float32", passes)
-            in_place = hw.passes.get("in place", passes)
-            seconds += (
-                passes.total(work.passes)
-                + float32.total(work.float32_passes)
-                + in_place.total(work.in_place)
-            )
-        else:
-            seconds += work.touched / hw.memory_bandwidth
+        attention = work.attention / (hw.attention.get(self.dtype) or hw.flops_of(self.dtype))
+        starts = work.all * self._start
+        return self._products(work) + self._passes(work) + attention + starts
+
+    def _products(self, work: Work) -> float:
+        """Return seconds of matrix products: by their sizes where those were measured."""
+        hw = self.hardware
+        curve = hw.products.get(self.dtype)
+        if curve is None:
+            return (work.flops - work.attention) / hw.flops_of(self.dtype)
+        thin = hw.thin.get(self.dtype, curve)
+        return curve.total(work.products) + thin.total(work.thin_products)
+
+    def _passes(self, work: Work) -> float:
+        """Return seconds of element-wise passes: by their sizes where those were measured."""
+        hw = self.hardware
+        curve = hw.passes.get(self.dtype)
+        if curve is None:
+            return work.touched / hw.memory_bandwidth
+        float32 = hw.passes.get("float32", curve)
+        in_place = hw.passes.get("in place", curve)
         return (
-            seconds
-            + work.attention / (hw.attention.get(dtype) or hw.flops_of(dtype))
-            + work.all * self._start
+            curve.total(work.passes)
+            + float32.total(work.float32_passes)
+            + in_place.total(work.in_place)
         )
 
     # ---- the compute lane ------------------------------------------------------------------------
 
     def _compute(self, op: Op) -> float:
+        hw = self.hardware
         if op.kind in COMPUTES:
             return self._walks(op)
-        hw = self.hardware
-        trained = float(self.model.units[op.unit].numel(trainable=True))
-        zeroth_order = self.plan.zeroth_order
-        if op.kind is OpKind.UPDATE and zeroth_order:
-            if op.lane is Lane.INTRA:
-                trained /= self.plan.parameter_ranks  # each rank its slice, before the gather
-            once = trained / hw.noise_rate * self.plan.zo.queries + self._narrowed("round", trained)
-            if not self.plan.update_rule.linear:
-                once += self._updated(trained)
-            return hw.op_seconds + max(op.entries, 1) * once
+        if op.kind is OpKind.UPDATE and self.plan.estimator.facts.ledger:
+            return self._ledger_update(op)
         if op.kind is OpKind.UPDATE:
-            share = self.plan.optimizer_ranks if self.plan.sharded else 1
-            starts = UPDATE_STARTS * len(self.model.units[op.unit].part(True)) * self._start
-            narrowed = self._narrowed(
-                "round" if self.plan.update.rounding == "stochastic" else "lift", trained / share
-            )
-            seconds = hw.op_seconds + starts + self._updated(trained / share) + narrowed
-            moved = 0.0
-            if self.plan.update.at_turn:  # the old values are copied first
-                moved = 8 * (1 + len(self.plan.update_rule.states)) * trained / share
-            if op.lane is Lane.UPDATE:
-                return hw.op_seconds + (moved + self._touched(trained)) / HOST_MEMORY
-            return seconds + moved / hw.memory_bandwidth
+            return self._gradient_update(op)
         if op.kind in (OpKind.PERTURB, OpKind.UPDATE_ALL):
             return self.model.numel(trainable=True) / hw.noise_rate
         if op.kind is OpKind.NORM:
+            trained = self.model.numel(trainable=True)
             rate = hw.update_rate.get("norm")
-            every = self.model.numel(trainable=True)
-            return every / rate if rate else 4 * every / hw.memory_bandwidth
+            return trained / rate if rate else 4 * trained / hw.memory_bandwidth
         return 0.0
+
+    def _ledger_update(self, op: Op) -> float:
+        """Return seconds of applying entries of a ledger to a unit, or to a rank's slice of it:
+        their noise is drawn again."""
+        hw = self.hardware
+        elements = float(self.model.units[op.unit].numel(trainable=True))
+        if op.lane is Lane.INTRA:  # each rank its slice, before the gather
+            elements /= self.plan.parameter_ranks
+        seconds = elements / hw.noise_rate * self.plan.zo.queries
+        seconds += self._narrowed("round", elements)
+        if not self.plan.update_rule.linear:
+            seconds += self._updated(elements)
+        return hw.op_seconds + max(op.entries, 1) * seconds
+
+    def _gradient_update(self, op: Op) -> float:
+        """Return seconds of updating a unit, or a rank's slice of it, with its gradients."""
+        hw = self.hardware
+        unit = self.model.units[op.unit]
+        elements = unit.numel(trainable=True) / self.plan.optimizer_ranks
+        copied = 0.0
+        if self.plan.update.at_turn:  # the old values are copied first
+            copied = 8 * (1 + len(self.plan.update_rule.states)) * elements
+        if op.lane is Lane.UPDATE:
+            return hw.op_seconds + (copied + self._touched(elements)) / HOST_MEMORY
+        starts = UPDATE_STARTS * len(unit.part(True)) * self._start
+        rate = "round" if self.plan.update.rounding == "stochastic" else "lift"
+        seconds = hw.op_seconds + starts + self._updated(elements) + self._narrowed(rate, elements)
+        return seconds + copied / hw.memory_bandwidth
 
     def work(self, op: Op) -> Work:
         """Return the operations of an op on the compute lane, as far as its unit's costs are
@@ -178,56 +189,70 @@ class CostModel:
         return NOTHING
 
     def _walks(self, op: Op) -> float:
-        unit = self.reads(op.unit)
-        hw = self.hardware
+        """Return seconds of an op that computes with a unit's parameters."""
         work = self.work(op)
         prologue = op.kind in (OpKind.PROLOGUE, OpKind.PROLOGUE_BACKWARD)
         if work == NOTHING and not prologue:
             work = Work(((op.flops, 1),), ((TRAFFIC * op.transient, 1),))
-        seconds = hw.op_seconds + self.work_seconds(work) + self._lost.get(op.unit, 0.0)
-        if op.kind is OpKind.FORWARD:  # what a graph in file maps saves is copied there
-            seconds += (
-                2
-                * sum(nbytes for pool, nbytes in op.takes if pool is Pool.MAPPED)
-                / hw.memory_bandwidth
-            )
-        if (
-            hw.fresh_bandwidth and op.kind is not OpKind.FORWARD
-        ):  # gradients are made anew, in part where a graph was
-            taken, freed = (
-                sum(n for pool, n in each if pool is Pool.DEVICE) for each in (op.takes, op.frees)
-            )
-            seconds += max(taken - freed, 0) / hw.fresh_bandwidth
-        if prologue:
-            return seconds
-        backprop = not self.plan.zeroth_order
-        if hw.fresh_bandwidth and backprop and self.program is not None and self.program.streamed:
-            seconds += REFAULTED * hw.slack.get("streamed", 0.0) * op.transient / hw.fresh_bandwidth
+        seconds = self.hardware.op_seconds + self.work_seconds(work)
+        seconds += self._lost.get(op.unit, 0.0) + self._memory(op)
+        return seconds if prologue else seconds + self._faults(op) + self._weights(op)
+
+    def _memory(self, op: Op) -> float:
+        """Return seconds of memory that an op writes for others: of a forward what a graph in file
+        maps saves, which is copied there; of others gradients, which are made anew, in part where a
+        graph was."""
+        hw = self.hardware
+        if op.kind is OpKind.FORWARD:
+            return 2 * _of_pool(op.takes, Pool.MAPPED) / hw.memory_bandwidth
+        if not hw.fresh_bandwidth:
+            return 0.0
+        fresh = _of_pool(op.takes, Pool.DEVICE) - _of_pool(op.frees, Pool.DEVICE)
+        return max(fresh, 0) / hw.fresh_bandwidth
+
+    def _faults(self, op: Op) -> float:
+        """Return seconds of the page faults of a streamed block's heap, where steps walk back."""
+        hw = self.hardware
+        streamed = self.program is not None and self.program.streamed
+        if not (hw.fresh_bandwidth and streamed and self.plan.estimator.facts.walks_back):
+            return 0.0
+        return REFAULTED * hw.slack.get("streamed", 0.0) * op.transient / hw.fresh_bandwidth
+
+    def _weights(self, op: Op) -> float:
+        """Return seconds of reading a unit's weights: decoded as often as they are read, and
+        perturbed."""
+        hw = self.hardware
+        unit = self.reads(op.unit)
+        walks_back = self.plan.estimator.facts.walks_back
+        seconds = 0.0
         if self.dtype not in hw.products:
             seconds += unit.numel() * DTYPE_BYTES[self.dtype] / hw.memory_bandwidth
-        times = 2 if op.kind is OpKind.BACKWARD and not op.keep_graph else 1
-        if op.kind is OpKind.LOSS and backprop:
-            times = self.head_reads()
         if codes := unit.decoded(self.plan.frozen.codec):
-            seconds += times * codes / hw.decodes(self.plan.frozen.codec)
-        drawn = self.plan.zeroth_order and self.plan.zo.noise not in ("mezo", "lowrank")
-        if drawn and not self._finds_copy(op):
+            seconds += self._readings(op) * codes / hw.decodes(self.plan.frozen.codec)
+        draws = self.plan.noise.drawn_in_forwards and not walks_back
+        if draws and not self._finds_copy(op):
             seconds += unit.numel(trainable=True) / hw.noise_rate
         return seconds
+
+    def _readings(self, op: Op) -> int:
+        """Return the number of times that an op goes through its unit's weights."""
+        if op.kind is OpKind.LOSS and self.plan.estimator.facts.walks_back:
+            return self.head_reads()
+        return 2 if op.kind is OpKind.BACKWARD and not op.keep_graph else 1
 
     def _finds_copy(self, op: Op) -> bool:
         """Return whether a zeroth-order forward finds its block, or a loss its head, perturbed
         already, for an earlier micro-batch of its pass."""
-        copied = {OpKind.LOSS: self.plan.loss == "chunked", OpKind.FORWARD: self.plan.copies_blocks}
+        copied = {
+            OpKind.LOSS: self.plan.loss_facts.by_chunks,
+            OpKind.FORWARD: self.plan.copies_blocks,
+        }
         return op.micro_batch >= self.plan.mesh.data and copied.get(op.kind, False)
 
     def reads(self, index: int) -> UnitSpec:
         """Return a unit with the tied head that its turn reads."""
-        return (
-            self.model.units[index]
-            if index <= len(self.model.blocks)
-            else epilogue_reads(self.model)
-        )
+        is_epilogue = index > len(self.model.blocks)
+        return epilogue_reads(self.model) if is_epilogue else self.model.units[index]
 
     def head_reads(self) -> int:
         """Return the number of times that a loss with gradient goes through the head."""
@@ -265,57 +290,78 @@ class CostModel:
 
     # ---- the links -------------------------------------------------------------------------------
 
-    def tier(self, op: Op) -> Tier:
-        """Return the tier of the bytes of a FETCH or STORE."""
-        if updates_on_host(self.plan, self.hardware.device) and op.part in (
-            StateKind.TRAINABLE,
-            StateKind.GRADIENT,
-        ):
-            return Tier.HOST
-        if op.part is StateKind.ACTIVATION:
-            return self.plan.activation.tier
-        if op.part in (StateKind.GRADIENT, StateKind.OPTIMIZER):  # of one process: in file maps
-            return Tier.DISK
-        if self.plan.sharded:
-            return Tier.HOST
-        return (self.plan.frozen if op.part is StateKind.FROZEN else self.plan.trainable).tier
+    def tier(self, op: Op) -> TierFacts | None:
+        """Return the row of the tier of a FETCH's or STORE's bytes; None where they lie in host
+        memory whatever their tier is: masters that the processor behind an accelerator updates, and
+        slices of a plan that gathers."""
+        plan = self.plan
+        on_host = updates_on_host(plan, self.hardware.device)
+        if on_host and op.part in (StateKind.TRAINABLE, StateKind.GRADIENT):
+            return None
+        if plan.home.gathered and op.part is not StateKind.ACTIVATION:
+            return None
+        placements = {
+            StateKind.FROZEN: plan.frozen,
+            StateKind.GRADIENT: plan.gradient,
+            StateKind.OPTIMIZER: plan.optimizer_state,
+            StateKind.ACTIVATION: plan.activation,
+        }
+        return placements.get(op.part or StateKind.TRAINABLE, plan.trainable).tier.facts
 
-    def _moves(self, op: Op, link: Link, disk: Link) -> float:
+    def slow_link(self, op: Op) -> str:
+        """Return the name of the link between host memory and the bytes of a FETCH or STORE, as a
+        hardware file has it; empty where they lie in memory."""
+        tier = self.tier(op)
+        return tier.link if tier else ""
+
+    def _moves(self, op: Op, link: Link, slow: Callable[[str], Link]) -> float:
         """Return seconds of a copy between the device and its tier. To a processor the page cache
         is there; what it cannot hold is read or written."""
         tier = self.tier(op)
-        if not op.nbytes or tier is Tier.DEVICE:
+        if not op.nbytes or (tier and tier.resident):
             return 0.0
-        if self.hardware.device == "cpu":
-            cached = self._cached(op)
-            if cached and op.of_graph:  # the compute lane wrote it, and reads it, where it lies
-                return 0.0
-            return (link if cached else disk).seconds(op.nbytes)
-        return link.seconds(op.nbytes) + (disk.seconds(op.nbytes) if tier is Tier.DISK else 0.0)
+        name = self.slow_link(op)
+        if self.hardware.device != "cpu":
+            return link.seconds(op.nbytes) + (slow(name).seconds(op.nbytes) if name else 0.0)
+        if name and not self._cached(op):
+            return slow(name).seconds(op.nbytes)
+        # A graph was written by the compute lane, which reads it where it lies.
+        return 0.0 if op.of_graph else link.seconds(op.nbytes)
 
     def _cached(self, op: Op) -> bool:
-        """Return whether a processor's own memory serves an op: the host's tier always, the disk's
-        where the page cache holds it, but for buckets of parameters, which go past it."""
-        if self.tier(op) is Tier.HOST:
-            return True
+        """Return whether the page cache serves an op: where it holds all that is stored, but for
+        buckets of parameters, which go past it."""
         return not self._is_bucket(op) and self._stored() <= self.hardware.host_bytes // 2
 
     def _is_bucket(self, op: Op) -> bool:
-        return self.plan.zeroth_order and op.part is StateKind.TRAINABLE
+        return self.plan.home.states_inside and op.part is StateKind.TRAINABLE
+
+    def _is_copied(self, op: Op) -> bool:
+        """Return whether a lane of a processor copies the bytes of a FETCH or STORE, in place of
+        reading them where they lie."""
+        tier = self.tier(op)
+        in_place = tier is not None and (tier.resident or tier.link)
+        return self._is_bucket(op) or not in_place
 
     def _stored(self) -> int:
-        codec = self.plan.frozen.codec
+        plan = self.plan
         parameters = sum(
-            u.nbytes(codec, trainable=False) + u.nbytes(trainable=True) for u in self.model.units
+            unit.nbytes(plan.frozen.codec, trainable=False) + unit.nbytes(trainable=True)
+            for unit in self.model.units
         )
-        if self.plan.zeroth_order or self.plan.sharded:
+        if not plan.home.kinds_apart:
             return parameters
-        beside = len(self.plan.update_rule.states) * self.plan.optimizer_state.on_disk
-        beside += self.plan.gradient.on_disk and not self.plan.update.at_turn
-        return parameters + 4 * beside * self.model.numel(trainable=True)
+        copies = len(plan.update_rule.states) * plan.optimizer_state.tier.facts.mapped
+        copies += plan.gradient.tier.facts.mapped and not plan.update.at_turn
+        return parameters + 4 * copies * self.model.numel(trainable=True)
 
     def _rounds(self, op: Op) -> int:
         """Return rounds of a collective after the first: as many as a tree over its ranks has."""
         if not op.axes or not op.nbytes:
             return 0
         return max(math.ceil(math.log2(ranks_over(self.plan.mesh, op.axes))) - 1, 0)
+
+
+def _of_pool(nbytes: Bytes, pool: Pool) -> int:
+    """Return the bytes of one pool."""
+    return sum(count for of_pool, count in nbytes if of_pool is pool)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from blockwalk.plan.model_spec import ModelSpec
-from blockwalk.plan.placement import StateKind, Tier
+from blockwalk.plan.placement import StateKind
 from blockwalk.plan.plan import Plan
 from blockwalk.program.costs import Costs
 from blockwalk.program.program import Lane, Op, OpKind, Pool, Program
@@ -73,8 +73,8 @@ class Simulation:
         gather of frozen parameters"``."""
         if not self.critical or not self.seconds:
             return "nothing takes time"
-        what, seconds = next(iter(self.critical.items()))
-        return f"{100 * seconds / self.seconds:.0f}% {what}"
+        words, seconds = next(iter(self.critical.items()))
+        return f"{100 * seconds / self.seconds:.0f}% {words}"
 
 
 def simulate(
@@ -104,15 +104,14 @@ def simulate(
         for op in program.ops
         if op.kind is OpKind.BACKWARD and not op.keep_graph
     )
-    ranks = plan.mesh.world if plan.sharded else plan.mesh.data
     highest: Counter[Pool] = Counter()
-    for each, its in zip(programs, spans, strict=True):
-        highest |= Counter(peaks(each, its))
+    for of_rank, times in zip(programs, spans, strict=True):
+        highest |= Counter(peaks(of_rank, times))
     return Simulation(
         program=program,
         spans=spans[0],
-        seconds=max((span.ended for its in spans for span in its), default=0.0),
-        tokens=program.shape.tokens * plan.gradient_accumulation_steps * ranks,
+        seconds=max((span.ended for times in spans for span in times), default=0.0),
+        tokens=program.shape.tokens * plan.cuts,
         peaks=highest,
         bytes_by_lane=program.bytes_by_lane(),
         useful_flops=sum(op.flops for op in program.ops) - recomputed,
@@ -136,9 +135,9 @@ def together(programs: Sequence[Program]) -> dict[Place, list[Place]]:
         seen: Counter[tuple[object, ...]] = Counter()
         for op in program.ops:
             if op.axes:
-                what = (op.kind, op.unit, op.part, op.axes)
-                seen[what] += 1
-                met.setdefault((*what, seen[what]), []).append((rank, op.index))
+                collective = (op.kind, op.unit, op.part, op.axes)
+                seen[collective] += 1
+                met.setdefault((*collective, seen[collective]), []).append((rank, op.index))
     return {member: members for members in met.values() for member in members}
 
 
@@ -150,33 +149,35 @@ def schedule(programs: Sequence[Program], seconds_of: Callable[[Op], float]) -> 
     meets = together(programs)
     begins = order(programs)
     ready = Counter[Place]()
-    later = defaultdict[Place, list[Place]](list)
+    followers = defaultdict[Place, list[Place]](list)
     waits = Counter[Place]()
     for place, earlier in begins.items():
-        for each in earlier:
-            later[each].append(meets.get(place, [place])[0])
-            waits[later[each][-1]] += 1
-    firsts = (meets.get(place, [place])[0] for place in begins)
-    queue = [(0.0, place) for place in dict.fromkeys(firsts) if not waits[place]]
+        leader = meets.get(place, [place])[0]
+        waits[leader] += len(earlier)
+        for before in earlier:
+            followers[before].append(leader)
+    leaders = (meets.get(place, [place])[0] for place in begins)
+    queue = [(0.0, place) for place in dict.fromkeys(leaders) if not waits[place]]
     free: Counter[tuple[int, Lane]] = Counter()
     spans: dict[Place, Span] = {}
     while queue:
         came, place = heappop(queue)
-        members = [(each, programs[each[0]].ops[each[1]]) for each in meets.get(place, [place])]
-        began = max([came, *(free[each[0], op.lane.link] for each, op in members if op.nbytes)])
-        for each, op in members:
-            spans[each] = Span(op, began, began + seconds_of(op))
+        members = [(rank, programs[rank].ops[index]) for rank, index in meets.get(place, [place])]
+        began = max([came, *(free[rank, op.lane.link] for rank, op in members if op.nbytes)])
+        for rank, op in members:
+            ended = began + seconds_of(op)
+            spans[rank, op.index] = Span(op, began, ended)
             if op.nbytes:
-                free[each[0], op.lane.link] = spans[each].ended  # type: ignore[assignment]
-            for follower in later[each]:
-                ready[follower] = max(ready[follower], spans[each].ended)  # type: ignore[assignment]
+                free[rank, op.lane.link] = ended  # type: ignore[assignment]
+            for follower in followers[rank, op.index]:
+                ready[follower] = max(ready[follower], ended)  # type: ignore[assignment]
                 waits[follower] -= 1
                 if not waits[follower]:
                     heappush(queue, (ready[follower], follower))
     waiting = [
         rank
-        for rank, each in enumerate(programs)
-        if any((rank, op.index) not in spans for op in each.ops)
+        for rank, program in enumerate(programs)
+        if any((rank, op.index) not in spans for op in program.ops)
     ]
     assert not waiting, f"the programs of ranks {waiting} wait for each other"
     return tuple(
@@ -199,19 +200,19 @@ def peaks(program: Program, spans: tuple[Span, ...]) -> dict[Pool, int]:
     """Return peak bytes of each pool; of ops at one instant the earlier of the program ends before
     the next begins."""
     events = sorted(
-        (at, span.op.index, end)
+        (seconds, span.op.index, is_end)
         for span in spans
-        for end, at in enumerate((span.began, span.ended))
+        for is_end, seconds in enumerate((span.began, span.ended))
     )
-    held = Counter(dict(program.static))
-    peak = Counter(held)
-    for _, index, ends in events:
+    current = Counter(dict(program.static))
+    peak = Counter(current)
+    for _, index, is_end in events:
         op = program.ops[index]
-        for pool, nbytes in op.frees if ends else op.takes:
-            held[pool] += -nbytes if ends else nbytes
-            peak[pool] = max(peak[pool], held[pool])
-        held[Pool.DEVICE] += -op.transient if ends else op.transient
-        peak[Pool.DEVICE] = max(peak[Pool.DEVICE], held[Pool.DEVICE])
+        for pool, nbytes in op.frees if is_end else op.takes:
+            current[pool] += -nbytes if is_end else nbytes
+            peak[pool] = max(peak[pool], current[pool])
+        current[Pool.DEVICE] += -op.transient if is_end else op.transient
+        peak[Pool.DEVICE] = max(peak[Pool.DEVICE], current[Pool.DEVICE])
     return {Pool(pool): int(nbytes) for pool, nbytes in peak.items()}
 
 
@@ -225,47 +226,64 @@ def critical_path(
         return spans[place[0]][place[1]].ended
 
     meets = together(programs)
-    before = order(programs)
-    for rank, its in enumerate(spans):
-        had: dict[Lane, int] = {}  # who had the link before
-        for span in sorted(its, key=lambda span: (span.began, span.ended)):
+    waits = order(programs)
+    for rank, times in enumerate(spans):
+        users: dict[Lane, int] = {}  # the op that had each link last
+        for span in sorted(times, key=lambda span: (span.began, span.ended)):
             if span.op.nbytes:
                 link = span.op.lane.link
                 index = span.op.index
-                before[rank, index] += [(rank, had[link])] if link in had else []
-                had[link] = index
+                waits[rank, index] += [(rank, users[link])] if link in users else []
+                users[link] = index
     total: Counter[str] = Counter()
-    at = max(before, key=ended, default=None)
-    while at is not None:
-        span = spans[at[0]][at[1]]
+    place = max(waits, key=ended, default=None)
+    while place is not None:
+        span = spans[place[0]][place[1]]
         if span.seconds:
             total[words(span.op)] += span.seconds  # type: ignore[assignment]
-        at = max(
-            (each for member in meets.get(at, [at]) for each in before[member]),
-            key=ended,
-            default=None,
-        )
+        earlier = (wait for member in meets.get(place, [place]) for wait in waits[member])
+        place = max(earlier, key=ended, default=None)
     return dict(total.most_common())
 
 
-_NOUN = {OpKind.GATHER: "gather", OpKind.REDUCE: "reduction", OpKind.FETCH: "fetch", OpKind.STORE: "write-back",
-         OpKind.CACHE: "cache", OpKind.SAVE: "save", OpKind.LOAD: "load"}  # fmt: skip
-_STATE = {StateKind.FROZEN: "frozen parameters", StateKind.TRAINABLE: "trainable parameters",
-          StateKind.GRADIENT: "gradients", StateKind.ACTIVATION: "activation checkpoints", None: "state"}  # fmt: skip
-_DOING = {OpKind.FORWARD: "computing forwards", OpKind.BACKWARD: "computing backwards", OpKind.LOSS: "computing the loss",
-          OpKind.UPDATE: "updating", OpKind.UPDATE_ALL: "updating", OpKind.PERTURB: "perturbing"}  # fmt: skip
+_NOUN = {
+    OpKind.GATHER: "gather",
+    OpKind.REDUCE: "reduction",
+    OpKind.FETCH: "fetch",
+    OpKind.STORE: "write-back",
+    OpKind.CACHE: "cache",
+    OpKind.SAVE: "save",
+    OpKind.LOAD: "load",
+}
+_STATE = {
+    StateKind.FROZEN: "frozen parameters",
+    StateKind.TRAINABLE: "trainable parameters",
+    StateKind.GRADIENT: "gradients",
+    StateKind.ACTIVATION: "activation checkpoints",
+    None: "state",
+}
+_DOING = {
+    OpKind.FORWARD: "computing forwards",
+    OpKind.BACKWARD: "computing backwards",
+    OpKind.LOSS: "computing the loss",
+    OpKind.UPDATE: "updating",
+    OpKind.UPDATE_ALL: "updating",
+    OpKind.PERTURB: "perturbing",
+}
 
 
 def _words(op: Op, model_of: CostModel) -> str:
     if op.lane is Lane.COMPUTE or op.kind is OpKind.UPDATE:
         return _DOING.get(op.kind, "computing the rest")
+    noun = _NOUN.get(op.kind, op.kind.lower())
+    return f"waiting for {_link(op, model_of)}: {noun} of {_STATE.get(op.part, 'state')}"
+
+
+def _link(op: Op, model_of: CostModel) -> str:
+    """Return the words for the slowest link that an op's bytes cross."""
     if op.lane.link is Lane.INTER:
-        where = "the network"
-    elif op.lane is Lane.INTRA:
-        where = "the node's own link"
-    else:
-        where = "the disk" if model_of.tier(op) is Tier.DISK else "the host's link"
-    return (
-        f"waiting for {where}: {_NOUN.get(op.kind, op.kind.lower())} of"
-        f" {_STATE.get(op.part, 'state')}"
-    )
+        return "the network"
+    if op.lane is Lane.INTRA:
+        return "the node's own link"
+    slow_link = model_of.slow_link(op)
+    return f"the {slow_link}" if slow_link else "the host's link"

@@ -18,19 +18,16 @@ Timed = tuple[Op, float, float]
 def events(
     program: Program, steps: Sequence[Iterable[Timed]], *, process: str
 ) -> list[dict[str, Any]]:
-    """Complete events, a microsecond a unit, from the first op's begin; one thread for each lane,
-    in the program's order."""
+    """Return complete events, a microsecond a unit, from the first op's begin; one thread for each
+    lane, in the program's order."""
     lanes = {lane: number for number, lane in enumerate(Lane)}
-    timed = [each for step in steps for each in step]
+    timed = [of_op for step in steps for of_op in step]
     start = min((began for _, began, _ in timed), default=0.0)
-    used = {op.lane for op, _, _ in timed}
-    names = [
-        ("process_name", 0, process),
-        *(("thread_name", lanes[lane], str(lane)) for lane in Lane if lane in used),
-    ]
+    busy = {op.lane for op, _, _ in timed}
+    threads = [("thread_name", lanes[lane], str(lane)) for lane in Lane if lane in busy]
     named = [
-        {"ph": "M", "name": what, "pid": process, "tid": tid, "args": {"name": each}}
-        for what, tid, each in names
+        {"ph": "M", "name": field, "pid": process, "tid": tid, "args": {"name": text}}
+        for field, tid, text in [("process_name", 0, process), *threads]
     ]
     return named + [
         {
@@ -59,8 +56,7 @@ def name(program: Program, op: Op) -> str:
     return f"{op.kind} {program.unit_names[op.unit]}{part}"
 
 
-def write(path: str | Path, found: Sequence[dict[str, Any]]) -> None:
+def write(path: str | Path, trace: Sequence[dict[str, Any]]) -> None:
     """Write events as one JSON file, which is whole or not there."""
-    atomic_files.write_bytes(
-        path, json.dumps({"traceEvents": list(found), "displayTimeUnit": "ms"}).encode()
-    )
+    text = json.dumps({"traceEvents": list(trace), "displayTimeUnit": "ms"})
+    atomic_files.write_bytes(path, text.encode())
