@@ -368,15 +368,16 @@ def _unmeasured(device: str, card: Card) -> Hardware:
     import psutil
 
     host_bytes = int(psutil.virtual_memory().total)
-    rough = described_as(card.name) if device == "cuda" else load("laptop")
-    card_bytes = card.memory_bytes or rough.device_bytes
+    disk_bytes = shutil.disk_usage(".").free
+    rough = load("laptop") if device == "cpu" else described_as(card.name)
+    device_bytes = host_bytes if device == "cpu" else card.memory_bytes or rough.device_bytes
     return dataclasses.replace(
         rough,
         name=UNMEASURED,
         device=device,
+        device_bytes=device_bytes,
         host_bytes=host_bytes,
-        disk_bytes=shutil.disk_usage(".").free,
-        device_bytes=card_bytes if device == "cuda" else host_bytes,
+        disk_bytes=disk_bytes,
     )
 
 

@@ -15,7 +15,6 @@ from blockwalk.plan.mesh import ranks_over
 from blockwalk.plan.model_spec import ModelSpec, UnitSpec
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.plan.plan import Plan
-from blockwalk.plan.tiers import TierFacts
 from blockwalk.plan.work import NOTHING, Work
 from blockwalk.program.costs import Costs
 from blockwalk.program.program import COMPUTES, Bytes, Lane, Op, OpKind, Pool, Program
@@ -70,7 +69,8 @@ class CostModel:
     def _losses(self, program: Program) -> dict[int, float]:
         copied: Counter[int] = Counter()
         for op in program.ops:
-            if op.kind in (OpKind.FETCH, OpKind.STORE) and self._is_copied(op):
+            in_host_memory = self.link_of(op) == ""
+            if op.kind in (OpKind.FETCH, OpKind.STORE) and (self._is_bucket(op) or in_host_memory):
                 copied[op.unit] += op.nbytes
         turns = Counter(op.unit for op in program.ops if op.kind in COMPUTES)
         rate = self.hardware.host_to_device.bandwidth
@@ -290,37 +290,26 @@ class CostModel:
 
     # ---- the links -------------------------------------------------------------------------------
 
-    def tier(self, op: Op) -> TierFacts | None:
-        """Return the row of the tier of a FETCH's or STORE's bytes; None where they lie in host
-        memory whatever their tier is: masters that the processor behind an accelerator updates, and
-        slices of a plan that gathers."""
-        plan = self.plan
-        on_host = updates_on_host(plan, self.hardware.device)
-        if on_host and op.part in (StateKind.TRAINABLE, StateKind.GRADIENT):
-            return None
-        if plan.home.gathered and op.part is not StateKind.ACTIVATION:
-            return None
-        placements = {
-            StateKind.FROZEN: plan.frozen,
-            StateKind.GRADIENT: plan.gradient,
-            StateKind.OPTIMIZER: plan.optimizer_state,
-            StateKind.ACTIVATION: plan.activation,
-        }
-        return placements.get(op.part or StateKind.TRAINABLE, plan.trainable).tier.facts
-
-    def slow_link(self, op: Op) -> str:
+    def link_of(self, op: Op) -> str | None:
         """Return the name of the link between host memory and the bytes of a FETCH or STORE, as a
-        hardware file has it; empty where they lie in memory."""
-        tier = self.tier(op)
-        return tier.link if tier else ""
+        hardware file has it. It is empty where they lie in host memory, as masters do that the
+        processor behind an accelerator updates, and slices of a plan that gathers; None where they
+        are on the device."""
+        on_host = updates_on_host(self.plan, self.hardware.device)
+        if on_host and op.part in (StateKind.TRAINABLE, StateKind.GRADIENT):
+            return ""
+        if self.plan.home.gathered and op.part is not StateKind.ACTIVATION:
+            return ""
+        kind = "optimizer_state" if op.part is StateKind.OPTIMIZER else op.part or "trainable"
+        tier = getattr(self.plan, kind).tier.facts
+        return None if tier.resident else str(tier.link)
 
     def _moves(self, op: Op, link: Link, slow: Callable[[str], Link]) -> float:
         """Return seconds of a copy between the device and its tier. To a processor the page cache
         is there; what it cannot hold is read or written."""
-        tier = self.tier(op)
-        if not op.nbytes or (tier and tier.resident):
+        name = self.link_of(op)
+        if not op.nbytes or name is None:
             return 0.0
-        name = self.slow_link(op)
         if self.hardware.device != "cpu":
             return link.seconds(op.nbytes) + (slow(name).seconds(op.nbytes) if name else 0.0)
         if name and not self._cached(op):
@@ -335,13 +324,6 @@ class CostModel:
 
     def _is_bucket(self, op: Op) -> bool:
         return self.plan.home.states_inside and op.part is StateKind.TRAINABLE
-
-    def _is_copied(self, op: Op) -> bool:
-        """Return whether a lane of a processor copies the bytes of a FETCH or STORE, in place of
-        reading them where they lie."""
-        tier = self.tier(op)
-        in_place = tier is not None and (tier.resident or tier.link)
-        return self._is_bucket(op) or not in_place
 
     def _stored(self) -> int:
         plan = self.plan

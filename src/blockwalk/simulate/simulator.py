@@ -285,5 +285,4 @@ def _link(op: Op, model_of: CostModel) -> str:
         return "the network"
     if op.lane is Lane.INTRA:
         return "the node's own link"
-    slow_link = model_of.slow_link(op)
-    return f"the {slow_link}" if slow_link else "the host's link"
+    return "the " + (model_of.link_of(op) or "host's link")
