@@ -54,7 +54,7 @@ def of_groups(root: Path, groups: str) -> list[tuple[int, str]]:
     """The limits that are neither the machine's nor the process's."""
     (root / "self").write_text(groups)
     found = [limit for limit in memory_limits(root, root / "self")[1:] if not limit.of_process]
-    return [(limit.nbytes, str(Path(limit.where).relative_to(root))) for limit in found]
+    return [(limit.nbytes, str(Path(limit.source).relative_to(root))) for limit in found]
 
 
 def test_limits_of_control_groups(tmp_path: Path) -> None:

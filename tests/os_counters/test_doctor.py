@@ -10,7 +10,7 @@ import pytest
 from blockwalk.doctor import machine as probe
 from blockwalk.doctor import walks as probe_walk
 from blockwalk.doctor.rates import _middle
-from blockwalk.doctor.walks import Found
+from blockwalk.doctor.walks import WalkMemory
 from blockwalk.simulate import hardware
 from blockwalk.simulate.hardware import Curve
 from blockwalk.system import process_memory
@@ -49,11 +49,11 @@ def test_what_comes_with_tensors_is_told_apart_by_the_walks() -> None:
     what is above them to its free heap; two walks make a line, which neither falls nor begins below
     nothing."""
     walks = {
-        "forwards": Found(90, 10, ((10, 30),), 1e-6),
-        "graphs": Found(100, 10, ((100, 80),), 1e-6),
-        "recompute": Found(100, 10, ((100, 20),), 1e-6),
-        "streamed": Found(110, 10, ((10, 30), (20, 40)), 1e-6),
-        "streamed, 16 bits": Found(110, 10, ((1, 99), (10, 10), (20, 40)), 1e-6),
+        "forwards": WalkMemory(90, 10, ((10, 30),), 1e-6),
+        "graphs": WalkMemory(100, 10, ((100, 80),), 1e-6),
+        "recompute": WalkMemory(100, 10, ((100, 20),), 1e-6),
+        "streamed": WalkMemory(110, 10, ((10, 30), (20, 40)), 1e-6),
+        "streamed, 16 bits": WalkMemory(110, 10, ((1, 99), (10, 10), (20, 40)), 1e-6),
     }
     assert probe_walk.beside_tensors(walks) == {
         "process_bytes": {

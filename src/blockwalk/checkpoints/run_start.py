@@ -138,9 +138,9 @@ def _refuse_lone_ledger(ledger: Path) -> None:
     """Raise ValueError where a ledger has steps; no checkpoint stands beside it."""
     if ledger.exists() and (steps := len(ledger_module.read_ledger(ledger)[1])):
         raise ValueError(
-            f"{ledger} has {counted(steps, 'step')}, and no checkpoint stands beside it, which"
-            " says where the data go on; put the checkpoints back, rebuild the weights with"
-            " blockwalk replay, or begin again with overwrite_output_dir: true"
+            f"{ledger} has {counted(steps, 'step')}, and no checkpoint stands beside it, which says"
+            " where the data go on; put the checkpoints back, rebuild the weights with blockwalk"
+            " replay, or begin again with overwrite_output_dir: true"
         )
 
 

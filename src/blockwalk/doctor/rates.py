@@ -58,32 +58,40 @@ def measure(more: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict
     """Return every rate of this module, and ``more``, by its field in
     :class:`~blockwalk.simulate.hardware.Hardware`: the middle one of so many rounds."""
     rates: dict[str, Callable[[], Any]] = {
-        "products": products, "thin": thin, "passes": passes, "attention": attention, "update_rate": updates,
-        "fresh_bandwidth": fresh_bandwidth, **more,
-    }  # fmt: skip
-    found = [{name: rate() for name, rate in rates.items()} for _ in range(rounds)]
-    return {name: _middle([each[name] for each in found]) for name in rates}
+        "products": products,
+        "thin": thin,
+        "passes": passes,
+        "attention": attention,
+        "update_rate": updates,
+        "fresh_bandwidth": fresh_bandwidth,
+        **more,
+    }
+    rounds_measured = [{name: rate() for name, rate in rates.items()} for _ in range(rounds)]
+    return {name: _middle([measured[name] for measured in rounds_measured]) for name in rates}
 
 
-def _middle(found: Sequence[Any]) -> Any:
+def _middle(results: Sequence[Any]) -> Any:
     """Return the median of numbers, point by point of curves, name by name of mappings."""
-    first = found[0]
-    if isinstance(first, dict):
-        return {name: _middle([each[name] for each in found]) for name in first}
-    if isinstance(first, Curve):
-        seconds = zip(*([seconds for _, seconds in each.points] for each in found), strict=True)
+    sample = results[0]
+    if isinstance(sample, dict):
+        return {name: _middle([result[name] for result in results]) for name in sample}
+    if isinstance(sample, Curve):
+        seconds = zip(
+            *([seconds for _, seconds in result.points] for result in results), strict=True
+        )
         return Curve(
             tuple(
-                (size, median(each)) for (size, _), each in zip(first.points, seconds, strict=True)
+                (size, median(result))
+                for (size, _), result in zip(sample.points, seconds, strict=True)
             )
         )
-    return median(found)
+    return median(results)
 
 
 def _cold(work: Callable[[int], object], tensors: int) -> float:
     """Return seconds of one of so many runs, each on tensors of its own: what a step reads comes
     from memory, not from cache."""
-    return typical(lambda: [work(at) for at in range(tensors)]) / tensors
+    return typical(lambda: [work(index) for index in range(tensors)]) / tensors
 
 
 def _pool(nbytes: int, most: int) -> int:
@@ -106,11 +114,11 @@ def products() -> dict[str, Curve]:
         count = _pool(width * (TOKENS + width) * dtype.itemsize, POOL_BYTES)
         xs = [torch.ones(TOKENS, width, dtype=dtype) for _ in range(count)]
         ws = [torch.ones(width, width, dtype=dtype) for _ in range(count)]
-        taken = _cold(lambda i: torch.mm(xs[i], ws[i].t()), count) + _cold(
+        seconds = _cold(lambda i: torch.mm(xs[i], ws[i].t()), count) + _cold(
             lambda i: torch.mm(xs[i], ws[i]), count
         )
-        taken += _cold(lambda i: torch.mm(xs[i].t(), xs[i - 1]), count)
-        return 2.0 * TOKENS * width * width, taken / 3
+        seconds += _cold(lambda i: torch.mm(xs[i].t(), xs[i - 1]), count)
+        return 2.0 * TOKENS * width * width, seconds / 3
 
     return _curves(WIDTHS, point)
 
@@ -123,8 +131,10 @@ def thin() -> dict[str, Curve]:
         x = torch.ones(TOKENS, width, dtype=dtype)
         t = torch.ones(TOKENS, RANK, dtype=dtype)
         a = torch.ones(RANK, width, dtype=dtype)
-        taken = sum(typical(partial(torch.mm, *pair)) for pair in ((x, a.t()), (t, a), (t.t(), x)))
-        return 2.0 * TOKENS * width * RANK, taken / 3
+        seconds = sum(
+            typical(partial(torch.mm, *pair)) for pair in ((x, a.t()), (t, a), (t.t(), x))
+        )
+        return 2.0 * TOKENS * width * RANK, seconds / 3
 
     return _curves(THIN_WIDTHS, point)
 
@@ -149,12 +159,14 @@ def _in_place(nbytes: int) -> float:
     """Return seconds of an operation that reads and writes so many bytes of a float32 tensor where
     they are: the mean of a difference by rows and an exponential, as in a softmax."""
     rows = torch.zeros(max(nbytes // (1 << 16), 1), min(nbytes, 1 << 16) // 8)
-    most = torch.ones(len(rows), 1)  # of exp(x − 1) the values stay what they are: between 0 and 1
-    return typical(lambda: rows.sub_(most).exp_()) / 2
+    row_maximum = torch.ones(
+        len(rows), 1
+    )  # of exp(x − 1) the values stay what they are: between 0 and 1
+    return typical(lambda: rows.sub_(row_maximum).exp_()) / 2
 
 
 def attention() -> dict[str, float]:
-    """FLOP/s of fused attention, forward and backward together."""
+    """Return FLOP/s of fused attention, forward and backward together."""
     rates = {}
     for dtype in DTYPES:
         q = torch.ones(2, 8, 256, 64, dtype=multiplied_in(dtype)).requires_grad_()
@@ -168,17 +180,18 @@ def attention() -> dict[str, float]:
 
 
 def updates() -> dict[str, float]:
-    """Elements/s of each update rule and of the gradients' norm, and of a 16-bit parameter's chunks
-    that are lifted to float32 and written back, rounded to nearest ("lift") or stochastically
-    ("round")."""
+    """Return elements/s of each update rule and of the gradients' norm.
+
+    Beside them those of a 16-bit parameter's chunks that are lifted to float32 and written back,
+    rounded to nearest ("lift") or stochastically ("round")."""
     param = torch.ones(UPDATED)
     grad = torch.ones(UPDATED)
     rates = {"norm": UPDATED / typical(lambda: global_norm([grad]))}
     for name, facts in RULES.items():
         rule = Rule(OptimizerSettings(name=name))
         state = {key: torch.zeros(UPDATED) for key in facts.states}
-        taken = typical(partial(rule.apply_, param, grad, state, step=1, lr=1e-9))
-        rates[name] = UPDATED / taken
+        seconds = typical(partial(rule.apply_, param, grad, state, step=1, lr=1e-9))
+        rates[name] = UPDATED / seconds
     master = param.to(torch.bfloat16)
     key = NoiseKey(0, 1, 0, "doctor", "rounding")
 
@@ -196,7 +209,7 @@ def updates() -> dict[str, float]:
 
 
 def fresh_bandwidth() -> float:
-    """Bytes/s at which memory just given by the system is first written."""
+    """Return bytes/s at which memory just given by the system is first written."""
     size = 32 << 20
 
     def touch() -> None:

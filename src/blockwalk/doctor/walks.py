@@ -75,37 +75,38 @@ _LAUNCHED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class WalkMemory:
     """Bytes and seconds that one kind of walk shows."""
 
     process_bytes: int
     """Bytes that the process holds beside its tensors when a small model is open."""
-    first: int
+    small_growth: int
     """Bytes that the steps of that model add, which has next to no tensors."""
-    beside: tuple[tuple[int, int], ...]
+    growth: tuple[tuple[int, int], ...]
     """Pairs of bytes, one of each walk of a larger model: tensors that come and go, and those that
     the process holds in addition, which are buffers of libraries and free heap."""
     start_seconds: float
 
 
-def beside_tensors(walks: Mapping[str, Found]) -> dict[str, dict[str, Any]]:
+def beside_tensors(walks: Mapping[str, WalkMemory]) -> dict[str, dict[str, Any]]:
     """Return bytes that a process holds beside its tensors, by kind of walk, as a description of
     hardware has them: ``process_bytes``; and the line ``buffers + slack × what comes and goes``
     through a kind's last two walks. Where there is but one the line begins at the buffers that
     libraries make for any model of some size, which are most of the bytes that forwards alone
     leave."""
-    found: dict[str, dict[str, Any]] = {"process_bytes": {}, "buffers": {}, "slack": {}}
-    for kind, each in walks.items():
-        start = walks["forwards"].beside[-1][1] if "forwards" in walks and kind != "forwards" else 0
-        (less, low), (moving, high) = ((0, start), *each.beside)[-2:]
-        slack = min(max(high - low, 0) / (moving - less), high / moving)
-        found["process_bytes"][kind] = each.process_bytes
-        found["buffers"][kind] = each.first + int(high - slack * moving)
-        found["slack"][kind] = slack
-    return found
+    description: dict[str, dict[str, Any]] = {"process_bytes": {}, "buffers": {}, "slack": {}}
+    for kind, walked in walks.items():
+        start = walks["forwards"].growth[-1][1] if "forwards" in walks and kind != "forwards" else 0
+        (smaller, smaller_growth), (larger, larger_growth) = ((0, start), *walked.growth)[-2:]
+        rise = max(larger_growth - smaller_growth, 0) / (larger - smaller)
+        slack = min(rise, larger_growth / larger)
+        description["process_bytes"][kind] = walked.process_bytes
+        description["buffers"][kind] = walked.small_growth + int(larger_growth - slack * larger)
+        description["slack"][kind] = slack
+    return description
 
 
-def measure(kinds: tuple[str, ...] = tuple(WALKS)) -> dict[str, Found]:
+def measure(kinds: tuple[str, ...] = tuple(WALKS)) -> dict[str, WalkMemory]:
     """Return every kind of walk, one after the other, on models that are made before: a process
     that made its own would keep their heap."""
     with tempfile.TemporaryDirectory() as folder:
@@ -124,25 +125,27 @@ def _make(sizes: dict[str, Any], path: Path) -> None:
     config = AutoConfig.for_model(
         "llama", **heads, tie_word_embeddings=True, dtype="float32", **sizes
     )
-    made: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     path.mkdir()
     config.save_pretrained(path)
-    save_file(dict(made.named_parameters()), path / "model.safetensors")
+    save_file(dict(model.named_parameters()), path / "model.safetensors")
 
 
-def _run(kinds: tuple[str, ...], folder: str) -> dict[str, Found]:
-    found = {}
-    alone = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
+def _run(kinds: tuple[str, ...], folder: str) -> dict[str, WalkMemory]:
+    walks = {}
+    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
     for kind in kinds:
         command = [sys.executable, "-W", "ignore", "-m", "blockwalk.doctor.walks", kind, folder]
-        done = subprocess.run(command, capture_output=True, text=True, env=alone, check=False)
-        if done.returncode == 0:
-            values = json.loads(done.stdout.strip().splitlines()[-1])
-            found[kind] = Found(**{**values, "beside": tuple(map(tuple, values["beside"]))})
-    return found
+        completed = subprocess.run(
+            command, capture_output=True, text=True, env=environment, check=False
+        )
+        if completed.returncode == 0:
+            values = json.loads(completed.stdout.strip().splitlines()[-1])
+            walks[kind] = WalkMemory(**{**values, "growth": tuple(map(tuple, values["growth"]))})
+    return walks
 
 
-def walk(kind: str, folder: str) -> Found:
+def walk(kind: str, folder: str) -> WalkMemory:
     """Return one kind of walk, in this process: a small model, then a larger one."""
     from blockwalk.program.program import OpKind, Shape
     from blockwalk.simulate.hardware import Hardware
@@ -153,13 +156,12 @@ def walk(kind: str, folder: str) -> Found:
     with PeakMemory(0.002) as memory:
         with _opened(kind, Path(folder), "small") as walker:
             shape = Shape(1, 8)
-            _program(
-                walker, shape
-            )  # what foreseeing itself brings is there before bytes are counted
-            held = process_bytes()
+            # what foreseeing itself brings is there before bytes are counted
+            _program(walker, shape)
+            process_held = process_bytes()
             seconds = _steps(walker, shape, STEPS)
             program = _program(walker, shape)
-            held -= tensors(program) - transients(program)
+            process_held -= tensors(program) - transients(program)
             model = Hardware("none", device_bytes=1, flops={"float32": 1.0})
             costs = CostModel(walker.plan, walker.spec, model, walker.costs(shape), program)
             operations = sum(costs.work(op).all for op in program.ops)
@@ -170,14 +172,14 @@ def walk(kind: str, folder: str) -> Found:
             ]
             operations += UPDATE_STARTS * sum(map(len, updated))
         base = memory.take() - tensors(program)
-        beside = []
+        growth = []
         name, batches = WALKS[kind][-1]
         with _opened(kind, Path(folder), name) as walker:
-            for shape in (Shape(*each) for each in batches):
+            for shape in (Shape(*batch) for batch in batches):
                 _steps(walker, shape, MORE)
                 program = _program(walker, shape)
-                beside.append((transients(program), memory.take() - tensors(program) - base))
-    return Found(held, base - held, tuple(beside), seconds / operations)
+                growth.append((transients(program), memory.take() - tensors(program) - base))
+    return WalkMemory(process_held, base - process_held, tuple(growth), seconds / operations)
 
 
 def _opened(kind: str, folder: Path, model_name: str) -> Walker:
@@ -208,12 +210,12 @@ def _steps(walker: Walker, shape: Shape, steps: int) -> float:
     import torch
 
     ids = torch.randint(3, walker.spec.vocab_size, (shape.batch, shape.sequence))
-    taken = []
+    seconds = []
     for _ in range(steps):
         began = time.perf_counter()
         walker.step({"input_ids": ids, "labels": ids.clone()})
-        taken.append(time.perf_counter() - began)
-    return min(taken)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
             raise DoesNotFit(
                 f"the run needs more than {human_bytes(held + tensors)} of memory{each}"
                 f" ({human_bytes(held)} that the process holds already, {human_bytes(tensors)} of"
-                f" tensors at the peak), and {limit.where} allows {human_bytes(limit.nbytes)}:"
+                f" tensors at the peak), and {limit.source} allows {human_bytes(limit.nbytes)}:"
                 " raise that limit, lower batch_size or data.max_length, or move state to another"
                 " tier (frozen: disk × int4a)"
                 + _next_plan_of(run, forecast, max(limit.nbytes // ranks - held, 1))
@@ -87,7 +87,7 @@ def close_memory(run: RunConfig, forecast: Forecast, held: int, foreseen: int) -
     if foreseen > CLOSE * room:
         yield (
             f"note: {human_bytes(foreseen)} of memory are foreseen for the process, and"
-            f" {limit.where} leaves {human_bytes(room)}: the kernel may end the run; lower"
+            f" {limit.source} leaves {human_bytes(room)}: the kernel may end the run; lower"
             " batch_size or data.max_length, or raise the limit"
         )
 

@@ -193,8 +193,8 @@ def unseal(sealed: str, before: str = "") -> tuple[dict[str, Any], str]:
     again, digest = seal(text, before)
     if again != sealed.rstrip():
         raise ValueError("its digest is not that of its text")
-    found: dict[str, Any] = json.loads(text)
-    return found, digest
+    value: dict[str, Any] = json.loads(text)
+    return value, digest
 
 
 def write_sealed(path: StrPath, value: dict[str, Any]) -> None:
@@ -282,7 +282,9 @@ def locked(folder: StrPath) -> Iterator[None]:
             and since when; or the lock's name is taken by a link, or by another file.
     """
     folder = Path(folder)
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    new_folders = [
+        new_folder for new_folder in (folder, *folder.parents) if not new_folder.exists()
+    ]
     make_folder(folder)
     path = folder / LOCK
     while True:
@@ -296,10 +298,8 @@ def locked(folder: StrPath) -> Iterator[None]:
             try:
                 if os.fstat(file.fileno()).st_ino != path.stat().st_ino:
                     continue
-            except (
-                FileNotFoundError
-            ):  # whoever held the lock has just removed it: this file has no name any more
-                continue
+            except FileNotFoundError:
+                continue  # whoever held the lock has just removed it, and this file's name
             file.seek(0)
             if (text := file.read()) and not _HOLDER.match(text):
                 raise ValueError(
@@ -316,8 +316,8 @@ def locked(folder: StrPath) -> Iterator[None]:
             finally:
                 path.unlink(missing_ok=True)
                 with suppress(OSError):  # not empty
-                    for each in made:
-                        each.rmdir()
+                    for new_folder in new_folders:
+                        new_folder.rmdir()
             return
 
 
@@ -365,7 +365,9 @@ def bring_back(path: Path) -> None:
 
 def nearest(path: Path) -> Path:
     """Return the path, absolute, or the nearest folder around it that exists."""
-    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    return next(
+        candidate for candidate in (path.absolute(), *path.absolute().parents) if candidate.exists()
+    )
 
 
 def require_space(path: StrPath, nbytes: int, what: str) -> None:
@@ -387,12 +389,12 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         Damaged: another line than the last is torn, or one is not as it was written.
     """
-    *texts, last = (
+    *texts, torn = (
         path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else [""]
     )
-    sealed = any(_SEAL in text for text in (*texts, last))
+    sealed = any(_SEAL in text for text in (*texts, torn))
     lines: list[dict[str, Any]] = []
-    for number, text in enumerate([*texts, last[: last.rfind("}") + 1]], 1):
+    for number, text in enumerate([*texts, torn[: torn.rfind("}") + 1]], 1):
         try:
             line = unseal(text)[0] if sealed else json.loads(text)
             if not isinstance(line, dict) or not isinstance(line.get("step"), int):

@@ -79,19 +79,21 @@ def read(path: Path) -> Facts:
         raise ValueError(f"{path}: it names no card; benchmarks/gpu.sh writes such a file")
     hints = get_type_hints(Facts)
     values: dict[str, Any] = {}
-    for each in fields(Facts):
-        if (value := raw.get(each.name)) is None:  # not measured, or left out when memory ran out
+    for declared in fields(Facts):
+        name = declared.name
+        value = raw.get(name)
+        if value is None:  # not measured, or left out when memory ran out
             continue
-        kind = hints[each.name]
+        kind = hints[name]
         if kind is str:
-            values[each.name] = ".".join(map(str, value)) if isinstance(value, list) else str(value)
+            values[name] = ".".join(map(str, value)) if isinstance(value, list) else str(value)
         elif kind in (int, float):
-            values[each.name] = kind(_figure(path, each.name, value))
+            values[name] = kind(_figure(path, name, value))
         elif not isinstance(value, Mapping):
-            raise ValueError(f"{path}: {each.name} is {value!r}; it must be a mapping by codec")
+            raise ValueError(f"{path}: {name} is {value!r}; it must be a mapping by codec")
         else:
-            values[each.name] = {
-                str(codec): _figure(path, f"{each.name}.{codec}", figure)
+            values[name] = {
+                str(codec): _figure(path, f"{name}.{codec}", figure)
                 for codec, figure in value.items()
                 if figure is not None
             }
@@ -100,12 +102,8 @@ def read(path: Path) -> Facts:
 
 def _figure(path: Path, name: str, value: Any) -> float:
     """Return a figure that is a finite number of at least 0."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or value < 0
-    ):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:
         raise ValueError(f"{path}: {name} is {value!r}; it must be a finite number of at least 0")
     return float(value)
 
@@ -119,9 +117,8 @@ def facts_of(name: str, folder: Path = Path()) -> Facts | None:
     """
     if not name:
         return None
-    return next(
-        (facts for path in sorted(folder.glob(PATTERN)) if (facts := read(path)).name == name), None
-    )
+    measured = map(read, sorted(folder.glob(PATTERN)))
+    return next((facts for facts in measured if facts.name == name), None)
 
 
 def is_called(name: str, words: str) -> bool:
@@ -130,7 +127,5 @@ def is_called(name: str, words: str) -> bool:
     >>> is_called("NVIDIA H200", "H20"), is_called("NVIDIA GeForce RTX 4090", "RTX 4090")
     (False, True)
     """
-    return (
-        bool(words)
-        and re.search(rf"(?<![\w]){re.escape(words)}(?![\w])", name, re.IGNORECASE) is not None
-    )
+    pattern = rf"(?<![\w]){re.escape(words)}(?![\w])"
+    return bool(words) and re.search(pattern, name, re.IGNORECASE) is not None

@@ -27,7 +27,10 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _NO_MAPS = {
     False: "this file system has no file maps: copy the file to another disk",
-    True: "this file system has no shared file maps, which scratch needs: choose an output_dir on another disk",
+    True: (
+        "this file system has no shared file maps, which scratch needs: choose an output_dir on"
+        " another disk"
+    ),
 }
 """The text for ENODEV, by whether the map is written to: the kernel's own is "No such device"."""
 
@@ -43,9 +46,8 @@ def map_file(fd: int, nbytes: int, path: str, *, writable: bool = False) -> np.n
     Raises:
         OSError: the kernel refuses; the error names ``path``.
     """
-    if (
-        sys.platform == "win32"
-    ):  # Python's map, which holds a handle; Windows bounds these by memory alone
+    if sys.platform == "win32":
+        # Python's map, which holds a handle; Windows bounds these by memory alone
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         return np.frombuffer(mmap.mmap(fd, nbytes, access=access), dtype=np.uint8)
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)

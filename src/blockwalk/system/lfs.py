@@ -20,8 +20,8 @@ def refuse_pointer(path: StrPath) -> None:
     if not path.is_file():
         return
     with path.open("rb") as file:
-        begin = file.read(len(_BEGIN))
-    if begin == _BEGIN:
+        beginning = file.read(len(_BEGIN))
+    if beginning == _BEGIN:
         raise ValueError(f"{path} is a git-lfs pointer, not the file: run git lfs pull")
 
 

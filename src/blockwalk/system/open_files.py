@@ -14,9 +14,8 @@ def raise_limit() -> None:
     1,024, which is meant for ``select()``, and may have far more."""
     soft, hard = limit("RLIMIT_NOFILE")
     if soft != hard:
-        with suppress(
-            ValueError, OSError
-        ):  # macOS allows less than the "unlimited" that it answers
+        # macOS allows less than the "unlimited" that it answers
+        with suppress(ValueError, OSError):
             set_limit("RLIMIT_NOFILE", hard, hard)
 
 
@@ -26,8 +25,8 @@ def way_out(error: BaseException) -> str:
     if getattr(error, "errno", None) != errno.EMFILE and "Too many open files" not in str(error):
         return ""
     soft, hard = limit("RLIMIT_NOFILE")
-    most = "unlimited" if hard == UNLIMITED else hard
+    hard_limit = "unlimited" if hard == UNLIMITED else hard
     return (
         f": this process may have {soft}; raise that limit with ulimit -n (the hard one, ulimit"
-        f" -Hn, is {most})"
+        f" -Hn, is {hard_limit})"
     )

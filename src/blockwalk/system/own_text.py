@@ -24,8 +24,8 @@ def refuse_foreign(path: Path) -> None:
         )
     if not path.is_file():
         raise ValueError(f"{path} is no file and is not replaced: move it away")
-    text, _, last = path.read_bytes().removesuffix(b"\n").rpartition(b"\n")
-    signed = _SIGNED.fullmatch(last)
+    text, _, signature = path.read_bytes().removesuffix(b"\n").rpartition(b"\n")
+    signed = _SIGNED.fullmatch(signature)
     if signed is None or signed[1].decode() != _digest(text + b"\n"):
         raise ValueError(
             f"{path} is there already, and was not written by blockwalk, or was changed since: it"

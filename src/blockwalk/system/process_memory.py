@@ -32,8 +32,8 @@ def process_bytes() -> int:
 
     Where there is no ``/proc``: psutil's unique set size.
     """
-    if (held := _status(_COUNTED)) is not None:
-        return held
+    if (nbytes := _status(_COUNTED)) is not None:
+        return nbytes
     import psutil
 
     return int(psutil.Process().memory_full_info().uss)
@@ -79,7 +79,7 @@ class Limit:
     """Bytes of memory that the machine, a control group or ``ulimit`` allows this process."""
 
     nbytes: int
-    where: str
+    source: str
     swap: int = 0
     """Bytes that may go to swap beside ``nbytes``."""
     of_process: bool = False
@@ -98,8 +98,10 @@ def memory_limits(
     limits = [Limit(int(psutil.virtual_memory().total), "this machine", swap)]
     for path in group_files(root, groups, "memory", v1="memory.limit_in_bytes", v2="memory.max"):
         if (bound := _number(path)) is not None:
-            most = _number(path.with_name("memory.swap.max"))
-            limits.append(Limit(bound, str(path), swap if most is None else min(swap, most)))
+            swap_limit = _number(path.with_name("memory.swap.max"))
+            limits.append(
+                Limit(bound, str(path), swap if swap_limit is None else min(swap, swap_limit))
+            )
     address_space = limit("RLIMIT_AS")[0]
     if address_space != UNLIMITED:
         limits.append(Limit(address_space, "ulimit -v", of_process=True))
@@ -145,8 +147,12 @@ def group_files(root: Path, groups: Path, controller: str, *, v1: str, v2: str) 
         _, controllers, group = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             base, name = (root / controller, v1) if controllers else (root, v2)
-            own = base / group.strip("/")
-            yield from (each / name for each in (own, *own.parents) if each.is_relative_to(base))
+            group_folder = base / group.strip("/")
+            yield from (
+                folder / name
+                for folder in (group_folder, *group_folder.parents)
+                if folder.is_relative_to(base)
+            )
 
 
 def page_cache(folder: Path) -> int:

@@ -34,10 +34,9 @@ def handled(answer: Handler, numbers: Sequence[signal.Signals]) -> Iterator[dict
     if threading.current_thread() is threading.main_thread():
         heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
         for number in heard:
-            before = signal.signal(number, answer)
-            previous[number] = (
-                signal.SIG_DFL if before is None else before
-            )  # None: a handler that is not Python's
+            old_handler = signal.signal(number, answer)
+            # None: a handler that is not Python's
+            previous[number] = signal.SIG_DFL if old_handler is None else old_handler
     try:
         yield previous
     finally:

@@ -46,9 +46,8 @@ def say(*texts: object, file: IO[str] | None = None, end: str = "\n") -> None:
     cannot be written are dropped."""
     stream = sys.stdout if file is None else file
     text = clean("\n".join(map(str, texts))) + end
-    with suppress(
-        OSError, ValueError, AttributeError
-    ):  # full or broken; closed; None where there is none
+    # full or broken; closed; None where there is none
+    with suppress(OSError, ValueError, AttributeError):
         try:
             stream.write(text)
         except UnicodeEncodeError:
@@ -100,13 +99,12 @@ class _Steady(io.RawIOBase):
                     self._fd, b"\n... %d bytes were not shown: nobody read them\n" % self._dropped
                 )
                 self._dropped = 0
-            done = 0
-            while done < len(view) and not self._dropped and self._takes_more(self.patience):
-                with suppress(
-                    BlockingIOError
-                ):  # a descriptor that does not block: others wrote first
-                    done += os.write(self._fd, view[done : done + _PIECE])
-            self._dropped += len(view) - done
+            written = 0
+            while written < len(view) and not self._dropped and self._takes_more(self.patience):
+                # a descriptor that does not block: others wrote first
+                with suppress(BlockingIOError):
+                    written += os.write(self._fd, view[written : written + _PIECE])
+            self._dropped += len(view) - written
         except OSError as error:
             self.failure = self.failure or error
         return len(view)
@@ -140,24 +138,20 @@ def steady(patience: float = PATIENCE) -> Iterator[list[_Steady]]:
     """
     global _hurried_at
     _hurried_at = float("inf")
-    for fd in (
-        0,
-        1,
-        2,
-    ):  # or the next file that is opened would have its number, and hold what libraries print
+    # or the next file that is opened would have its number, and hold what libraries print
+    for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    before = sys.stdout, sys.stderr
+    previous = sys.stdout, sys.stderr
     layers: list[_Steady] = []
     for name, fd in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None or getattr(stream, "closed", False):
             stream = open(fd, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
-        raw = getattr(
-            stream, "buffer", None
-        )  # the file itself under PYTHONUNBUFFERED, else behind a buffer
+        # the file itself under PYTHONUNBUFFERED, else behind a buffer
+        raw = getattr(stream, "buffer", None)
         if type(stream) is io.TextIOWrapper and isinstance(getattr(raw, "raw", raw), io.FileIO):
             with suppress(OSError):
                 stream.flush()
@@ -175,7 +169,7 @@ def steady(patience: float = PATIENCE) -> Iterator[list[_Steady]]:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = previous
 
 
 def hurry() -> None:

@@ -13,8 +13,10 @@ test-range`` runs all of them)."""
 
 def installed(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Return installed versions by package; "not installed" where there is none."""
-    there = {name for name in packages if any(metadata.distributions(name=name))}
-    return {name: metadata.version(name) if name in there else "not installed" for name in packages}
+    present = {name for name in packages if any(metadata.distributions(name=name))}
+    return {
+        name: metadata.version(name) if name in present else "not installed" for name in packages
+    }
 
 
 def untested(versions: dict[str, str] | None = None) -> str:
@@ -39,6 +41,6 @@ def untested(versions: dict[str, str] | None = None) -> str:
 
 def _minor(version: str) -> tuple[int, int]:
     """Return major and minor number; (0, 0) for a version that has none."""
-    major, _, rest = version.partition(".")
-    minor = rest.partition(".")[0]
+    major, _, remainder = version.partition(".")
+    minor = remainder.partition(".")[0]
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
