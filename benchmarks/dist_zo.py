@@ -28,8 +28,8 @@ from blockwalk import method
 from blockwalk.plan.mesh import Coordinates
 from blockwalk.ranks.ranks import Ranks
 from blockwalk.walk.walker import Walker
-from tests.ranks.cluster import cluster, sent_bytes
-from tests.ranks.processes import run_ranks
+from tests.support.cluster import cluster, sent_bytes
+from tests.support.processes import run_ranks
 
 VOCAB = 1024
 WARM = 3

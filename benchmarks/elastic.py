@@ -27,7 +27,7 @@ from blockwalk.plan.plan import Plan
 from blockwalk.train.elastic import compare, follow
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.ranks.comers import disturb, listen, note
+from tests.support.comers import disturb, listen, note
 
 OWN = [{"trainable": "disk × bf16"}, {"trainable": "host × bf16", "prefetch": 2}]
 

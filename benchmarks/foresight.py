@@ -154,7 +154,7 @@ def case(size: str, name: str, hardware: str, steps: int | None = None) -> dict[
         from blockwalk.simulate.process_memory import process_peak, tensors
         from blockwalk.simulate.simulator import simulate
         from blockwalk.walk.walker import Walker
-        from tests.ranks.cluster import sent_payload
+        from tests.support.cluster import sent_payload
 
         world = 2 if name in RANKED else 1
         row, settings, adapters = {**METHODS, **RANKED}[name]

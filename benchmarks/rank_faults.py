@@ -30,8 +30,8 @@ from blockwalk.ranks.launch import lost_rank
 from blockwalk.ranks.watch import STUCK_AFTER
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.ranks.cluster import cluster
-from tests.ranks.processes import run_ranks
+from tests.support.cluster import cluster
+from tests.support.processes import run_ranks
 
 OVER_NODES = ("unreachable", "slow link")
 FAULTS = {"killed": 30.0, "stopped": 30.0, "unreachable": 30.0, "stuck": STUCK_AFTER + 10}

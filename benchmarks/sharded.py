@@ -31,8 +31,8 @@ from benchmarks.sharded_runs import DEEPSPEED, PEERS, Case, formula, limit, make
 
 from blockwalk.program.program import Lane
 from blockwalk.walk.lanes import Lanes, Mark
-from tests.ranks.cluster import Cluster, cluster, sent_payload
 from tests.support import held as support
+from tests.support.cluster import Cluster, cluster, sent_payload
 
 OURS = ("zero3", "zeropp", "mics", "fcdp", "hzp")
 BOUNDED = ("fcdp", "hzp")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.accelerator import device
-from tests.accelerator.device import Simulated
+from tests.support.simulated_device import Simulated
 
 IMPORTED = [
     "torch._meta_registrations",

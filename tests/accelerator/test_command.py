@@ -13,10 +13,10 @@ from blockwalk.cli import main
 from blockwalk.plan.methods import method
 from blockwalk.simulate import hardware
 from blockwalk.walk.walker import Walker
-from tests.accelerator.device import Simulated
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
 from tests.support.messages import refused
+from tests.support.simulated_device import Simulated
 
 ROWS = {
     "mebp": ["--lora.rank", "4"],

@@ -12,9 +12,9 @@ import threading
 import pytest
 import torch
 
-from tests.accelerator.device import Simulated
 from tests.models import random_batch, tiny_model
 from tests.support.messages import refused
+from tests.support.simulated_device import Simulated
 
 ORDERS = range(24)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from blockwalk.system import card
-from tests.accelerator.device import Simulated
+from tests.support.simulated_device import Simulated
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from blockwalk.cutting.batch_facts import BatchFacts
 from blockwalk.plan.methods import method
 from blockwalk.walk.walker import Walker
-from tests.accelerator.device import Simulated
 from tests.models import random_batch, tiny_model
+from tests.support.simulated_device import Simulated
 
 
 class Masks(TorchFunctionMode):

@@ -15,8 +15,8 @@ from blockwalk.numerics.updates import Rule
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.walk.walker import Walker
-from tests.accelerator.device import Simulated
 from tests.models import random_batch, tiny_model
+from tests.support.simulated_device import Simulated
 
 ON_HOST = {
     "trainable": "host × fp32",

@@ -30,9 +30,9 @@ from blockwalk.tiers.unit_buckets import Staged
 from blockwalk.walk.device_card import card
 from blockwalk.walk.lanes import Lanes
 from blockwalk.walk.walker import Walker
-from tests.accelerator.device import Simulated
 from tests.models import random_batch, tiny_model
 from tests.support.messages import refused
+from tests.support.simulated_device import Simulated
 
 
 def test_buffers_share_pieces_in_order_and_none_crosses_a_border() -> None:

@@ -18,9 +18,9 @@ from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.tiers.block_store.store import BlockStore
 from blockwalk.walk.walker import Walker
-from tests.accelerator.device import Simulated
 from tests.models import random_batch, tiny_model
 from tests.support import quantised_files
+from tests.support.simulated_device import Simulated
 
 ORDERS = range(int(os.environ.get("BLOCKWALK_ORDERS", "4")))
 """``make sim`` takes 50."""

@@ -20,10 +20,10 @@ from blockwalk.program.program import Lane
 from blockwalk.tiers.unit_buckets import UnitBuckets
 from blockwalk.walk import lanes, walker
 from blockwalk.walk.lanes import Lanes, Mark
-from tests.accelerator.device import Simulated
-from tests.accelerator.test_methods import Outcome, run, same
 from tests.models import random_batch, tiny_model
 from tests.support.messages import refused
+from tests.support.simulated_device import Simulated
+from tests.support.simulated_runs import Outcome, run, same
 from tests.support.visits import visited_host
 
 ORDERS = range(8)

@@ -19,8 +19,8 @@ from blockwalk.numerics.scratch import shared_arena
 from blockwalk.numerics.updates import NORM_CHUNK, square_sums
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import decoded_bytes
-from tests.accelerator.device import Simulated
 from tests.support.codecs import encode
+from tests.support.simulated_device import Simulated
 
 VIEWS = [
     "view",

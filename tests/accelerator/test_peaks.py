@@ -13,8 +13,8 @@ from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import METHODS, method
 from blockwalk.program.program import Pool, Shape, StepKind
 from blockwalk.walk.walker import Walker
-from tests.accelerator.device import Simulated
 from tests.models import random_batch, tiny_model
+from tests.support.simulated_device import Simulated
 
 LORA = LoraSettings(rank=8)
 ON_HOST = {"trainable": "host × fp32", "optimizer_state": "host × fp32", "recompute": "all"}

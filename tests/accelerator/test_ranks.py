@@ -18,9 +18,9 @@ from blockwalk.ranks.groups import Groups
 from blockwalk.ranks.launch import have_their_own
 from blockwalk.ranks.place import Place
 from blockwalk.walk.walker import Walker
-from tests.accelerator.device import Simulated
 from tests.models import random_batch, tiny_model
-from tests.ranks.processes import run_ranks
+from tests.support.processes import run_ranks
+from tests.support.simulated_device import Simulated
 
 MESH = {"world": 4, "ranks_per_node": 2}
 CASES: dict[str, dict[str, Any]] = {

@@ -17,9 +17,9 @@ from blockwalk.plan.settings import override
 from blockwalk.report import machine, room
 from blockwalk.system.process_memory import Limit
 from blockwalk.train import config
-from tests.accelerator.device import Simulated
-from tests.accelerator.test_command import losses
 from tests.conftest import TinyRun
+from tests.support.run_folders import losses
+from tests.support.simulated_device import Simulated
 
 STREAMED = ["--lora.rank", "4", "--resident", "0", "--recompute", "all"]
 

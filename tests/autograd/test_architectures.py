@@ -14,7 +14,7 @@ from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.shrink import shrink
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified, study
-from tests.autograd.control import assert_same, control, tiny_batch, tiny_config, tiny_model, walk
+from tests.support.control import assert_same, control, tiny_batch, tiny_config, tiny_model, walk
 from tests.support.messages import refused
 
 TABLE: dict[str, dict] = {

@@ -17,9 +17,9 @@ from blockwalk.numerics.codecs import layout as codecs_layout
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
 from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.plan.placement import Codec
-from tests.autograd.control import tiny_batch, tiny_config, tiny_model
-from tests.autograd.test_architectures import TABLE
+from tests.support.architectures import TABLE
 from tests.support.codecs import encode
+from tests.support.control import tiny_batch, tiny_config, tiny_model
 
 
 def step(cut: CutModel, values: dict, batch):

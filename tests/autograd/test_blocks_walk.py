@@ -17,7 +17,7 @@ from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified
 from blockwalk.numerics.codecs.weights import DenseWeight
-from tests.autograd.control import assert_same, control, tiny_batch, tiny_config, tiny_model, walk
+from tests.support.control import assert_same, control, tiny_batch, tiny_config, tiny_model, walk
 from tests.support.messages import refused
 
 

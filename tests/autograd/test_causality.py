@@ -9,7 +9,7 @@ import torch
 from blockwalk.cutting.causality import CAUSAL_TOLERANCE, later_changes
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified
-from tests.autograd.control import tiny_config, tiny_model
+from tests.support.control import tiny_config, tiny_model
 from tests.support.messages import refused
 
 ENCODERS = (

@@ -103,7 +103,7 @@ def test_a_mixture_in_codes_learns_without_its_experts_whole(
 def _tiny(kind: str) -> torch.nn.Module:
     if kind == "mixtral":
         return tiny_model(kind)
-    from tests.autograd.control import tiny_config
-    from tests.autograd.control import tiny_model as from_config
+    from tests.support.control import tiny_config
+    from tests.support.control import tiny_model as from_config
 
     return from_config(tiny_config(kind))

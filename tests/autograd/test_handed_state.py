@@ -15,10 +15,10 @@ from blockwalk.cutting.verify import certified
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.walk.walker import Walker
-from tests.autograd.control import tiny_config
-from tests.autograd.control import tiny_model as rough_model
-from tests.autograd.test_walker import PLANS, own_gradients
 from tests.models import random_batch
+from tests.support.control import tiny_config
+from tests.support.control import tiny_model as rough_model
+from tests.support.walker_plans import PLANS, own_gradients
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "wide": {

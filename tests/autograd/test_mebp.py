@@ -19,7 +19,7 @@ from blockwalk.plan.placement import Codec, StateKind
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import OpKind, Shape, StepKind
-from blockwalk.report.forecast import model_spec
+from blockwalk.report.foresee import model_spec
 from blockwalk.tiers.block_store.store import BlockStore
 from blockwalk.walk.unit_costs import UnitCosts
 from blockwalk.walk.walker import Walker

@@ -12,8 +12,8 @@ import pytest
 import blockwalk
 from blockwalk.cli import main
 from blockwalk.train.best import Best
-from tests.cli.test_callbacks import settings
 from tests.conftest import TinyRun
+from tests.support.callback_settings import settings
 from tests.support.messages import refused
 
 CLASSES = {"template": "{text} It was {label}.", "label_words": ["good", "bad"]}

@@ -29,7 +29,7 @@ from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.compile import compile
 from blockwalk.program.program import Shape, StepKind
-from blockwalk.report import capacity
+from blockwalk.report import capacity, disk_bytes, disk_room
 from blockwalk.report.forecast import Forecast
 from blockwalk.system import atomic_files
 from blockwalk.system.process_memory import Limit, memory_limits
@@ -131,10 +131,12 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_step(
     """Two checkpoints of weights and two moments at a time (4 steps, one each 2), and the model at
     the end; beside them some kB of data and of the tokenizer's files."""
     needed = 2 * 12 * PARAMETERS + 4 * PARAMETERS
-    usage = capacity.shutil.disk_usage
+    usage = disk_room.shutil.disk_usage
     free = needed - 1
     beside = 0.1 * MB
-    monkeypatch.setattr(capacity.shutil, "disk_usage", lambda path: usage(path)._replace(free=free))
+    monkeypatch.setattr(
+        disk_room.shutil, "disk_usage", lambda path: usage(path)._replace(free=free)
+    )
     assert train(tiny_run, tmp_path / "run", "--save_every", "2") == 2
     error = capsys.readouterr().err
     said = float(re.search(r"writes ([\d.]+) MB to the disk of", error)[1]) * MB
@@ -183,12 +185,12 @@ def test_the_check_counts_the_scratch_that_is_made(
         made.append(sum(stop - start for start, stop in ends))
         commit(self)
 
-    def count(run: Any, forecast: Any, real: Callable[..., int] = capacity.scratch_bytes) -> int:
+    def count(run: Any, forecast: Any, real: Callable[..., int] = disk_room.scratch_bytes) -> int:
         counted.append(real(run, forecast))
         return counted[-1]
 
     monkeypatch.setattr(Engine, "commit", sized)
-    monkeypatch.setattr(capacity, "scratch_bytes", count)
+    monkeypatch.setattr(disk_room, "scratch_bytes", count)
     assert train(tiny_run, tmp_path / "run", *FULL[timing], "--activation", "device") == 0
     pages = 64 * 4096  # maps end with a page, and the data have some of their own
     least = {"at the turn": 24, "at the end": 16}[timing] * PARAMETERS
@@ -300,7 +302,7 @@ def test_scratch_is_counted_by_tier_on_every_device(device: str, tiny_run: TinyR
     def scratch(plan: Plan) -> int:
         program = compile(plan, spec, StepKind.TRAIN, shape, device=device)
         forecast = Forecast(plan, spec, (program,), device)
-        return capacity.scratch_bytes(dataclasses.replace(run, plan=plan), forecast)
+        return disk_bytes.scratch_bytes(dataclasses.replace(run, plan=plan), forecast)
 
     activations = 4 * shape.tokens * spec.hidden_size * len(spec.blocks)
     assert scratch(inputs) >= activations

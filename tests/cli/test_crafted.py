@@ -21,10 +21,10 @@ from blockwalk.cli import main
 from blockwalk.engine.pack import pack
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files
-from tests.cli.test_damage import Bomb
-from tests.cli.test_report import Page
 from tests.conftest import TinyRun
+from tests.support.bomb import Bomb
 from tests.support.messages import says
+from tests.support.report_page import Page
 
 UNPICKLED: list[str] = []
 """Names that anything in this process has unpickled, as the interpreter itself tells."""

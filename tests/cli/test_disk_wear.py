@@ -12,8 +12,9 @@ import pytest
 from blockwalk.cli import main
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import Shape
-from blockwalk.report import disk_wear
-from blockwalk.report.forecast import Forecast, foresee
+from blockwalk.report import disk_bytes, disk_wear
+from blockwalk.report.forecast import Forecast
+from blockwalk.report.foresee import foresee
 from blockwalk.train import config
 from tests.conftest import TinyRun
 from tests.support.messages import says
@@ -37,13 +38,13 @@ def test_a_line_of_the_plan_says_what_a_run_writes(
     arguments = [*tiny_run.arguments(tmp_path / "run"), *ADAMW, "--max_steps", "6"]
     run, forecast = foreseen(arguments)
     parameters = forecast.model.numel(trainable=True)
-    assert disk_wear.step_bytes(run, forecast) == 0
-    assert disk_wear.written_bytes(run, forecast, 6) == 2 * 12 * parameters + 4 * parameters
+    assert disk_bytes.step_bytes(forecast) == 0
+    assert disk_bytes.written_bytes(run, forecast, 6) == 2 * 12 * parameters + 4 * parameters
     assert main.main(["plan", *arguments]) == 0
     says(capsys.readouterr().out, "disk 6 600.0 TB TBW")
     run, forecast = foreseen([*tiny_run.arguments(tmp_path / "run"), *ZO2])
-    assert disk_wear.step_bytes(run, forecast) == 4 * parameters
-    assert disk_wear.written_bytes(run, forecast, 6) == (1 + 6 + 1) * 4 * parameters
+    assert disk_bytes.step_bytes(forecast) == 4 * parameters
+    assert disk_bytes.written_bytes(run, forecast, 6) == (1 + 6 + 1) * 4 * parameters
     (line,) = disk_wear.wear(run, forecast, 0)
     says(line, "600.0 TB step")
 
@@ -59,7 +60,7 @@ def test_a_run_writes_no_more_than_was_said(
     """A page more for each file that is made, and logs, are not part of the figure."""
     arguments = [*tiny_run.arguments(tmp_path / "run"), *method, "--max_steps", "6"]
     run, forecast = foreseen(arguments)
-    expected = disk_wear.written_bytes(run, forecast, 6)
+    expected = disk_bytes.written_bytes(run, forecast, 6)
     script = (
         "import sys; from blockwalk.cli.main import main; code = main(sys.argv[1:]);"
         "print(dict(line.split(': ') for line in"

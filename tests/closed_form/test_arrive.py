@@ -14,7 +14,7 @@ from blockwalk.program.costs import Pending
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, Pool
 from blockwalk.program.resident_bytes import resident_bytes
-from tests.closed_form.test_program import toy
+from tests.support.toy_model import toy
 
 pytestmark = pytest.mark.fast
 

@@ -21,7 +21,7 @@ from blockwalk.models import gguf
 from blockwalk.models.model_source import model_source
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.tiers.model_folder import safetensors, torch_file
-from tests.closed_form.test_chat import PLAIN, chat, tokenizer
+from tests.support.chat_tokenizers import PLAIN, chat, tokenizer
 from tests.support.messages import refused
 
 POINTER = (

@@ -18,9 +18,9 @@ from blockwalk.plan.data_source import Source
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.train import config
 from tests.closed_form import test_data
-from tests.closed_form.test_data import jsonl
-from tests.closed_form.test_sources import TEMPLATE, said
 from tests.conftest import TinyRun
+from tests.support.chat_data import TEMPLATE, said
+from tests.support.data_files import jsonl
 from tests.support.messages import refused
 
 tokenizer = test_data.tokenizer

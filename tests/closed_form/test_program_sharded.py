@@ -24,8 +24,8 @@ from blockwalk.program.invariants import INVARIANTS, happens_before, shared_buff
 from blockwalk.program.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind
 from blockwalk.report.forecast import DoesNotFit, Forecast
 from blockwalk.train import preflight
-from tests.closed_form.test_program import toy
 from tests.support.messages import refused
+from tests.support.toy_model import toy
 
 pytestmark = pytest.mark.fast
 

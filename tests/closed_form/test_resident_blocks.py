@@ -17,8 +17,8 @@ from blockwalk.program.costs import Costs, Pending, UnitCost
 from blockwalk.program.placements import evenly
 from blockwalk.program.program import Lane, OpKind, Pool, Program, Shape, StepKind
 from blockwalk.program.resident_blocks import settled
-from tests.closed_form.test_program import toy
 from tests.support.messages import refused
+from tests.support.toy_model import toy
 
 pytestmark = pytest.mark.fast
 COSTS = Costs(

@@ -19,7 +19,7 @@ from blockwalk.program.costs import Costs, UnitCost
 from blockwalk.program.program import Lane, Op, OpKind, Pool, Shape, StepKind
 from blockwalk.simulate.hardware import Curve, Hardware, Link
 from blockwalk.simulate.seconds import CostModel
-from tests.closed_form.test_program import toy
+from tests.support.toy_model import toy
 
 pytestmark = pytest.mark.fast
 

@@ -16,8 +16,8 @@ from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.plan.settings import override, setting_names
 from blockwalk.train.config import from_mapping
-from tests.closed_form.test_program import toy
 from tests.support.messages import refused
+from tests.support.toy_model import toy
 
 pytestmark = pytest.mark.fast
 

@@ -17,7 +17,7 @@ from blockwalk.plan.placement import Codec
 from blockwalk.program.state_sizes import slice_bytes
 from blockwalk.tiers.block_store.store import StoredUnit
 from blockwalk.tiers.block_store.writer import plan_units
-from tests.closed_form.test_program import toy
+from tests.support.toy_model import toy
 
 
 def random_unit(

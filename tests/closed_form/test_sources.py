@@ -26,7 +26,7 @@ from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.train import config
 from blockwalk.train.progress import Progress
 from tests.closed_form import test_data
-from tests.closed_form.test_data import jsonl
+from tests.support.data_files import jsonl
 from tests.support.messages import refused
 
 REAL = Path(

@@ -16,7 +16,7 @@ from blockwalk.data.records import Record
 from blockwalk.data.tasks import TASKS, demonstrations, part_of
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from tests.closed_form import test_data
-from tests.closed_form.test_data import jsonl
+from tests.support.data_files import jsonl
 from tests.support.messages import refused
 
 tokenizer = test_data.tokenizer

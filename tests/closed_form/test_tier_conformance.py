@@ -19,8 +19,8 @@ from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from blockwalk.tiers.protocols import UnitTier, WeightSource
 from blockwalk.tiers.scratch_maps import ScratchMaps
 from blockwalk.tiers.unit_buckets import UnitBuckets
-from tests.closed_form.test_store import Dictionary
 from tests.models import tiny_model
+from tests.support.dictionary import Dictionary
 from tests.support.tier_tests import MemoryTests, UnitTierTests, WeightSourceTests
 from tests.support.writable import writable_store
 

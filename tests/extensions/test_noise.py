@@ -20,8 +20,8 @@ from blockwalk.convert.replay import replay
 from blockwalk.plan.noise_kinds import NOISES, NoiseFacts
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.reference.test_zeroth_order import trained
 from tests.support.rows import registered
+from tests.support.zeroth_order_runs import trained
 
 RATE = 1e-2
 EPSILON = 1e-2

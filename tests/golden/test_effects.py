@@ -18,7 +18,7 @@ from blockwalk.plan.placement import StateKind, Tier
 from blockwalk.program.program import COMPUTES, Op, OpKind, Program, StepKind
 from tests.golden.effects import Effect, Effects
 from tests.models import random_batch, tiny_model
-from tests.ranks.processes import run_ranks
+from tests.support.processes import run_ranks
 
 STEPS = 3
 Case = tuple[str, dict[str, Any], bool]

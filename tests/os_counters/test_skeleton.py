@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from blockwalk.cutting.skeleton import build_skeleton, model_class, persistent_buffers
-from tests.autograd.control import tiny_config
-from tests.autograd.test_architectures import TABLE
+from tests.support.architectures import TABLE
+from tests.support.control import tiny_config
 
 PROBE = """
 import json, sys

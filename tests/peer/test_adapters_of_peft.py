@@ -20,9 +20,9 @@ from blockwalk.convert.merge import merge
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
-from tests.autograd.test_vision_tower import batch_of_text, make
 from tests.models import random_batch, tiny_model
 from tests.support.messages import refused
+from tests.support.vision_models import batch_of_text, make
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 

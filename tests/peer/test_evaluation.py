@@ -18,7 +18,7 @@ from blockwalk.program.program import Lane
 from blockwalk.train.evaluation import HeldOut
 from tests.closed_form import test_data
 from tests.models import tiny_model
-from tests.ranks.processes import run_ranks
+from tests.support.processes import run_ranks
 
 tokenizer = test_data.tokenizer
 

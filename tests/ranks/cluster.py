@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.ranks.processes import run_ranks
+from tests.support.processes import run_ranks
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from blockwalk.train import loop
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
-from tests.ranks.processes import run_ranks
-from tests.ranks.test_sharded_train import run_config
+from tests.support.processes import run_ranks
+from tests.support.rank_runs import run_config
 
 PLANS: list[tuple[str, dict[str, Any]]] = [
     ("mezo", {}),

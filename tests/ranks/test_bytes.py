@@ -16,9 +16,9 @@ from blockwalk.plan.placement import DTYPE_BYTES
 from blockwalk.program.program import Lane, Pool, Shape, StepKind
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.ranks.cluster import cluster, payload_of
-from tests.ranks.processes import run_ranks
 from tests.support import held as support
+from tests.support.cluster import cluster, payload_of
+from tests.support.processes import run_ranks
 
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
 

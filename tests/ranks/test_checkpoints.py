@@ -17,9 +17,9 @@ from blockwalk.ranks.groups import Groups
 from blockwalk.system.atomic_files import Damaged
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.ranks.processes import run_ranks
 from tests.support.held import masters
 from tests.support.messages import refused, says
+from tests.support.processes import run_ranks
 
 
 def walker_of(name: str, ranks_per_node: int = 2) -> Walker:

@@ -18,7 +18,7 @@ from blockwalk.plan.methods import method
 from blockwalk.plan.placement import StateKind
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.ranks.processes import run_ranks
+from tests.support.processes import run_ranks
 
 LORA = {"rank": 2, "target_modules": ("q_proj",)}
 

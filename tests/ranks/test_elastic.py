@@ -23,9 +23,9 @@ from blockwalk.train.prepared_run import prepare
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
-from tests.ranks.comers import arguments, disturb_run, forked, free_address
-from tests.reference.test_zeroth_order import assert_same, trained
+from tests.support.comers import arguments, disturb_run, forked, free_address
 from tests.support.messages import refused, says
+from tests.support.zeroth_order_runs import assert_same, trained
 
 STEPS = 5
 OPTIMIZER = {

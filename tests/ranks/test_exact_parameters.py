@@ -14,8 +14,8 @@ from blockwalk.plan.methods import method
 from blockwalk.plan.placement import StateKind
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.ranks.processes import run_ranks
 from tests.support.held import masters
+from tests.support.processes import run_ranks
 
 GATE = "model.layers.1.mlp.gate.weight"
 """The router of the second block, which transformers keeps in float32."""

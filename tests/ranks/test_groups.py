@@ -22,9 +22,9 @@ from blockwalk.ranks.groups import make_groups
 from blockwalk.ranks.place import LostRank, Place
 from blockwalk.ranks.ranks import first
 from blockwalk.ranks.watch import Watch
-from tests.ranks.cluster import cluster, payload_of
-from tests.ranks.processes import run_ranks
+from tests.support.cluster import cluster, payload_of
 from tests.support.messages import refused, says
+from tests.support.processes import run_ranks
 
 CPU = torch.device("cpu")
 

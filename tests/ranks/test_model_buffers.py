@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from blockwalk import Walker, method
 from tests.models import random_batch
-from tests.peer.test_buffers import make, own_loss
-from tests.ranks.processes import run_ranks
+from tests.support.buffered_models import make, own_loss
+from tests.support.processes import run_ranks
 
 
 def _walk(rank: int, name: str, folder: Path) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.ranks.scalars import make_scalars
-from tests.ranks.processes import run_ranks
+from tests.support.processes import run_ranks
 
 
 def _gathers(rank: int, ranks_per_node: int) -> list[list[list[float]]]:

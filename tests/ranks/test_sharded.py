@@ -21,8 +21,8 @@ from blockwalk.program.program import Pool, Shape, StepKind
 from blockwalk.walk.unit_costs import UnitCosts
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.ranks.processes import run_ranks
 from tests.support.held import masters
+from tests.support.processes import run_ranks
 
 METHODS = ("zero3", "zeropp", "mics", "fcdp", "hzp")
 LEARNING_RATE = 1e-3

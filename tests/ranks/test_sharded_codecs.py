@@ -20,8 +20,8 @@ from blockwalk.plan.placement import Codec, StateKind
 from blockwalk.program.flat_layout import part_layout
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch
-from tests.ranks.processes import run_ranks
-from tests.ranks.test_sharded import compare, make, plain_run, walked
+from tests.support.processes import run_ranks
+from tests.support.sharded_runs import compare, make, plain_run, walked
 
 CASES: list[tuple[str, str, Codec, dict[str, Any]]] = [
     ("llama", "fcdp", Codec.INT4, {"gradient_accumulation_steps": 2}),

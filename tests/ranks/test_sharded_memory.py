@@ -13,8 +13,8 @@ from blockwalk.plan.methods import method
 from blockwalk.system.heap import give_back
 from blockwalk.walk.walker import Walker
 from tests.models import tiny_model
-from tests.ranks.processes import private_bytes, run_ranks
 from tests.support import held as support
+from tests.support.processes import private_bytes, run_ranks
 
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 1024}
 

@@ -21,7 +21,7 @@ from blockwalk.train import config, loop
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
-from tests.ranks.processes import run_ranks
+from tests.support.processes import run_ranks
 
 
 def run_config(arguments: list[str], rank: int, world: int) -> config_run_config.RunConfig:

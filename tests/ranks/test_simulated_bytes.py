@@ -17,7 +17,7 @@ from blockwalk.simulate.simulator import simulate
 from blockwalk.walk.unit_costs import UnitCosts
 from blockwalk.walk.walker import StepResult, Walker
 from tests.models import random_batch, tiny_model
-from tests.ranks.cluster import cluster, payload_of
+from tests.support.cluster import cluster, payload_of
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from blockwalk import method
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.ranks.cluster import cluster, sent_bytes
+from tests.support.cluster import cluster, sent_bytes
 
 STEPS = 20
 

@@ -25,10 +25,10 @@ from blockwalk.system.heap import give_back
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
-from tests.ranks.processes import private_bytes, run_ranks
-from tests.ranks.test_sharded_train import dies, result
-from tests.reference.test_zeroth_order import assert_same, trained
 from tests.support.messages import says
+from tests.support.processes import private_bytes, run_ranks
+from tests.support.rank_runs import dies, result
+from tests.support.zeroth_order_runs import assert_same, trained
 
 STEPS = 4
 OPTIMIZER = {

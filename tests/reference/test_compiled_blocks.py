@@ -15,8 +15,8 @@ from blockwalk import method
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.reference.test_zeroth_order import trained
 from tests.support.messages import refused
+from tests.support.zeroth_order_runs import trained
 
 Graphs = list[torch.fx.GraphModule]
 

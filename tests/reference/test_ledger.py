@@ -22,8 +22,8 @@ from blockwalk.plan.choices import LoraSettings
 from blockwalk.system import atomic_files
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.reference.test_zeroth_order import assert_same, trained
 from tests.support.messages import refused
+from tests.support.zeroth_order_runs import assert_same, trained
 
 OPTIMIZER = {
     "name": "sgd",

@@ -23,11 +23,11 @@ from blockwalk.train import loop
 from blockwalk.train.metrics_log import MetricsLog
 from blockwalk.walk import walker as training_walker
 from blockwalk.walk.walker import Walker
-from tests.cli.test_logs_after_kills import before, child, kill
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
-from tests.ranks.processes import run_ranks
+from tests.support.kills import before, child, kill
 from tests.support.messages import refused, says
+from tests.support.processes import run_ranks
 
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {"name": "plain"},

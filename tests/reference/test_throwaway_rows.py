@@ -20,9 +20,9 @@ from blockwalk.plan.update_rules import RULES
 from blockwalk.plan.zeroth_order_kinds import KINDS
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.reference.test_zeroth_order import assert_same, trained
 from tests.support.messages import refused
 from tests.support.rows import registered
+from tests.support.zeroth_order_runs import assert_same, trained
 
 
 @pytest.fixture

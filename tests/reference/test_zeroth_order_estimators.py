@@ -15,8 +15,8 @@ from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.reference.zeroth_order import fzoo_step, hizoo_step, masters_of, spsa_step
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.reference.test_zeroth_order import RATE, assert_same, trained
 from tests.support.messages import refused
+from tests.support.zeroth_order_runs import RATE, assert_same, trained
 
 
 @pytest.mark.parametrize("name", ["mezo", "zo2"])

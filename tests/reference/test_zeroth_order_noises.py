@@ -22,9 +22,9 @@ from blockwalk.reference.mezo import mezo_step
 from blockwalk.reference.zeroth_order import masters_of, spsa_step
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.reference.test_zeroth_order import assert_same, names_of, trained
-from tests.reference.test_zeroth_order_tiers import assert_equal, run
 from tests.support.messages import refused
+from tests.support.tier_runs import assert_equal, run
+from tests.support.zeroth_order_runs import assert_same, names_of, trained
 
 RANK = 2
 SEED = 7

@@ -19,8 +19,8 @@ from blockwalk.reference.mezo import mezo_step
 from blockwalk.reference.zeroth_order import masters_of, spsa_step
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.reference.test_zeroth_order import assert_same, trained
 from tests.support.messages import refused
+from tests.support.zeroth_order_runs import assert_same, trained
 
 RATE = 1e-2
 EPSILON = 1e-1

@@ -29,8 +29,8 @@ from blockwalk.tiers.block_store.store import StoredUnit
 from blockwalk.tiers.unit_buckets import Staged, UnitBuckets
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.reference.test_zeroth_order import assert_same, trained
 from tests.support.visits import visited_host
+from tests.support.zeroth_order_runs import assert_same, trained
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ from blockwalk.reference.mezo import own_loss, trainables
 from blockwalk.reference.zeroth_order import masters_of
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.reference.test_zeroth_order import assert_same, trained
-from tests.reference.test_zeroth_order_tiers import assert_equal, run
 from tests.support.codecs import decode, encode
 from tests.support.messages import refused
+from tests.support.tier_runs import assert_equal, run
+from tests.support.zeroth_order_runs import assert_same, trained
 
 SEED = 7
 RATE = 1e-3

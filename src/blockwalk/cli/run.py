@@ -21,7 +21,9 @@ from blockwalk.ranks import launch, place
 from blockwalk.report import advice, card, html
 from blockwalk.report.capacity import check_budget
 from blockwalk.report.disk_wear import wear
-from blockwalk.report.forecast import DoesNotFit, foresee, zeroth_order_advice
+from blockwalk.report.forecast import DoesNotFit
+from blockwalk.report.foresee import foresee
+from blockwalk.report.zeroth_order_advice import zeroth_order_advice
 from blockwalk.simulate import hardware, planner, timeline
 from blockwalk.system import own_text
 from blockwalk.system.terminal import say

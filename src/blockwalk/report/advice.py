@@ -38,7 +38,7 @@ def task(
     Raises:
         ValueError: there is no such model, or it cannot be cut.
     """
-    from blockwalk.report.forecast import model_spec
+    from blockwalk.report.foresee import model_spec
     from blockwalk.walk.unit_costs import UnitCosts
 
     costs = UnitCosts(model, lora=lora, device=machine.device)
@@ -62,24 +62,24 @@ def next_plan(
         steps = run.plan.gradient_accumulation_steps
         if host is not None:
             machine = replace(machine, host_bytes=host)
-        found = planner.rank(
+        ranking = planner.rank(
             task(run.model, run.adapters, machine, shape, budget=room, micro_batches=steps)
         )
     except ValueError:  # a model that is no folder, or adapters that cannot be made anew
         return ""
-    fits = (c for c in found.ranked if c.plan.mesh.world == 1 and c.plan != run.plan)
+    fits = (c for c in ranking.ranked if c.plan.mesh.world == 1 and c.plan != run.plan)
     if (best := next(fits, None)) is None:
-        alone = ", or train adapters (lora.rank: 8)" if run.adapters is None else ""
-        most = human_bytes(machine.usable_bytes if room is None else room)
-        beside = "" if host is None else f" beside {human_bytes(host)} of the host's"
+        adapters = ", or train adapters (lora.rank: 8)" if run.adapters is None else ""
+        limit = human_bytes(machine.usable_bytes if room is None else room)
+        host_limit = "" if host is None else f" beside {human_bytes(host)} of the host's"
         return (
-            f"; no plan of this model fits {most}{beside}: lower batch_size or"
-            f" data.max_length{alone}"
+            f"; no plan of this model fits {limit}{host_limit}: lower batch_size or"
+            f" data.max_length{adapters}"
         )
-    held = best.peaks[Pool.DEVICE] + (best.peaks[Pool.HOST] if device == "cpu" else 0)
+    nbytes = best.peaks[Pool.DEVICE] + (best.peaks[Pool.HOST] if device == "cpu" else 0)
     return (
-        f"; the next plan that fits: {settings_text(best.plan)} ({best.label}), {human_bytes(held)}"
-        " of tensors"
+        f"; the next plan that fits: {settings_text(best.plan)} ({best.label}),"
+        f" {human_bytes(nbytes)} of tensors"
     )
 
 
@@ -92,42 +92,44 @@ def differing(plan: Plan) -> dict[str, Any]:
     """Return the method of a plan, and each setting that a run of the method has otherwise unless
     it is named, by name."""
     row = unnamed_codec(METHODS[plan.method]())
-    found: dict[str, Any] = {"method": plan.method}
-    for each in fields(plan):
-        mine = getattr(plan, each.name)
-        default = getattr(row, each.name)
-        if mine != default and isinstance(mine, str | int | Placement) and each.name != "budget":
-            found[each.name] = mine if isinstance(mine, str | int) else str(mine)
-    return found
+    settings: dict[str, Any] = {"method": plan.method}
+    for field in fields(plan):
+        value = getattr(plan, field.name)
+        default = getattr(row, field.name)
+        if value != default and isinstance(value, str | int | Placement) and field.name != "budget":
+            settings[field.name] = value if isinstance(value, str | int) else str(value)
+    return settings
 
 
 def recommended(run: RunConfig, plan: Plan) -> dict[str, Any]:
     """Return the settings of a run under another plan, to be copied: the plan's, and those of the
     run that are not the defaults. A micro-batch has as many sequences as the run's."""
 
-    def changed(mine: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in mine.items() if value != default[name]}
+    def changed(values: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if value != default[name]}
 
-    given = run.to_mapping()
+    settings = run.to_mapping()
     default = RunConfig().to_mapping()
-    given["batch_size"] = -(-run.batch_size // run.plan.cuts) * plan.cuts
-    names = [each.name for each in fields(RunConfig) if each.name not in ("plan", "model", "named")]
-    own = changed({name: given[name] for name in names}, default)
+    settings["batch_size"] = -(-run.batch_size // run.plan.cuts) * plan.cuts
+    names = [
+        field.name for field in fields(RunConfig) if field.name not in ("plan", "model", "named")
+    ]
+    run_settings = changed({name: settings[name] for name in names}, default)
     optimizer = (
         {}
         if run.plan.estimator is not plan.estimator
-        else changed(given["optimizer"], default["optimizer"])
+        else changed(settings["optimizer"], default["optimizer"])
     )
     nested = {
-        "data": changed(given["data"], default["data"]),
-        "lora": given["lora"],
+        "data": changed(settings["data"], default["data"]),
+        "lora": settings["lora"],
         "optimizer": optimizer,
     }
-    if given["lora"]:
+    if settings["lora"]:
         nested["lora"] = {
-            "rank": given["lora"]["rank"],
-            **changed(given["lora"], plain_values(LoraSettings())),
+            "rank": settings["lora"]["rank"],
+            **changed(settings["lora"], plain_values(LoraSettings())),
         }
     budget = {"budget": run.plan.budget} if run.plan.budget else {}
-    parts = {"model": given["model"], **differing(plan), **own, **nested, **budget}
+    parts = {"model": settings["model"], **differing(plan), **run_settings, **nested, **budget}
     return {name: value for name, value in parts.items() if value != {}}

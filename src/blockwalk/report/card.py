@@ -74,14 +74,13 @@ def write(folder: str | Path) -> Path:
     }
     on_hub = model == resolved["model"] and not Path(model).exists()
     if on_hub:
-        head["base_model"] = "/".join(
-            model_source(model).repository.split("/")[:2]
-        )  # a GGUF file's repository
+        # of a GGUF file, its repository
+        head["base_model"] = "/".join(model_source(model).repository.split("/")[:2])
     elif Path(resolved["model"]).exists():  # a base that was moved is no place to write over
         refuse_overlap(
             trained / "README.md", {"the model": model_paths(resolved["model"])}, "output_dir"
         )
-    what = (
+    subject = (
         f"{adapter_settings(settings['lora'] or settings['prefix'])} for"
         if adapter
         else "All parameters of"
@@ -99,7 +98,7 @@ def write(folder: str | Path) -> Path:
             " ledger, bit for bit."
         )
     body = (
-        f"# {escaped(run.name)}\n\n{escaped(what)} {code(model)}, trained on {sources} by"
+        f"# {escaped(run.name)}\n\n{escaped(subject)} {code(model)}, trained on {sources} by"
         " Blockwalk, method"
     )
     body += f" {code(settings['method'])}.\n\n"
@@ -183,8 +182,8 @@ def push(folder: str | Path, repo: str, *, ledger: bool = False) -> str:
             or the hub refuses.
     """
     run = Path(folder)
-    beside = [path for path in [within(run, run / LEDGER)] if path.is_file()]
-    if ledger and not beside:
+    ledgers = [path for path in [within(run, run / LEDGER)] if path.is_file()]
+    if ledger and not ledgers:
         raise ValueError(
             f"{run} has no {LEDGER}: its method differentiates, and its weights are needed"
         )
@@ -196,4 +195,4 @@ def push(folder: str | Path, repo: str, *, ledger: bool = False) -> str:
         )
     files = {path.relative_to(trained).as_posix(): path for path in files_of_result}
     hub.create(repo)
-    return hub.upload(repo, {**files, **{path.name: path for path in beside}})
+    return hub.upload(repo, {**files, **{path.name: path for path in ledgers}})

@@ -53,13 +53,19 @@ _COLOURS = (
 )
 
 _STYLE = """
-:root{color-scheme:light dark;--ink:#1f2328;--paper:#fff;--dim:#57606a;--grid:#d0d7de;--box:#f6f8fa}
-@media(prefers-color-scheme:dark){:root{--ink:#e6edf3;--paper:#0d1117;--dim:#9198a1;--grid:#30363d;--box:#161b22}
+:root{color-scheme:light dark;
+--ink:#1f2328;--paper:#fff;--dim:#57606a;--grid:#d0d7de;--box:#f6f8fa}
+@media(prefers-color-scheme:dark){:root{
+--ink:#e6edf3;--paper:#0d1117;--dim:#9198a1;--grid:#30363d;--box:#161b22}
 polyline,circle,rect,.name{filter:brightness(1.5)}}
-body{font:16px/1.5 system-ui,sans-serif;margin:0 auto;max-width:720px;padding:1rem;color:var(--ink);background:var(--paper)}
-h1{font-size:1.4rem}h2{font-size:1.05rem;margin:1.6rem 0 .3rem}svg{width:100%;height:auto;display:block}
-table{border-collapse:collapse;font-size:.9rem}td{padding:.1rem .8rem .1rem 0;vertical-align:top}
-pre{overflow-x:auto;background:var(--box);padding:.8rem;font-size:.8rem}.what{color:var(--dim);margin:0 0 .6rem}
+body{font:16px/1.5 system-ui,sans-serif;margin:0 auto;max-width:720px;padding:1rem;
+color:var(--ink);background:var(--paper)}
+h1{font-size:1.4rem}h2{font-size:1.05rem;margin:1.6rem 0 .3rem}
+svg{width:100%;height:auto;display:block}
+table{border-collapse:collapse;font-size:.9rem}
+td{padding:.1rem .8rem .1rem 0;vertical-align:top}
+pre{overflow-x:auto;background:var(--box);padding:.8rem;font-size:.8rem}
+.what{color:var(--dim);margin:0 0 .6rem}
 text{font:11px system-ui,sans-serif;fill:var(--dim,#57606a)}.grid{stroke:var(--grid,#d0d7de)}
 @media(max-width:500px){text{font-size:16px}}
 """
@@ -169,9 +175,12 @@ def ticks(low: float, high: float) -> list[float]:
     times a power of ten."""
     rough = (high - low) / 6
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * each for each in (1, 2, 5, 10) if power * each >= rough * (1 - 1e-9))
-    first = math.ceil(low / step - 1e-9)
-    return [float(f"{at * step:.12g}") for at in range(first, math.floor(high / step + 1e-9) + 1)]
+    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= rough * (1 - 1e-9))
+    start = math.ceil(low / step - 1e-9)
+    return [
+        float(f"{multiple * step:.12g}")
+        for multiple in range(start, math.floor(high / step + 1e-9) + 1)
+    ]
 
 
 def chart(title: str, lines: Sequence[Series], *, from_zero: bool = True) -> str:
@@ -182,27 +191,30 @@ def chart(title: str, lines: Sequence[Series], *, from_zero: bool = True) -> str
         return ""
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
-    low = min(0.0 if from_zero else math.inf, *ys)
-    high = max(ys)
-    pad = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-    low = low - pad * (low != 0)
-    high = high + pad
-    first = min(xs)
-    last = max(max(xs), min(xs) + 1)
+    lowest = min(0.0 if from_zero else math.inf, *ys)
+    highest = max(ys)
+    pad = (highest - lowest) * 0.05 or abs(highest) * 0.05 or 1.0
+    lowest = lowest - pad * (lowest != 0)
+    highest = highest + pad
+    first_step = min(xs)
+    last_step = max(max(xs), min(xs) + 1)
 
     def place(x: float, y: float) -> str:
-        across = LEFT + (x - first) / (last - first) * (WIDTH - LEFT - 8)
-        return f"{across:.1f},{TOP + (high - y) / (high - low) * (HEIGHT - BOTTOM - TOP):.1f}"
+        across = LEFT + (x - first_step) / (last_step - first_step) * (WIDTH - LEFT - 8)
+        return (
+            f"{across:.1f},{TOP + (highest - y) / (highest - lowest) * (HEIGHT - BOTTOM - TOP):.1f}"
+        )
 
     drawn = []
-    for y in ticks(low, high):
-        at = place(first, y).split(",")[1]
-        drawn.append(f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{at}" y2="{at}" class="grid"/>')
-        drawn.append(
-            f'<text x="{LEFT - 6}" y="{at}" text-anchor="end" dominant-baseline="middle">{y:,g}</text>'
-        )
-    drawn.append(f'<text x="{LEFT}" y="{HEIGHT - 6}">step {first:.0f}</text>')
-    drawn.append(f'<text x="{WIDTH - 8}" y="{HEIGHT - 6}" text-anchor="end">{last:.0f}</text>')
+    for y in ticks(lowest, highest):
+        height = place(first_step, y).split(",")[1]
+        drawn += [
+            f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{height}" y2="{height}" class="grid"/>',
+            f'<text x="{LEFT - 6}" y="{height}" text-anchor="end" dominant-baseline="middle">'
+            f"{y:,g}</text>",
+        ]
+    drawn.append(f'<text x="{LEFT}" y="{HEIGHT - 6}">step {first_step:.0f}</text>')
+    drawn.append(f'<text x="{WIDTH - 8}" y="{HEIGHT - 6}" text-anchor="end">{last_step:.0f}</text>')
     for number, line in enumerate(lines):
         colour = _COLOURS[number % len(_COLOURS)]
         points = " ".join(place(x, y) for x, y in line.points)
@@ -218,8 +230,15 @@ def chart(title: str, lines: Sequence[Series], *, from_zero: bool = True) -> str
             drawn.append(
                 f'<text x="{start}" y="14" class="name" style="fill:{colour}">{name}</text>'
             )
+    return _picture(title, HEIGHT, drawn)
+
+
+def _picture(title: str, height: int, drawn: Sequence[str]) -> str:
+    """Return shapes as an SVG below their title."""
     label = html.escape(title)
-    return f'<h2>{label}</h2><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+    view = f'viewBox="0 0 {WIDTH} {height}"'
+    svg = f'<svg {view} role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+    return f"<h2>{label}</h2>{svg}"
 
 
 def timeline(title: str, trace: dict[str, Any]) -> str:
@@ -245,26 +264,27 @@ def timeline(title: str, trace: dict[str, Any]) -> str:
             width = max(event["dur"] / end * (WIDTH - LANES - 8), 0.5)
             colour = _COLOURS[kinds.index(str(event.get("cat", ""))) % len(_COLOURS)]
             drawn.append(
-                f'<rect x="{x:.1f}" y="{22 * number + 3}" width="{width:.1f}" height="16" fill="{colour}">'
+                f'<rect x="{x:.1f}" y="{22 * number + 3}" width="{width:.1f}" height="16"'
+                f' fill="{colour}">'
                 f"<title>{html.escape(event['name'])}: {event['dur'] / 1000:.2f} ms</title></rect>"
             )
     drawn.append(
         f'<text x="{WIDTH - 8}" y="{height - 6}" text-anchor="end">{end / 1000:.1f} ms</text>'
     )
-    legend = " ".join(
-        f'<span class="name" style="color:{_COLOURS[at % len(_COLOURS)]}">{html.escape(kind.lower().replace("_", " "))}</span>'
-        for at, kind in enumerate(kinds)
-    )
-    label = html.escape(title)
-    picture = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
-    return f"<h2>{label}</h2>{picture}<p>{legend}</p>"
+    entries = []
+    for number, kind in enumerate(kinds):
+        words = html.escape(kind.lower().replace("_", " "))
+        colour = _COLOURS[number % len(_COLOURS)]
+        entries.append(f'<span class="name" style="color:{colour}">{words}</span>')
+    return f"{_picture(title, height, drawn)}<p>{' '.join(entries)}</p>"
 
 
 def _level(steps: Lines, value: float | None, scale: float) -> list[Series]:
     """Return the foreseen value as a level line; empty where none is foreseen."""
     if not value:
         return []
-    return [Series(FORESEEN, tuple((float(steps[at]["step"]), value * scale) for at in (0, -1)))]
+    ends = (steps[0], steps[-1])
+    return [Series(FORESEEN, tuple((float(step["step"]), value * scale) for step in ends))]
 
 
 def _section(title: str, sizes: dict[str, int]) -> str:
@@ -280,8 +300,8 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _series(name: str, lines: Lines, key: str, scale: float = 1.0) -> Series:
-    known = [line for line in lines if line.get(key) is not None and math.isfinite(line[key])]
-    points = [(float(line["step"]), float(line[key]) * scale) for line in known]
+    finite = [line for line in lines if line.get(key) is not None and math.isfinite(line[key])]
+    points = [(float(line["step"]), float(line[key]) * scale) for line in finite]
     every = -(-len(points) // MOST_POINTS) or 1
     thin = points[::every]
     if points and thin[-1] != points[-1]:
@@ -322,9 +342,8 @@ def _moved(steps: Lines) -> Iterator[Series]:
     for lane in sorted({lane for step in steps for lane in step.get("bytes_moved", {})}):
         having = [step for step in steps if lane in step.get("bytes_moved", {})]
         with_lane = [{"step": step["step"], "moved": step["bytes_moved"][lane]} for step in having]
-        if (
-            len({each["moved"] for each in with_lane}) > 1
-        ):  # one figure for all steps stands in the table
+        # one figure for all steps stands in the table
+        if len({line["moved"] for line in with_lane}) > 1:
             yield _series(lane, with_lane, "moved", 1e-6)
 
 
@@ -339,15 +358,18 @@ def _summary(
     steps: Lines, evaluations: Lines, forecast: dict[str, Any]
 ) -> Iterator[tuple[str, str]]:
     yield "steps", f"{steps[-1]['step']}"
-    first, last = loss_ends([step["loss"] for step in steps])
-    yield "training loss, means of the first and the last tenth", f"{first:.4f} → {last:.4f}"
+    first_loss, last_loss = loss_ends([step["loss"] for step in steps])
+    yield (
+        "training loss, means of the first and the last tenth",
+        f"{first_loss:.4f} → {last_loss:.4f}",
+    )
     if evaluations:
         evaluations = [
             line for line in evaluations if line.get("records") == evaluations[-1].get("records")
         ]
         yield "held-out loss", f"{evaluations[0]['loss']:.4f} → {evaluations[-1]['loss']:.4f}"
         if right := [
-            100 * each["accuracy"] for each in evaluations if each.get("accuracy") is not None
+            100 * line["accuracy"] for line in evaluations if line.get("accuracy") is not None
         ]:
             yield "held-out accuracy", f"{right[0]:.1f}% → {right[-1]:.1f}%"
     # one that only the ledger has was not timed: a kill came before its line

@@ -63,9 +63,9 @@ class StepForecast:
             before: bytes that the process held before the model was opened: interpreter, libraries,
                 tokenizer, data.
         """
-        held = process_bytes()
-        most = forecast.process_bytes(before, held) if forecast.device == "cpu" else 0
-        return cls(forecast, forecast.simulated(), usual, most, held)
+        process_now = process_bytes()
+        peak = forecast.process_bytes(before, process_now) if forecast.device == "cpu" else 0
+        return cls(forecast, forecast.simulated(), usual, peak, process_now)
 
     @property
     def tensor_bytes(self) -> int:
@@ -100,13 +100,13 @@ class StepForecast:
     def compared(self, measured_bytes: int) -> Iterator[str]:
         """Forecast against measured, after a run: bytes of the process, or of the allocator's
         tensors on a GPU."""
-        what = "private memory of the whole process"
+        measured = "private memory of the whole process"
         foreseen = self.process_bytes
         if not foreseen:
-            what = "tensors"
+            measured = "tensors"
             foreseen = self.tensor_bytes
         yield (
-            f"forecast, memory   {human_bytes(foreseen)} of {what} at a step's peak; measured:"
+            f"forecast, memory   {human_bytes(foreseen)} of {measured} at a step's peak; measured:"
             f" {human_bytes(measured_bytes)}"
         )
         steady = self.seconds[1:] or self.seconds
@@ -124,9 +124,8 @@ class StepForecast:
             folder / NAME, (json.dumps(self.values(), indent=1) + "\n").encode()
         )
         for path in self.paths:
-            if (
-                not path.is_file()
-            ):  # a run that was killed as it traced its step does not do it again
+            # a run that was killed as it traced its step does not do it again
+            if not path.is_file():
                 timeline.write(path, self._foreseen())
 
     def _foreseen(self) -> list[dict[str, Any]]:
@@ -165,7 +164,7 @@ class StepForecast:
             timeline.events(program, [timed], process="measured")
             for program, timed in walker.timeline
         ]
-        found = [event for walk in walks for event in walk]
+        events = [event for walk in walks for event in walk]
         for path in self.paths:
-            timeline.write(path, self._foreseen() + found)
+            timeline.write(path, self._foreseen() + events)
         walker.timeline = None

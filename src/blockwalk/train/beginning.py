@@ -22,7 +22,8 @@ from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
 from blockwalk.ranks.agreement import facts_of, require_agreement
 from blockwalk.ranks.ranks import first
-from blockwalk.report.capacity import check_budget, check_disks, check_memory
+from blockwalk.report.capacity import check_budget, check_memory
+from blockwalk.report.disk_room import check_disks
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.model_folder.identity import same_weights, weights_digest
 from blockwalk.train.data_identity import differences, identity

@@ -11,9 +11,10 @@ from blockwalk.engine.frozen_codec import refuse_rounded
 from blockwalk.numerics.device import chosen, described
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.words import counted
-from blockwalk.report.capacity import check_budget, check_disks, check_memory, close_memory
-from blockwalk.report.forecast import zeroth_order_advice
+from blockwalk.report.capacity import check_budget, check_memory, close_memory
+from blockwalk.report.disk_room import check_disks
 from blockwalk.report.step_forecast import StepForecast
+from blockwalk.report.zeroth_order_advice import zeroth_order_advice
 from blockwalk.train import preflight
 from blockwalk.train.beginning import Beginning
 from blockwalk.train.callbacks import trackers

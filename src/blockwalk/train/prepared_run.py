@@ -33,7 +33,8 @@ from blockwalk.plan.schedules import schedule_of
 from blockwalk.plan.settings import override
 from blockwalk.program.program import Shape
 from blockwalk.program.settling import settled_before
-from blockwalk.report.forecast import Forecast, foresee
+from blockwalk.report.forecast import Forecast
+from blockwalk.report.foresee import foresee
 from blockwalk.simulate.simulator import Simulation
 from blockwalk.system.heap import give_back, large_returned
 from blockwalk.system.process_memory import process_bytes
