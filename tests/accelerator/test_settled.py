@@ -14,7 +14,7 @@ import torch
 
 from blockwalk.cli import main
 from blockwalk.plan.settings import override
-from blockwalk.report import machine, room
+from blockwalk.report import capacity, machine
 from blockwalk.system.process_memory import Limit
 from blockwalk.train import config
 from tests.conftest import TinyRun
@@ -82,7 +82,7 @@ def test_where_the_host_is_short_the_next_plan_is_for_the_host_s_room(
     device that takes."""
     monkeypatch.chdir(tmp_path)
     free(monkeypatch, 10**9)
-    monkeypatch.setattr(room, "memory_limits", lambda: [Limit(1, "a limit")])
+    monkeypatch.setattr(capacity, "memory_limits", lambda: [Limit(1, "a limit")])
     named = ["--frozen", "host × int8", "--activation", "host"]
     code, text = said(
         ["train", *tiny_run.arguments(tmp_path / "run"), *STREAMED, *named, "--max_steps", "1"]
