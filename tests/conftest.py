@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+pytest.register_assert_rewrite("tests.support")
+
 settings.register_profile("ci", derandomize=True, deadline=None)
 if os.environ.get("CI"):
-    settings.load_profile(
-        "ci"
-    )  # the same examples in every run there; elsewhere new ones each time
+    # the same examples in every run there; elsewhere new ones each time
+    settings.load_profile("ci")
 
 os.register_at_fork(after_in_child=gc.freeze)
 """A forked process collects nothing that it inherits: garbage of an earlier test may own a thread

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.accelerator import device
+from tests.support import simulated_device as device
 from tests.support.simulated_device import Simulated
 
 IMPORTED = [

@@ -3,7 +3,6 @@ plans that other devices get."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
 from tests.support.messages import refused
+from tests.support.run_folders import losses
 from tests.support.simulated_device import Simulated
 
 ROWS = {
@@ -43,12 +43,6 @@ ROWS = {
     "plain": ["--method", "plain"],
     "zo2": ["--method", "zo2", "--optimizer.name", "sgd"],
 }
-
-
-def losses(folder: Path) -> list[float]:
-    return [
-        json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
 
 
 @pytest.mark.parametrize("row", ROWS)

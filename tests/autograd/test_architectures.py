@@ -14,64 +14,9 @@ from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.shrink import shrink
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified, study
+from tests.support.architectures import TABLE
 from tests.support.control import assert_same, control, tiny_batch, tiny_config, tiny_model, walk
 from tests.support.messages import refused
-
-TABLE: dict[str, dict] = {
-    # Architecture → settings beside its defaults; dimensions come from `shrink`, which keeps a
-    # layer of every kind.
-    "apertus": {},
-    "bloom": {},
-    "cohere": {},
-    "cohere2": {},
-    "deepseek_v2": {"num_experts_per_tok": 2},
-    "deepseek_v3": {},
-    "exaone4": {},
-    "falcon": {},
-    "falcon_h1": {},
-    "gemma": {},
-    "gemma2": {"tie_word_embeddings": False},
-    "gemma3_text": {},
-    "gemma4_text": {},
-    "glm4": {},
-    "gpt2": {},
-    "gpt_bigcode": {},
-    "gpt_neo": {},
-    "gpt_neox": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
-    "gpt_oss": {},
-    "gptj": {"resid_pdrop": 0.1, "embd_pdrop": 0.1},
-    "granite": {"logits_scaling": 4.0, "attention_dropout": 0.2},
-    "jamba": {},
-    "lfm2": {},
-    "llama": {"attention_dropout": 0.1},
-    "llama4_text": {},
-    "mamba": {},
-    "mistral": {},
-    "mixtral": {},
-    "modernbert-decoder": {},
-    "mpt": {},
-    "nanochat": {},
-    "olmo2": {},
-    "olmoe": {},
-    "openai-gpt": {},
-    "opt": {"word_embed_proj_dim": 32},
-    "persimmon": {},
-    "phi": {"resid_pdrop": 0.1},
-    "phi3": {},
-    "phimoe": {},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen2_moe": {},
-    "qwen3": {},
-    "qwen3_moe": {},
-    "qwen3_next": {},
-    "seed_oss": {},
-    "smollm3": {},
-    "stablelm": {"use_parallel_residual": True},
-    "starcoder2": {},
-    "xglm": {},
-    "xlm-roberta": {"is_decoder": True},
-    "xlstm": {},
-}
 
 
 def check(

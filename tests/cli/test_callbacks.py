@@ -26,19 +26,8 @@ from blockwalk.train.callbacks import tracker_names, trackers
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import tiny_model
+from tests.support.callback_settings import settings
 from tests.support.messages import refused, says
-
-
-def settings(tiny_run: TinyRun, out: Path, **more: Any) -> dict[str, Any]:
-    data = {"train": str(tiny_run.train), "eval": str(tiny_run.eval), "format": "text"}
-    return {
-        "model": str(tiny_run.model),
-        "data": data,
-        "output_dir": str(out),
-        "batch_size": 4,
-        "method": "plain",
-        **more,
-    }
 
 
 @pytest.fixture(scope="module")

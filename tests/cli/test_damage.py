@@ -3,7 +3,6 @@ nothing in them is run."""
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,8 @@ from blockwalk.system.atomic_files import Damaged
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
+from tests.support.bomb import Bomb
 from tests.support.messages import refused, says
-
-
-class Bomb:
-    """Whoever unpickles this makes a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.folder),)
 
 
 @pytest.fixture(scope="module")

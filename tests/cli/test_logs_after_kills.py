@@ -14,7 +14,6 @@ from threading import Timer
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedTokenizerFast
 
 from blockwalk.checkpoints import ledger, run_checkpoint
@@ -29,10 +28,15 @@ from blockwalk.train import evaluation
 from blockwalk.train.metrics_log import MetricsLog
 from blockwalk.walk import walker as training_walker
 from tests.conftest import TinyRun
+from tests.support.kills import before, child, kill
 from tests.support.messages import says
 
 MEASURED = ("seconds", "tokens_per_second", "peak_bytes", "bytes_moved", "digest")
+
+
 ZO2 = ["--method", "zo2", "--trainable", "disk", "--optimizer.learning_rate", "1e-5"]
+
+
 MEBP = [
     "--method",
     "mebp",
@@ -43,6 +47,8 @@ MEBP = [
     "--optimizer.learning_rate",
     "1e-2",
 ]
+
+
 INT8 = ["--method", "mebp", "--frozen", "disk × int8"]
 
 
@@ -58,37 +64,6 @@ def train(tiny_run: TinyRun, folder: Path, *settings: str) -> int:
         "latest",
     ]
     return main.main(["train", *tiny_run.arguments(folder), *common, *settings])
-
-
-def child(work: Callable[[], int]) -> int:
-    """The exit code of a process that does this; 128 more than the signal that ended it."""
-    if (process := os.fork()) == 0:
-        code = 1
-        try:
-            torch.set_num_threads(1)
-            code = work()
-        finally:
-            os._exit(code)
-    status = os.waitpid(process, 0)[1]
-    return os.waitstatus_to_exitcode(status)
-
-
-def before(
-    place: Any, name: str, harm: Callable[[], object], when: Callable[..., bool] = lambda *_: True
-) -> None:
-    """Do harm before a function is called with arguments that ``when`` holds for."""
-    call = getattr(place, name)
-
-    def harmed(*arguments: Any, **options: Any) -> Any:
-        if when(*arguments):
-            harm()
-        return call(*arguments, **options)
-
-    setattr(place, name, harmed)
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def files(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -18,22 +17,7 @@ from blockwalk.cli import main
 from blockwalk.report import card, html
 from blockwalk.simulate import timeline
 from tests.support.messages import says
-
-
-class Page(HTMLParser):
-    """Tags, attributes and text of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
+from tests.support.report_page import Page
 
 
 @pytest.fixture

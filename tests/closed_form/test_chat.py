@@ -16,20 +16,25 @@ from blockwalk.data.encode import encode, first_example
 from blockwalk.data.records import Record
 from blockwalk.data.sources import read_records
 from blockwalk.data.tokenizer import require_rows
+from tests.support.chat_tokenizers import END, PLAIN, chat, tokenizer
 from tests.support.messages import refused
 
-END = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}" + END
 PARTS = (
     "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}{% if part.type == 'text'"
     " %}{{ part.text }}"
     "{% endif %}{% endfor %}</s>{% endfor %}" + END
 )
+
+
 CALLS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
     "{{ c.function.arguments | tojson }}{% endfor %}</s>{% endfor %}" + END
 )
+
+
 CALLS_AS_TEXT = CALLS.replace("c.function.arguments | tojson", "'' + c.function.arguments")
+
+
 THINKS_LAST = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last"
     " %}<think></think>{% endif %}"
@@ -39,43 +44,6 @@ THINKS_LAST = (
 )
 
 
-def tokenizer(template: str, *, begin: bool = False, eos: str = "</s>") -> Any:
-    """A tokenizer of bytes, with marks for turns."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    marks = [
-        "<s>",
-        "</s>",
-        "<|end|>",
-        "<|user|>",
-        "<|assistant|>",
-        "<tool_call>",
-        "</tool_call>",
-        "<think>",
-        "</think>",
-    ]
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    settings: dict[str, Any] = {
-        "initial_alphabet": alphabet,
-        "special_tokens": marks,
-        "show_progress": False,
-    }
-    backend.train_from_iterator(
-        ["one two"], trainers.BpeTrainer(vocab_size=len(marks) + 256, **settings)
-    )
-    if begin:
-        backend.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", 0)]
-        )
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=eos)
-    made.chat_template = template
-    return made
-
-
 def read(template: str, fields: dict[str, Any], **settings: Any) -> tuple[str, Encoded]:
     """A record as the model sees it, what is learnt in brackets; and its tokens."""
     tokens = tokenizer(template, **settings)
@@ -83,14 +51,6 @@ def read(template: str, fields: dict[str, Any], **settings: Any) -> tuple[str, E
     return "".join(
         f"⟦{text}⟧" if learnt else text for text, learnt in first_example(rows, tokens)
     ), rows
-
-
-def chat(*answers: Any, role: str = "user") -> dict[str, Any]:
-    turns = []
-    for answer in answers:
-        turn = answer if isinstance(answer, dict) else {"content": answer}
-        turns += [{"role": role, "content": "one"}, {"role": "assistant", **turn}]
-    return {"messages": turns}
 
 
 @pytest.mark.parametrize(
@@ -311,6 +271,8 @@ OPENED_EARLY = (
 )
 """A template that opens the tool's turn at the end of a call, and leaves the assistant's header out
 of the prompt after it."""
+
+
 OPENED_LATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}" + END
 
 

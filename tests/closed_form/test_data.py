@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from blockwalk.checkpoints import run_checkpoint, sweeping
@@ -37,30 +37,13 @@ from blockwalk.estimators.zeroth_order.objectives import ranked
 from blockwalk.train import config
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.prepared_run import read_training_rows
+from tests.support.data_files import jsonl
 from tests.support.messages import refused
 
-SPECIAL = ["<pad>", "<s>", "</s>"]
 PAD = 0
-BEGIN = 1
+
+
 END = 2
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte, begin token added: a row's length is its number of characters, and
-    one."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytewise = Tokenizer(
-        models.BPE(vocab={t: i for i, t in enumerate([*SPECIAL, *alphabet])}, merges=[])
-    )
-    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytewise.decoder = decoders.ByteLevel()
-    bytewise.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", BEGIN)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bytewise, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
 
 
 def rows_of(lengths: list[int]) -> Encoded:
@@ -77,13 +60,6 @@ def learnt(encoded: Encoded, tokenizer: Any, index: int = 0) -> tuple[str, str]:
     """A row as text, and the part of it that is learnt."""
     ids, mask = encoded[index]
     return tokenizer.decode(ids), tokenizer.decode(ids[mask])
-
-
-def jsonl(path: Path, *lines: Any) -> Path:
-    path.write_text(
-        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
-    )
-    return path
 
 
 def equal(a: Batch, b: Batch) -> bool:

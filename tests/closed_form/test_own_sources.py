@@ -17,13 +17,13 @@ from blockwalk.data.dataset import Encoded
 from blockwalk.plan.data_source import Source
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.train import config
-from tests.closed_form import test_data
 from tests.conftest import TinyRun
+from tests.support import data_files
 from tests.support.chat_data import TEMPLATE, said
 from tests.support.data_files import jsonl
 from tests.support.messages import refused
 
-tokenizer = test_data.tokenizer
+tokenizer = data_files.tokenizer
 DOCS = Path(__file__).parents[2] / "docs" / "data.md"
 BOTH = "I {instruction} {{x}}\nIn {input}\nR "
 ALONE = "I {instruction}\nR "

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from blockwalk.plan.choices import Timing
 from blockwalk.plan.estimators import Estimator
 from blockwalk.plan.methods import METHODS, method
-from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
+from blockwalk.plan.model_spec import UnitSpec
 from blockwalk.plan.placement import Codec, Placement, StateKind, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.program.compile import compile, resident
@@ -28,35 +28,9 @@ from blockwalk.program.invariants import (
 )
 from blockwalk.program.program import Lane, OpKind, Pool, Program, Shape, StepKind
 from blockwalk.report.forecast import Forecast
+from tests.support.toy_model import toy
 
 pytestmark = pytest.mark.fast
-
-
-def toy(layers: int, *, lora: bool, tied: bool, hidden: int = 64, vocab: int = 1000) -> ModelSpec:
-    """A decoder's units without a model: an embedding, ``layers`` blocks of one matrix and one
-    norm, a head."""
-
-    def param(name: str, shape: tuple[int, ...], matrix: bool = True) -> ParamSpec:
-        return ParamSpec(name, shape, "float32", not lora, matrix)
-
-    def block(i: int) -> UnitSpec:
-        adapter = (ParamSpec(f"layers.{i}.lora_A", (1, hidden), "float32", True),) if lora else ()
-        own = (
-            param(f"layers.{i}.weight", (hidden, hidden)),
-            param(f"layers.{i}.norm", (hidden,), False),
-        )
-        return UnitSpec(f"layers.{i}", "block", own + adapter)
-
-    head = () if tied else (param("head", (vocab, hidden)),)
-    return ModelSpec(
-        "toy",
-        UnitSpec("prologue", "prologue", (param("embedding", (vocab, hidden)),)),
-        tuple(block(i) for i in range(layers)),
-        UnitSpec("epilogue", "epilogue", (param("norm", (hidden,), False), *head)),
-        hidden,
-        vocab,
-        tied=(("head", "embedding"),) if tied else (),
-    )
 
 
 @st.composite

@@ -25,23 +25,16 @@ from blockwalk.data.turns import turns_of
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.train import config
 from blockwalk.train.progress import Progress
-from tests.closed_form import test_data
+from tests.support.chat_data import TEMPLATE, said
 from tests.support.data_files import jsonl
 from tests.support.messages import refused
 
 REAL = Path(
     os.environ.get("BLOCKWALK_REAL", Path(__file__).resolve().parents[3] / "shared" / "real")
 )
+
+
 DEMO = REAL / "llamafactory-demo"
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}{{"
-    " m.tool_calls[0].function.name }}{% endif %}"
-    "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}{% if add_generation_prompt"
-    " %}<assistant>{% endif %}"
-)
-
-
-tokenizer = test_data.tokenizer
 
 
 @pytest.fixture
@@ -49,12 +42,6 @@ def chat(tokenizer: Any) -> Any:
     tokenizer.chat_template = TEMPLATE
     yield tokenizer
     tokenizer.chat_template = None
-
-
-def said(fields: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
-    """A record as text, and the part of it that is learnt."""
-    ids, in_loss = encode([Record(fields, "f record 1")], tokenizer, max_length=400)[0]
-    return tokenizer.decode(ids), tokenizer.decode(ids[in_loss])
 
 
 # --- files

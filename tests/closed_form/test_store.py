@@ -10,7 +10,6 @@ import signal
 import struct
 import time
 import zlib
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from blockwalk.tiers.block_store.store import (
 from blockwalk.tiers.block_store.writable import WritableStore
 from blockwalk.tiers.block_store.writer import write_store
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
+from tests.support.dictionary import Dictionary
 from tests.support.messages import refused
 from tests.support.writable import writable_store as make_writable
 
@@ -42,38 +42,6 @@ BLOCK = "layer.0.weight"
 FUSED = "layer.0.experts"
 NORM = "layer.0.norm"
 HEAD = "head.weight"
-
-
-class Dictionary:
-    """A WeightSource over tensors in memory."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.tensors[name].dtype
-
-    def in_place(self, name: str) -> bool:
-        return True
-
-    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        return {name: self.tensors[name] for name in names}
-
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        out.copy_(self.tensors[name])
-
-    def prefetch(self, names: Iterable[str]) -> int:
-        return sum(self.tensors[name].nbytes for name in names)
-
-    def release(self, names: Iterable[str]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def toy(dtype: torch.dtype = torch.float32) -> tuple[Dictionary, ModelSpec]:

@@ -15,11 +15,11 @@ from blockwalk.data.metrics import exact_match, macro_f1, token_f1
 from blockwalk.data.records import Record
 from blockwalk.data.tasks import TASKS, demonstrations, part_of
 from blockwalk.plan.run_config import DataSettings, RunConfig
-from tests.closed_form import test_data
+from tests.support import data_files
 from tests.support.data_files import jsonl
 from tests.support.messages import refused
 
-tokenizer = test_data.tokenizer
+tokenizer = data_files.tokenizer
 NO_YES = ("No", "Yes")
 RECORDS: dict[str, tuple[dict[str, Any], str, tuple[str, ...], tuple[int, ...]]] = {
     "sst2": (

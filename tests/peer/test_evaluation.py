@@ -16,11 +16,11 @@ from blockwalk.data.metrics import exact_match, token_f1
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.program.program import Lane
 from blockwalk.train.evaluation import HeldOut
-from tests.closed_form import test_data
 from tests.models import tiny_model
+from tests.support import data_files
 from tests.support.processes import run_ranks
 
-tokenizer = test_data.tokenizer
+tokenizer = data_files.tokenizer
 
 
 def random_rows(lengths: list[int], learnt: list[int], vocab: int = 101) -> Encoded:
