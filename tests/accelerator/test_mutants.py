@@ -12,8 +12,8 @@ import torch
 
 from blockwalk.engine import sharded_part
 from blockwalk.engine.sharded_part import ShardedPart
-from blockwalk.numerics import loss
 from blockwalk.numerics.device import recorded
+from blockwalk.numerics.losses import cross_entropy
 from blockwalk.plan.methods import method
 from blockwalk.program import backprop
 from blockwalk.program.program import Lane
@@ -90,7 +90,7 @@ def test_a_lane_on_device_0(sim: Simulated, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_host_tensor_at_a_device_operator(
     sim: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss, "sent", lambda tensor, _: tensor)
+    monkeypatch.setattr(cross_entropy, "sent", lambda tensor, _: tensor)
     with refused(RuntimeError, "host tensor"):
         run("plain", tmp_path, "sim:1", [0], sim)
 
