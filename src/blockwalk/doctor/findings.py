@@ -14,7 +14,7 @@ class TimedCollective(NamedTuple):
     """A collective that was timed."""
 
     place: str
-    """Inside a node, or between nodes."""
+    """Words for the ranks: inside a node, or between nodes."""
     name: str
     nbytes: int
     """Bytes that a rank hands in."""
