@@ -115,7 +115,7 @@ def test_a_step_that_is_refused_changes_nothing(
 ) -> None:
     """A loss that is not finite is known when units have been updated; the next step is the second
     of a run without it."""
-    expected = steps(tmp_path, "sim:1", row, **settings)
+    expected = steps(tmp_path, "cpu", row, **settings)
     wanted = dict(settings)
     lora = wanted.pop("lora", None)
     with Walker(
