@@ -14,7 +14,7 @@ written."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -161,43 +161,48 @@ def write_folder(
     rank, ranks = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size(group))
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; save to another folder")
-    failure = ""
-    if rank == 0:
-        try:
+
+    def make() -> None:
+        if rank == 0:
             links.remove(partial)
             partial.mkdir(parents=True)
             for name, text in beside.items():
                 atomic_files.write_bytes(partial / name, text.encode())
-        except OSError as error:
-            if group is None:
-                raise
-            failure = f"{error.strerror or error}"
-    if problems := _told(failure, group):
-        raise OSError(
-            f"{folder} could not be written: "
-            + "; ".join(f"rank {r}: {t}" for r, t in problems.items())
-        )
-    _require(partial, group)
-    failure = ""
-    try:
+
+    def write() -> None:
         pieces.write(partial, state, steps_done=steps_done, rank=rank, ranks=ranks, facts=facts)
-    except OSError as error:
-        if group is None:
-            atomic_files.discard(partial)
-            raise
-        failure = f"{error.strerror or error}"
-    if problems := _told(failure, group):
+
+    try:
+        _together(make, folder, group)
+        _require(partial, group)
+        _together(write, folder, group)
+    except OSError:
         if rank == 0:
             atomic_files.discard(partial)
-        raise OSError(
-            f"{folder} could not be written: "
-            + "; ".join(f"rank {r}: {t}" for r, t in problems.items())
-        )
+        raise
     if rank == 0:
         fsync(partial)
         os.rename(partial, folder)
         fsync(folder.parent)
     _told("", group)
+
+
+def _together(work: Callable[[], None], folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Do this rank's part of the work on a folder.
+
+    Raises:
+        OSError: on every rank, what failed on any of them; of one process its own.
+    """
+    failure = ""
+    try:
+        work()
+    except OSError as error:
+        if group is None:
+            raise
+        failure = f"{error.strerror or error}"
+    if problems := _told(failure, group):
+        ranks = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())
+        raise OSError(f"{folder} could not be written: {ranks}")
 
 
 def _require(folder: Path, group: dist.ProcessGroup | None) -> None:
