@@ -72,9 +72,8 @@ def _own_batches(rank: int) -> list[str]:
 def test_ranks_that_bring_a_batch_each_are_refused_by_every_method_before_an_update() -> None:
     for said in run_ranks(2, _own_batches):
         assert said == [
-            "step 1: rank 1 was given other data than rank 0; give every rank the same whole"
-            " batch: each takes its own share"
-            " of it"
+            "step 1: rank 1 was given other data than rank 0; give every rank the same whole batch:"
+            " each takes its own share of it"
         ] * len(PLANS)
 
 
@@ -189,8 +188,7 @@ def test_a_mesh_of_one_node_is_refused_where_two_were_started() -> None:
     for said in run_ranks(4, _other_node):
         assert said == (
             "mesh.ranks_per_node is 4 (mesh.world unless given), and 2 ranks were started on this"
-            " node; set"
-            " mesh.ranks_per_node: 2"
+            " node; set mesh.ranks_per_node: 2"
         )
 
 

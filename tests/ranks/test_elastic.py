@@ -37,8 +37,7 @@ OPTIMIZER = {
 }
 ZO2 = (
     "--method zo2 --lora false --gradient_accumulation_steps 4 --optimizer.learning_rate 1e-3"
-    " --max_steps 40"
-    " --eval_first false"
+    " --max_steps 40 --eval_first false"
 )
 
 

@@ -64,7 +64,8 @@ def _collectives(rank: int) -> None:
     apart.join()
     assert torch.equal(replica, everyone[rank % 2] + everyone[rank % 2 + 2])
     assert groups.exchange([rank, 0.5]) == [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5], [3.0, 0.5]]
-    dist.distributed_c10d._tensor_to_object = None  # type: ignore[assignment]  # what torch unpickles objects with
+    # what torch unpickles objects with
+    dist.distributed_c10d._tensor_to_object = None  # type: ignore[assignment]
     require_agreement({"plan": "same", "torch": torch.__version__})
     assert gather_json({"rank": rank, "é": [0.1, None]}) == [
         {"rank": r, "é": [0.1, None]} for r in range(4)

@@ -542,8 +542,7 @@ def test_several_nodes_get_a_command_each(capsys: pytest.CaptureFixture[str]) ->
     )
     assert commands == [
         f"torchrun --nnodes 3 --node-rank {node} --master-addr HOST --master-port 29500"
-        " --nproc-per-node 2 -m blockwalk"
-        f" train {run}"
+        f" --nproc-per-node 2 -m blockwalk train {run}"
         for node in range(3)
     ]
     for wrong, said in (
