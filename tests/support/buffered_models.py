@@ -63,14 +63,14 @@ def changed(model: nn.Module) -> dict[str, torch.Tensor]:
     """Give every persistent buffer values that no constructor gives it; answers them by name."""
     generator = torch.Generator().manual_seed(1)
     stored = model.state_dict()
-    found = {}
+    buffers = {}
     for name, buffer in model.named_buffers():
         if name in stored:
             drawn = torch.rand(buffer.shape, generator=generator) + 0.25
             buffer.copy_(drawn * 4 if not buffer.is_floating_point() else drawn)
-            found[name] = buffer.detach().clone()
-    assert found
-    return found
+            buffers[name] = buffer.detach().clone()
+    assert buffers
+    return buffers
 
 
 def make(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

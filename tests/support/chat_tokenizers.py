@@ -42,9 +42,9 @@ def tokenizer(template: str, *, begin: bool = False, eos: str = "</s>") -> Any:
         backend.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", 0)]
         )
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=eos)
-    made.chat_template = template
-    return made
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=eos)
+    fast.chat_template = template
+    return fast
 
 
 def chat(*answers: Any, role: str = "user") -> dict[str, Any]:

@@ -37,8 +37,8 @@ class Cluster:
         names = [
             f"{self.prefix}{node}" for node in range(self.nodes) for _ in range(self.ranks_per_node)
         ]
-        there = {"namespaces": names, "master": "10.78.0.1"}
-        return run_ranks(len(names), work, *args, timeout=timeout, may_die=may_die, **there)
+        environment = {"namespaces": names, "master": "10.78.0.1"}
+        return run_ranks(len(names), work, *args, timeout=timeout, may_die=may_die, **environment)
 
     def limit(self, rate: str | None) -> None:
         """Limit what every node sends, such as ``"200mbit"``; None lifts the limit."""
@@ -73,11 +73,11 @@ def payload_of(work: Callable[[], object]) -> int:
     rounds = []
     for _ in range(3):
         dist.barrier()
-        before = sent_payload()
+        start = sent_payload()
         dist.barrier()
         work()
         dist.barrier()
-        rounds.append(sent_payload() - before)
+        rounds.append(sent_payload() - start)
     return min(rounds)
 
 
@@ -95,14 +95,14 @@ def cluster(nodes: int, ranks_per_node: int) -> Iterator[Cluster]:
     """Namespaces for the time of a test; skips it where they cannot be made."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
-    made = Cluster(f"bw{os.getpid() % 10000}n", nodes, ranks_per_node)
+    machines = Cluster(f"bw{os.getpid() % 10000}n", nodes, ranks_per_node)
     bridge = f"bw{os.getpid() % 10000}br"
     try:
         try:
             _ip(f"link add {bridge} type bridge")
             _ip(f"link set {bridge} up")
             for node in range(nodes):
-                name = f"{made.prefix}{node}"
+                name = f"{machines.prefix}{node}"
                 _ip(f"netns add {name}")
                 _ip(f"link add {name}v type veth peer name eth0 netns {name}")
                 _ip(f"link set {name}v master {bridge} up")
@@ -111,11 +111,11 @@ def cluster(nodes: int, ranks_per_node: int) -> Iterator[Cluster]:
                 _ip(f"-n {name} link set eth0 up")
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-        yield made
+        yield machines
     finally:
         for node in range(nodes):
-            _ip(f"netns del {made.prefix}{node}", check=False)
-            _ip(f"link del {made.prefix}{node}v", check=False)
+            _ip(f"netns del {machines.prefix}{node}", check=False)
+            _ip(f"link del {machines.prefix}{node}v", check=False)
         _ip(f"link del {bridge}", check=False)
 
 

@@ -72,8 +72,8 @@ class ReadCodecTests:
         text = bytes(buffer.tolist())
         for row in range(5):
             for column in range(150):
-                wanted = self.value(layout, text, row, column)
-                assert got[row, column].item() == pytest.approx(wanted, rel=2e-7, abs=1e-30), (
+                expected = self.value(layout, text, row, column)
+                assert got[row, column].item() == pytest.approx(expected, rel=2e-7, abs=1e-30), (
                     row,
                     column,
                 )
@@ -81,7 +81,7 @@ class ReadCodecTests:
     def test_ranges_are_cut_out_of_the_whole(self) -> None:
         """Oracle: the whole parameter, decoded at once."""
         layout, buffer = self.encoded(self.numbers(9, 150))
-        whole = self.decoded(layout, buffer)
+        decoded = self.decoded(layout, buffer)
         for rows, columns in (
             ((2, 7), (0, 150)),
             ((0, 9), (31, 100)),
@@ -90,9 +90,9 @@ class ReadCodecTests:
         ):
             out = torch.empty(rows[1] - rows[0], columns[1] - columns[0])
             decode_rows(buffer, layout, *rows, out, columns=columns)
-            assert torch.equal(out, whole[slice(*rows), slice(*columns)])
+            assert torch.equal(out, decoded[slice(*rows), slice(*columns)])
         index = torch.tensor([8, 0, 3, 3])
-        assert torch.equal(gather_rows(buffer, layout, index, torch.empty(4, 150)), whole[index])
+        assert torch.equal(gather_rows(buffer, layout, index, torch.empty(4, 150)), decoded[index])
 
     def test_rows_may_stand_in_another_order(self) -> None:
         """Oracle: the whole parameter, its rows put in order by torch."""

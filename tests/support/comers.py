@@ -82,43 +82,43 @@ def disturb(
     goes to files whose names begin with ``said``."""
     draw = random.Random(seed)
     counts = _FORK.Array("i", 4)
-    there = free_address()
+    address = free_address()
     faults = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops
     draw.shuffle(faults)
 
     def start(number: int) -> tuple[int, Any]:
-        return number, forked(lambda: rank(there, number), Path(f"{said}-{number}"))
+        return number, forked(lambda: rank(address, number), Path(f"{said}-{number}"))
 
-    first = forked(lambda: host(there, counts), Path(f"{said}-host"))
-    others = [start(number) for number in range(ranks)]
+    host_process = forked(lambda: host(address, counts), Path(f"{said}-host"))
+    guests = [start(number) for number in range(ranks)]
     try:
         for fault in faults:
             if draw.random() < 0.7:
                 counts[_PRESENT] = 0  # until the next step has been shared
-                while not counts[_PRESENT] and first.is_alive():
+                while not counts[_PRESENT] and host_process.is_alive():
                     time.sleep(0.002)
                 time.sleep(draw.uniform(0, 0.2))
             else:
                 time.sleep(draw.uniform(0, 2))
-            assert first.is_alive(), (
+            assert host_process.is_alive(), (
                 f"the run ended before its ranks were harmed: {Path(f'{said}-host').read_text()}"
             )
-            number, process = others.pop(draw.randrange(ranks))
+            number, process = guests.pop(draw.randrange(ranks))
             os.kill(process.pid, fault)
             if fault == signal.SIGKILL:
                 process.join()
-                others.append(start(number))
+                guests.append(start(number))
             else:
                 time.sleep(draw.uniform(0, 3))
                 os.kill(process.pid, signal.SIGCONT)
-                others.append((number, process))
+                guests.append((number, process))
         counts[_ENOUGH] = 1
-        everyone = [first, *(process for _, process in others)]
+        everyone = [host_process, *(process for _, process in guests)]
         for process in everyone:
             process.join(120)
         return Comers(counts[_LOST], counts[_LENT], [process.exitcode for process in everyone])
     finally:
-        for process in (first, *(process for _, process in others)):
+        for process in (host_process, *(process for _, process in guests)):
             process.kill()
 
 

@@ -63,8 +63,10 @@ def control(model, batch, layers, *, seeded: bool):
                     lambda *_, s=SEED + unit: torch.manual_seed(s) and None
                 )
             )
-        last = SEED + len(layers) + 1
-        hooks.append(layers[-1].register_forward_hook(lambda *_: torch.manual_seed(last) and None))
+        epilogue_seed = SEED + len(layers) + 1
+        hooks.append(
+            layers[-1].register_forward_hook(lambda *_: torch.manual_seed(epilogue_seed) and None)
+        )
     torch.manual_seed(SEED)
     with NarrowProducts():
         out = model(**batch, use_cache=False)
@@ -108,7 +110,7 @@ def walk(cut: CutModel, params: Mapping[str, torch.Tensor], batch):
             if leaf.grad is not None:
                 grads[name] = grads[name] + leaf.grad if name in grads else leaf.grad
 
-    last = cut.epilogue_index
+    epilogue = cut.epilogue_index
     first_leaves = bind(0)
     prologue = cut.prologue(batch, SEED)
     cut.unbind(0)
@@ -119,17 +121,17 @@ def walk(cut: CutModel, params: Mapping[str, torch.Tensor], batch):
             saved.append(cut.forward(call, saved[-1], SEED + call.unit))
             cut.unbind(call.unit)
     hidden = saved.pop().requires_grad_()
-    leaves = bind(last)
+    leaves = bind(epilogue)
     if cut.head.tied:
-        leaves |= cut.bind(last, {cut.head.weight: params[cut.head.weight]})
+        leaves |= cut.bind(epilogue, {cut.head.weight: params[cut.head.weight]})
     if cut.head.custom:
-        logits = cut.logits(prologue, hidden.detach(), batch, SEED + last)
-        loss = cut.own_loss(prologue, hidden, batch, SEED + last)
+        logits = cut.logits(prologue, hidden.detach(), batch, SEED + epilogue)
+        loss = cut.own_loss(prologue, hidden, batch, SEED + epilogue)
     else:
-        normed = cut.head_input(prologue, hidden, batch, SEED + last)
+        normed = cut.head_input(prologue, hidden, batch, SEED + epilogue)
         logits, loss = head_loss(cut, normed, params | leaves, batch["labels"])
     loss.backward()
-    cut.unbind(last)
+    cut.unbind(epilogue)
     collect(leaves)
     for call in reversed(prologue.calls):
         grad = hidden.grad
@@ -153,6 +155,6 @@ def assert_same(walked, controlled, tolerance: float) -> None:
     )
     assert grads.keys() == own_grads.keys()
     largest = max(float(grad.float().norm()) for grad in own_grads.values())
-    for name, own in own_grads.items():
-        bound = tolerance * max(float(own.float().norm()), 1e-3 * largest)
-        assert float((grads[name].float() - own.float()).norm()) <= bound, name
+    for name, expected in own_grads.items():
+        bound = tolerance * max(float(expected.float().norm()), 1e-3 * largest)
+        assert float((grads[name].float() - expected.float()).norm()) <= bound, name

@@ -17,12 +17,12 @@ def held(engine: Any) -> dict[Pool, int]:
     on = {Tier.DEVICE: Pool.DEVICE, Tier.HOST: Pool.HOST, Tier.DISK: Pool.DISK}
     node = Pool.HOST if hosts_node_slice(plan) else Pool.DEVICE
     kept: list[tuple[Pool, torch.Tensor | None]] = []
-    for own in engine.trained.units.values():
+    for state in engine.trained.units.values():
         kept += [
             (on[plan.optimizer_state.tier], tensor)
-            for tensor in (own.master, *own.moments.values())
+            for tensor in (state.master, *state.moments.values())
         ]
-        kept += [(Pool.DEVICE, own.gradient), (on[plan.gradient.tier], own.accumulator)]
+        kept += [(Pool.DEVICE, state.gradient), (on[plan.gradient.tier], state.accumulator)]
     for home in engine.homes.values():
         kept += [
             pair for each in home.units for pair in ((node, each.node), (Pool.DEVICE, each.source))
@@ -32,28 +32,30 @@ def held(engine: Any) -> dict[Pool, int]:
         if tensor is not None:
             storage = tensor.untyped_storage()
             storages.setdefault(storage.data_ptr(), (pool, storage.nbytes()))
-    return {pool: sum(n for at, n in storages.values() if at is pool) for pool in Pool}
+    return {
+        pool: sum(n for home_pool, n in storages.values() if home_pool is pool) for pool in Pool
+    }
 
 
 def buffers(engine: Any) -> list[torch.Tensor]:
     """The slots and gradient buffers on the device."""
     return [
         *engine.gradients.buffers,
-        *(each for home in engine.homes.values() for each in home.slots._buffers),
+        *(buffer for home in engine.homes.values() for buffer in home.slots._buffers),
     ]
 
 
 def numel(engine: Any) -> int:
     """Elements of all buckets, padding included."""
     return sum(
-        each.numel
+        unit_home.numel
         for part in StateKind
         if part in engine.homes
-        for each in engine.homes[part].units
+        for unit_home in engine.homes[part].units
     )
 
 
 def masters(engine: Any) -> dict[str, torch.Tensor]:
     """The whole masters of a sharded run, on every rank, which call this together."""
-    own = {unit: slices.master for unit, slices in engine.trained.units.items()}
-    return engine.trained.part.whole(own, engine.plan.optimizer_ranks)
+    by_unit = {unit: slices.master for unit, slices in engine.trained.units.items()}
+    return engine.trained.part.whole(by_unit, engine.plan.optimizer_ranks)

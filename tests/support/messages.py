@@ -29,11 +29,13 @@ def missing(message: str, *facts: object) -> list[str]:
 
 def _names(message: str, fact: str) -> bool:
     """Whether ``fact`` stands in ``message``, and is no part of a longer name or number."""
-    before = (
+    preceding = (
         r"(?<!\w)(?<!\d[.,])" if fact[:1].isdigit() else r"(?<!\w)" if fact[:1].isalpha() else ""
     )
-    after = r"(?!\w)(?!\.\d)" if fact[-1:].isdigit() else r"(?!\w)" if fact[-1:].isalpha() else ""
-    return re.search(before + re.escape(fact) + after, message, re.IGNORECASE) is not None
+    following = (
+        r"(?!\w)(?!\.\d)" if fact[-1:].isdigit() else r"(?!\w)" if fact[-1:].isalpha() else ""
+    )
+    return re.search(preceding + re.escape(fact) + following, message, re.IGNORECASE) is not None
 
 
 def says(message: str, *facts: object) -> None:

@@ -35,10 +35,10 @@ def packed_in_32(
     """The codes of ``bits`` bits along ``dim``, as many as fit, in one int32: code ``order[i]`` of
     them at bit bits·i (``pack`` of AutoGPTQ and AutoAWQ, whose order is their ``order_map``)."""
     codes = codes.transpose(0, dim)
-    each = 32 // bits
-    out = torch.zeros(len(codes) // each, *codes.shape[1:], dtype=torch.int32)
-    for i, place in enumerate(order or range(each)):
-        out |= codes[place::each] << bits * i
+    codes_a_word = 32 // bits
+    out = torch.zeros(len(codes) // codes_a_word, *codes.shape[1:], dtype=torch.int32)
+    for i, place in enumerate(order or range(codes_a_word)):
+        out |= codes[place::codes_a_word] << bits * i
     return out.transpose(0, dim).contiguous()
 
 

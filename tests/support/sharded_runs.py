@@ -26,8 +26,8 @@ DECAY = 0.5
 def groups(trained: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
     """Parameters in AdamW's groups: norms and biases do not decay."""
     spared = [p for name, p in trained.items() if "norm" in name or "bias" in name]
-    others = [p for name, p in trained.items() if not ("norm" in name or "bias" in name)]
-    return [{"params": others}, *([{"params": spared, "weight_decay": 0.0}] if spared else [])]
+    decayed = [p for name, p in trained.items() if not ("norm" in name or "bias" in name)]
+    return [{"params": decayed}, *([{"params": spared, "weight_decay": 0.0}] if spared else [])]
 
 
 def plain_run(

@@ -33,7 +33,7 @@ DEVICES = 4
 def compiler() -> str | None:
     """The C++ compiler's path, or None."""
     names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def build() -> Path:
@@ -55,14 +55,14 @@ def build() -> Path:
     ) as lock:  # one of several workers builds, the others wait
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            made = library.with_suffix(".tmp")
-            command += [str(SOURCE), "-o", str(made), *LIBRARIES]
-            done = subprocess.run(
+            partial = library.with_suffix(".tmp")
+            command += [str(SOURCE), "-o", str(partial), *LIBRARIES]
+            compiled = subprocess.run(
                 command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
             )
-            if done.returncode:
-                raise RuntimeError(done.stderr[:4000])
-            made.replace(library)
+            if compiled.returncode:
+                raise RuntimeError(compiled.stderr[:4000])
+            partial.replace(library)
     return library
 
 
@@ -100,8 +100,8 @@ class Simulated:
         waits = [
             part.partition("=") for part in self.driver.sim_waits().decode().split(";") if part
         ]
-        by = {why: int(times) for why, _, times in waits}
-        return Counts(self.driver.sim_count(0), by, self.driver.sim_count(2))
+        waits_by_cause = {why: int(times) for why, _, times in waits}
+        return Counts(self.driver.sim_count(0), waits_by_cause, self.driver.sim_count(2))
 
     def waiting(self) -> int:
         """Tasks that have not run."""

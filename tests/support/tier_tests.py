@@ -53,16 +53,16 @@ class MemoryTests:
         """Oracle: the values that were written, after the group's turn and its next one."""
         shapes = self.shapes()
         tensors = memory.zeros(shapes, ("kind", 1))
-        others = memory.zeros(shapes, ("kind", 2))
+        neighbours = memory.zeros(shapes, ("kind", 2))
         assert {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()} == shapes
-        assert not any(t.any() for t in (*tensors.values(), *others.values()))
+        assert not any(t.any() for t in (*tensors.values(), *neighbours.values()))
         for number, tensor in enumerate(tensors.values(), 1):
             memory.will_need(("kind", 1))
             tensor.fill_(number)
             memory.dont_need(("kind", 1))
         for number, tensor in enumerate(tensors.values(), 1):
             assert torch.equal(tensor, torch.full_like(tensor, number))
-        assert not any(t.any() for t in others.values())
+        assert not any(t.any() for t in neighbours.values())
         memory.forget(("kind", 1))
         again = memory.zeros(shapes, ("kind", 1))
         assert not any(t.any() for t in again.values())
@@ -142,7 +142,8 @@ class UnitTierTests:
         for number in range(1, 61):
             unit = draw.randrange(len(SIZES))
             if draw.random() < 0.5:
-                buckets[unit], steps[unit] = random_bytes(SIZES[unit], 1000 + number), number
+                buckets[unit] = random_bytes(SIZES[unit], 1000 + number)
+                steps[unit] = number
                 tier.write_unit(unit, buckets[unit], number)
             got_P, step = self.read(tier, unit)
             assert torch.equal(got_P, buckets[unit])
@@ -170,8 +171,8 @@ class UnitTierTests:
             for step in range(1, 8):
                 data_P = random_bytes(SIZES[unit], 100 * unit + step)
                 tier.write_unit(unit, data_P, step)
-                got_P, found = self.read(tier, unit)
-                same &= torch.equal(got_P, data_P) and found == step
+                got_P, written_at = self.read(tier, unit)
+                same &= torch.equal(got_P, data_P) and written_at == step
             return same
 
         with ThreadPoolExecutor(len(SIZES)) as threads:
@@ -217,10 +218,10 @@ class WeightSourceTests:
     ) -> None:
         """Oracle: the tensors that were given, as they are, and in another dtype as ``copy_``
         converts."""
-        found = source.weights(list(tensors))
-        assert found.keys() == tensors.keys()
+        weights = source.weights(list(tensors))
+        assert weights.keys() == tensors.keys()
         for name, tensor in tensors.items():
-            weight = found[name]
+            weight = weights[name]
             assert torch.equal(
                 weight if isinstance(weight, torch.Tensor) else weight.rows(0, tensor.shape[0]),
                 tensor,
@@ -234,16 +235,16 @@ class WeightSourceTests:
         self, source: WeightSource, tensors: dict[str, torch.Tensor]
     ) -> None:
         """Oracle: the values, after their pages were given back and after the files were."""
-        taken = {
+        weights = {
             name: weight
             for name, weight in source.weights(list(tensors)).items()
             if len(source.shape(name)) < 2
         }
         source.prefetch(list(tensors))
         source.release(list(tensors))
-        assert all(torch.equal(weight, tensors[name]) for name, weight in taken.items())  # type: ignore[arg-type]
+        assert all(torch.equal(weight, tensors[name]) for name, weight in weights.items())  # type: ignore[arg-type]
         source.close()
-        assert all(torch.equal(weight, tensors[name]) for name, weight in taken.items())  # type: ignore[arg-type]
+        assert all(torch.equal(weight, tensors[name]) for name, weight in weights.items())  # type: ignore[arg-type]
 
     def test_every_lane_may_read(
         self, source: WeightSource, tensors: dict[str, torch.Tensor]

@@ -14,11 +14,11 @@ def toy(layers: int, *, lora: bool, tied: bool, hidden: int = 64, vocab: int = 1
 
     def block(i: int) -> UnitSpec:
         adapter = (ParamSpec(f"layers.{i}.lora_A", (1, hidden), "float32", True),) if lora else ()
-        own = (
+        frozen = (
             param(f"layers.{i}.weight", (hidden, hidden)),
             param(f"layers.{i}.norm", (hidden,), False),
         )
-        return UnitSpec(f"layers.{i}", "block", own + adapter)
+        return UnitSpec(f"layers.{i}", "block", frozen + adapter)
 
     head = () if tied else (param("head", (vocab, hidden)),)
     return ModelSpec(
