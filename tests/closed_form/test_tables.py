@@ -74,7 +74,7 @@ def test_nothing_hangs_on_a_methods_name(name: str) -> None:
     given: list[dict[str, Any]] = [
         {"mesh": m, "zo.kind": k} for m in MESHES.values() for k in ("spsa", "hizoo")
     ]
-    given = given if METHODS[name]().spread else []
+    given = given if METHODS[name]().sharded_kinds else []
     cases = CASES[name]
     plans = [replace(case.plan(name), method="") for case in cases]
     meshed = [replace(method(name, **settings), method="") for settings in given]

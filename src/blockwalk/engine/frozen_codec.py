@@ -52,7 +52,9 @@ def with_stored_codec(plan: Plan, model: StrPath | nn.Module) -> Plan:
     """Return the plan for a model: where it is packed, or comes in codes, its weights are read as
     they lie if ``frozen`` leaves the codec open or is the row's. One in memory that stays on the
     device whole stays as it is."""
-    stays = isinstance(model, nn.Module) and plan.frozen.on_device and not plan.sharded
+    stays = (
+        isinstance(model, nn.Module) and plan.frozen.tier.facts.resident and not plan.home.gathered
+    )
     unnamed = plan.frozen.codec.facts.chosen_later or plan.frozen == METHODS["mebp"]().frozen
     if not unnamed and not (plan.frozen.codec.encoded and stays):
         return plan
@@ -69,30 +71,29 @@ def refuse_rounded(model: StrPath | nn.Module, plan: Plan, lora: Any) -> None:
     """Raise ValueError where parameters of the model itself are trained, and would start from
     rounded values: all of them for want of adapters, or ``modules_to_save`` of a model that comes
     in codes; or where a replay would start from others than rounded ones."""
-    where = f"frozen: {plan.frozen}"
+    origin = f"frozen: {plan.frozen}"
     codec = plan.frozen.codec
-    found = stored_codec(model)
+    codec_of_files = stored_codec(model)
     form = str(codec)
     if isinstance(model, nn.Module):
-        codec = Codec.RAW if plan.frozen.on_device else codec  # they stay as they are in memory
-    elif found is not None:
-        where = os.fspath(model)
-        codec = found
+        # on the device they stay as they are in memory
+        codec = Codec.RAW if plan.frozen.tier.facts.resident else codec
+    elif codec_of_files is not None:
+        origin = os.fspath(model)
+        codec = codec_of_files
         form = model_source(model).form
     if lora is None and not hasattr(model, "peft_config") and codec.encoded:
         raise ValueError(
-            f"{where} keeps weights in {form}, and without adapters every weight is trained: it"
-            " would start from rounded"
-            " values; set lora.rank, or the original checkpoint and frozen: disk × raw"
+            f"{origin} keeps weights in {form}, and without adapters every weight is trained: it"
+            " would start from rounded values; set lora.rank, or the original checkpoint and"
+            " frozen: disk × raw"
         )
     options = getattr(lora, "options", {})
-    if codec.encoded and plan.zeroth_order and options.get("use_dora"):
+    if codec.encoded and plan.estimator.facts.ledger and options.get("use_dora"):
         raise ValueError(
-            f"{where} keeps weights in {form}, and DoRA's magnitudes begin as their norms: the"
-            " ledger of method"
-            f" {plan.method!r} would be replayed from those of the original weights; set frozen:"
-            " disk × raw, or leave"
-            " use_dora out"
+            f"{origin} keeps weights in {form}, and DoRA's magnitudes begin as their norms: the"
+            f" ledger of method {plan.method!r} would be replayed from those of the original"
+            " weights; set frozen: disk × raw, or leave use_dora out"
         )
     if codec.encoded and options.get("modules_to_save"):
         skeleton = adapt(
@@ -100,11 +101,11 @@ def refuse_rounded(model: StrPath | nn.Module, plan: Plan, lora: Any) -> None:
         )
         trained = adapter_parameters(skeleton).items()
         rounded = [name for name, param in trained if ".lora_" not in name and param.ndim > 1]
-        if rounded and found is not None:
+        if rounded and codec_of_files is not None:
             raise ValueError(
-                f"{where} keeps weights in {form}, and lora.options.modules_to_save trains"
-                f" {rounded[0]}: it would start from"
-                " rounded values; set model to the original checkpoint, or leave it out"
+                f"{origin} keeps weights in {form}, and lora.options.modules_to_save trains"
+                f" {rounded[0]}: it would start from rounded values; set model to the original"
+                " checkpoint, or leave it out"
             )
 
 
@@ -147,11 +148,11 @@ _said: ContextVar[bool] = ContextVar("_said", default=False)
 def already_said() -> Iterator[None]:
     """Log no line on codecs meanwhile: whoever calls has printed its own, or nobody is to read
     it."""
-    before = _said.set(True)
+    token = _said.set(True)
     try:
         yield
     finally:
-        _said.reset(before)
+        _said.reset(token)
 
 
 def say_codec(plan: Plan, model: StrPath | nn.Module, reason: str) -> None:

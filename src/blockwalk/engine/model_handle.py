@@ -71,10 +71,10 @@ class ModelHandle:
         if training:
             refuse_tied_lora(module)
             dropouts = [
-                getattr(each, "lora_dropout", 0.0)
-                for each in getattr(module, "peft_config", {}).values()
+                getattr(config, "lora_dropout", 0.0)
+                for config in getattr(module, "peft_config", {}).values()
             ]
-            if plan.zeroth_order and any(dropouts):
+            if any(dropouts) and not plan.estimator.facts.walks_back:
                 text = (
                     "the adapter's lora_dropout is %s; method %s drops nothing, so that losses"
                     " differ by the noise alone"

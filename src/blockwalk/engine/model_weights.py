@@ -102,10 +102,10 @@ def open_model(
         return skeleton, source, dtype
     stored = next(p.dtype for p in model.parameters() if p.is_floating_point())
     dtype = _compute_dtype(plan, stored)
-    if not plan.frozen.on_device:
+    if not plan.frozen.tier.facts.resident:
         return *_written_out(model, plan, dtype, files, packs), dtype
     # A zeroth-order or sharded master keeps its dtype: forwards alone are in the compute dtype.
-    if not plan.zeroth_order and not plan.sharded:
+    if plan.home.kinds_apart:
         _cast_parameters(model, dtype)
     return model, None, dtype
 

@@ -201,7 +201,7 @@ def _on_mesh(row: Plan, settings: dict[str, Any]) -> tuple[Plan, dict[str, Any]]
     otherwise, a zeroth-order mesh has both its axes, and buckets that cannot be sliced stay whole
     where the row alone would slice them."""
     given = flat(settings)
-    if not row.spread or "mesh.world" not in given:
+    if not row.sharded_kinds or "mesh.world" not in given:
         return row, settings
     mesh = {
         key.removeprefix("mesh."): value for key, value in given.items() if key.startswith("mesh.")
@@ -210,12 +210,17 @@ def _on_mesh(row: Plan, settings: dict[str, Any]) -> tuple[Plan, dict[str, Any]]
     others = {key: value for key, value in settings.items() if not key.startswith("mesh")}
     if row.zeroth_order:
         whole = replace(
-            row, **{kind: replace(getattr(row, kind), group=NOBODY) for kind in row.spread}
+            row, **{kind: replace(getattr(row, kind), group=NOBODY) for kind in row.sharded_kinds}
         )
         alike = override(whole, {**others, "mesh": {**mesh, "data": mesh["world"], "perturb": 1}})
         _share_passes(alike, mesh)
         row = replace(
-            row, **{kind: getattr(whole, kind) for kind in row.spread if not alike.sliceable(kind)}
+            row,
+            **{
+                kind: getattr(whole, kind)
+                for kind in row.sharded_kinds
+                if not alike.sliceable(kind)
+            },
         )
     return row, {**others, "mesh": mesh}
 

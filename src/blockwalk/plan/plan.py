@@ -137,7 +137,7 @@ class Plan:
         return self.home.gathered
 
     @property
-    def spread(self) -> tuple[str, ...]:
+    def sharded_kinds(self) -> tuple[str, ...]:
         """The kinds of state that may be spread over ranks; gathered in backpropagation, over no
         fewer than those before them."""
         facts = self.estimator.facts
@@ -302,12 +302,12 @@ def _groups(plan: Plan) -> Iterator[str]:
                 f"{kind} is {placement}, and the groups of this mesh are {known}; name one of"
                 f" them, or set mesh.groups: {placement.group}=RANKS"
             )
-        if kind not in plan.spread and placement.group != NOBODY:
+        if kind not in plan.sharded_kinds and placement.group != NOBODY:
             yield (
                 f"{kind} is {placement}, and no group shares it here; set {kind}:"
                 f" {placement.tier} × {placement.codec}"
             )
-    for inner, outer in itertools.pairwise(plan.spread if plan.home.gathered else ()):
+    for inner, outer in itertools.pairwise(plan.sharded_kinds if plan.home.gathered else ()):
         fewer, more = (sizes[getattr(plan, kind).group] for kind in (inner, outer))
         if fewer > more or (inner == "frozen" and fewer < more):
             rule = "over as many as" if inner == "frozen" else "over no more than"

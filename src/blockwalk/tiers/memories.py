@@ -8,7 +8,6 @@ import torch
 
 from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.placement import StateKind, Tier
-from blockwalk.plan.tiers import TIERS
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.memory import Memory, device_memory, host_memory
 from blockwalk.tiers.protocols import UnitTier
@@ -46,13 +45,13 @@ class Memories:
 
     def __getitem__(self, tier: str) -> Memory:
         if tier not in self._memories:
-            make = TIERS[tier].implementation or MAKERS[tier]
+            make = Tier(tier).facts.implementation or MAKERS[tier]
             self._memories[tier] = make(self.device, self.scratch)
         return self._memories[tier]
 
     def buckets(self, tier: Tier, kind: StateKind, largest: int) -> UnitTier:
-        """Return a tier's memory as buckets of one kind of state, of at most ``largest`` bytes each,
-        which visit slots."""
+        """Return a tier's memory as buckets of one kind of state, of at most ``largest`` bytes
+        each, which visit slots."""
         buckets = UnitBuckets(self[tier], kind)
         if is_cpu(self.device) or tier.facts.pinned or not largest:
             return buckets

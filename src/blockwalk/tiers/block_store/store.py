@@ -143,10 +143,10 @@ def read_unit_headers(
         ValueError: the file is truncated, is no unit file, or is another unit's.
     """
     path = file.path
-    wanted = unit.area_offset(generations)
-    if file.nbytes < wanted:
+    end = unit.area_offset(generations)
+    if file.nbytes < end:
         raise ValueError(
-            f"{path} is truncated: {file.nbytes} bytes of {wanted}; pack or copy the store again"
+            f"{path} is truncated: {file.nbytes} bytes of {end}; pack or copy the store again"
         )
     pages = [bytes(page_P.numpy()) for page_P in file.bytes_P[:DATA_START].chunk(2)]
     if not any(page.startswith(MAGIC) for page in pages):
@@ -235,8 +235,7 @@ def read_index(path: StrPath) -> StoreIndex:
     if versions != (VERSION, FORMAT_VERSION):
         raise ValueError(
             f"{path} has block store version {versions[0]} and codec version {versions[1]}; this"
-            " version of blockwalk "
-            f"reads {VERSION} and {FORMAT_VERSION}: pack the model again"
+            f" version of blockwalk reads {VERSION} and {FORMAT_VERSION}: pack the model again"
         )
     try:
         index: StoreIndex = from_plain(StoreIndex, value)

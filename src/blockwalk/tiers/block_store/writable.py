@@ -160,18 +160,17 @@ class WritableStore:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._direct[unit], pages = (
-                -1,
-                0,
-            )  # opened, but not for this: another alignment, or a layer that cannot
+            # opened, but not for this: another alignment, or a layer that cannot
+            self._direct[unit] = -1
+            pages = 0
             os.close(fd)
         _transfer(call, self._fds[unit], buffer[pages:], offset + pages)
 
     def _buffer(self, unit: int, bytes_P: Tensor) -> memoryview:
         nbytes = self.units[unit].nbytes
-        given = (bytes_P.dtype, tuple(bytes_P.shape), bytes_P.is_contiguous())
-        assert given == (torch.uint8, (nbytes,), True), (
-            f"unit {unit} moves as contiguous uint8 [{nbytes}], not {given}"
+        form = (bytes_P.dtype, tuple(bytes_P.shape), bytes_P.is_contiguous())
+        assert form == (torch.uint8, (nbytes,), True), (
+            f"unit {unit} moves as contiguous uint8 [{nbytes}], not {form}"
         )
         return bytes_P.numpy().data
 
@@ -207,14 +206,12 @@ def _open_direct(file: Path) -> int:
 
 def _transfer(call: Transfer, fd: int, buffer: memoryview, offset: int) -> None:
     """preadv or pwritev until the whole buffer has moved: the kernel moves at most 2 GiB a call."""
-    done = 0
-    while done < len(buffer):
-        moved = call(fd, [buffer[done:]], offset + done)
-        if moved <= 0:
-            raise OSError(
-                f"a unit file ended at byte {offset + done}, {len(buffer) - done} bytes early"
-            )
-        done += moved
+    while buffer:
+        count = call(fd, [buffer], offset)
+        if count <= 0:
+            raise OSError(f"a unit file ended at byte {offset}, {len(buffer)} bytes early")
+        buffer = buffer[count:]
+        offset += count
 
 
 def _lock(path: Path) -> int:

@@ -126,7 +126,7 @@ def write_store(
     )
     index = StoreIndex(spec.name, codec, FORMAT_VERSION, group_size, generations, spec.tied, units)
     atomic_files.require_space(path, index.nbytes, f"the block store of {spec.name} in {codec}")
-    done = 0
+    written_bytes = 0
     total = sum(unit.nbytes for unit in units)
 
     def value(name: str) -> Value:
@@ -135,7 +135,7 @@ def write_store(
     with atomic_files.atomic_folder(path) as folder:
         if copy_from is not None:
             copy_model_files(copy_from, folder)
-        written = []
+        written_units = []
         for number, unit in enumerate(units):
             with MappedFile(folder / unit.file, length=unit.area_offset(generations)) as file:
                 header = UnitHeader(number, generations, 0, 1, 0, unit.nbytes).pack()
@@ -150,18 +150,16 @@ def write_store(
                         file.dont_need([area])
                         source.release([param.name])
                         if progress is not None:
-                            progress(
-                                done + param.nbytes * rows // max(1, param.layout(group_size).rows),
-                                total,
-                            )
-                    done += param.nbytes
+                            all_rows = max(1, param.layout(group_size).rows)
+                            progress(written_bytes + param.nbytes * rows // all_rows, total)
+                    written_bytes += param.nbytes
                     params.append(replace(param, crc32=crc32(area_P)))
                     file.dont_need([area])
                     source.release([param.name])
-            written.append(replace(unit, params=tuple(params)))
+            written_units.append(replace(unit, params=tuple(params)))
         head = {"format": FORMAT, "version": VERSION}
         atomic_files.write_sealed(
-            folder / INDEX, {**head, **asdict(replace(index, units=tuple(written)))}
+            folder / INDEX, {**head, **asdict(replace(index, units=tuple(written_units)))}
         )
 
 
@@ -177,9 +175,9 @@ def encode(weight: Value, param: StoredParam, group_size: int, bytes_P: Tensor) 
         experts = weight
         weight = torch.empty(weight.shape, dtype=weight.dtype)
         experts.read_into(weight)
-    some = max(1, CHUNK_ELEMENTS // max(1, layout.columns))
+    chunk_rows = max(1, CHUNK_ELEMENTS // max(1, layout.columns))
     rows_RD = weight.reshape(layout.rows, layout.columns) if isinstance(weight, Tensor) else weight
-    for start, stop in spans(0, layout.rows, some):
+    for start, stop in spans(0, layout.rows, chunk_rows):
         part_RD = rows_RD[start:stop] if isinstance(rows_RD, Tensor) else rows_RD.rows(start, stop)
         codecs.encode_rows(part_RD, bytes_P, layout, start, name=param.name)
         yield stop
@@ -189,13 +187,10 @@ def copy_model_files(source: StrPath, target: StrPath) -> None:
     """Copy a model folder's configuration and tokenizer files, and its licence."""
     folder = model_source(source).folder
     for file in sorted(folder.iterdir()):
-        wanted = file.name.endswith(COPIED) or file.name.upper().startswith(("LICENSE", "NOTICE"))
-        if (
-            file.is_file()
-            and wanted
-            and file.name not in (INDEX, MADE)
-            and not file.name.endswith(".index.json")
-        ):
+        licence = file.name.upper().startswith(("LICENSE", "NOTICE"))
+        of_weights = file.name in (INDEX, MADE) or file.name.endswith(".index.json")
+        copied = licence or file.name.endswith(COPIED)
+        if copied and not of_weights and file.is_file():
             shutil.copyfile(file, Path(target) / file.name)
     templates = sorted((folder / TEMPLATES).glob("*.jinja"))
     for file in templates:

@@ -91,12 +91,12 @@ class Recipe:
 
     def misfit(self) -> str:
         """The reason why the sources do not make this parameter, or "" where they do."""
-        found: tuple[int, ...] | str | None = self.sources[0].shape
+        shape: tuple[int, ...] | str | None = self.sources[0].shape
         if self.conversion is not None:
             shapes = self.conversion.shapes(self.sources)
-            found = shapes if isinstance(shapes, str) else shapes.get(self.name)
+            shape = shapes if isinstance(shapes, str) else shapes.get(self.name)
         return (
-            "" if found == self.shape else f"{self.name} (model {self.shape}, checkpoint {found})"
+            "" if shape == self.shape else f"{self.name} (model {self.shape}, checkpoint {shape})"
         )
 
     def read_into(self, out: Tensor, view: View) -> None:
@@ -105,7 +105,7 @@ class Recipe:
         if self.conversion is None:
             out.copy_(view(self.sources[0]))
         elif self.conversion.stacks:
-            first_row = 0
+            row = 0
             for pattern in self.conversion.converter.source_patterns:
                 experts = [
                     s
@@ -114,8 +114,8 @@ class Recipe:
                 ]
                 rows = experts[0].shape[0]
                 for expert, stored in enumerate(experts):
-                    out[expert].narrow(0, first_row, rows).copy_(view(stored))
-                first_row += rows
+                    out[expert].narrow(0, row, rows).copy_(view(stored))
+                row += rows
         else:
             out.copy_(self.conversion.run(self.sources, [view(s) for s in self.sources])[self.name])
 
@@ -142,17 +142,15 @@ def resolve(
         ValueError: missing or misshaped tensors, all of them, by name; tied weights that differ;
             numbers that are codes; with ``all_used`` tensors that the model does not use.
     """
-    wanted: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    recipes, extra = _match(model, wanted, stored)
-    _refuse_codes(wanted, recipes, [stored[key] for key in extra], where)
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    recipes, extra = _match(model, state, stored)
+    _refuse_codes(state, recipes, [stored[key] for key in extra], where)
     misshaped = [text for text in (recipe.misfit() for recipe in recipes.values()) if text]
-    recipes, missing = _untie(model, wanted, recipes, None if misshaped else view)
+    recipes, missing = _untie(model, state, recipes, None if misshaped else view)
 
     missing = _without(missing, _patterns(model, "_keys_to_ignore_on_load_missing"))
     extra = _without(extra, _patterns(model, "_keys_to_ignore_on_load_unexpected"))
-    extra = _without(
-        extra, (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-    )  # buffers that older versions saved
+    extra = _without(extra, _SAVED_BY_OLDER_VERSIONS)
     if missing or misshaped:
         kinds = (("missing", missing), ("misshaped", misshaped), ("unknown to the model", extra))
         parts = [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds if names]
@@ -171,12 +169,14 @@ def resolve(
 
 
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_SAVED_BY_OLDER_VERSIONS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Patterns of names of buffers that are computed today."""
 _SCALE = re.compile(r"(.*_)?(scales?|zeros?|zero_points?|absmax)(_inv|_\d)?")
 """Names of tensors that say what a quantised neighbour's codes stand for."""
 
 
 def _refuse_codes(
-    wanted: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
     recipes: Mapping[str, Recipe],
     extra: Sequence[StoredTensor],
     where: str,
@@ -188,7 +188,7 @@ def _refuse_codes(
     }
     advice = "give the model in bfloat16, float16 or float32, not a quantised one"
     for name, source in sources.values():
-        param = wanted[name]
+        param = state[name]
         if (
             isinstance(param, torch.nn.Parameter)
             and param.is_floating_point()
@@ -232,7 +232,7 @@ def _without(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
 
 
 def _match(
-    model: nn.Module, wanted: dict[str, Tensor], stored: Mapping[str, StoredTensor]
+    model: nn.Module, state: dict[str, Tensor], stored: Mapping[str, StoredTensor]
 ) -> tuple[dict[str, Recipe], list[str]]:
     """Give each stored tensor to the parameter that it makes, by transformers' rules and in
     transformers' order (``convert_and_load_state_dict_in_model``); the second answer names those
@@ -252,7 +252,7 @@ def _match(
     by_pattern = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
-    meta = {name: tensor.detach().to("meta") for name, tensor in wanted.items()}
+    meta = {name: tensor.detach().to("meta") for name, tensor in state.items()}
     prefix = plain.base_model_prefix
     shapes = SimpleNamespace(config=plain.config, get_parameter=meta.__getitem__)
 
@@ -260,13 +260,13 @@ def _match(
     groups: dict[str, list[tuple[str, StoredTensor]]] = {}
     extra: list[str] = []
     for key in sorted(stored, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
-        if name not in wanted and key in wanted:
-            name, pattern = rename_source_key(key, [], [], prefix, wanted)
-        if name not in wanted:
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        if name not in state:
             extra.append(key)
         elif pattern is None:
-            recipes[name] = Recipe(name, tuple(wanted[name].shape), (stored[key],))
+            recipes[name] = Recipe(name, tuple(state[name].shape), (stored[key],))
         else:
             groups.setdefault(name, []).append((pattern, stored[key]))
 
@@ -276,13 +276,13 @@ def _match(
         conversion = Conversion(by_pattern[patterns[0]], target, patterns, shapes)
         results = conversion.shapes(sources)
         for name in (target,) if isinstance(results, str) else results:
-            if name in wanted:
-                recipes[name] = Recipe(name, tuple(wanted[name].shape), sources, conversion)
+            if name in state:
+                recipes[name] = Recipe(name, tuple(state[name].shape), sources, conversion)
     return recipes, extra
 
 
 def _untie(
-    model: nn.Module, wanted: Mapping[str, Tensor], recipes: Mapping[str, Recipe], view: View | None
+    model: nn.Module, state: Mapping[str, Tensor], recipes: Mapping[str, Recipe], view: View | None
 ) -> tuple[dict[str, Recipe], list[str]]:
     """Return one recipe a tensor, under its canonical name and in the model's order; the second
     answer names the missing.
@@ -290,25 +290,26 @@ def _untie(
     A checkpoint may hold a tied weight under any of its names. Where it holds several they must be
     equal."""
     aliases: dict[int, list[str]] = {}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *wanted.items()]:
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *state.items()]:
         names = aliases.setdefault(id(tensor), [])
         if name not in names:
             names.append(name)
     untied: dict[str, Recipe] = {}
     missing: list[str] = []
     for names in aliases.values():
-        found = [recipes[name] for name in names if name in recipes]
-        for other in found[1:]:
-            one = found[0].sources[0]
-            two = other.sources[0]
-            if view and not (one.dtype == two.dtype and torch.equal(view(one), view(two))):
-                raise ValueError(
-                    f"the configuration ties {found[0].name} to {other.name}, but the checkpoint"
-                    " holds different "
-                    f"values for them: set tie_word_embeddings to false in its config.json"
-                )
-        if found:
-            untied[names[0]] = found[0]
-        else:
+        stored = [recipes[name] for name in names if name in recipes]
+        if not stored:
             missing.append(names[0])
+            continue
+        kept, *duplicates = stored
+        untied[names[0]] = kept
+        for recipe in duplicates if view else ():
+            assert view is not None
+            sources = (kept.sources[0], recipe.sources[0])
+            if sources[0].dtype == sources[1].dtype and torch.equal(*map(view, sources)):
+                continue
+            raise ValueError(
+                f"the configuration ties {kept.name} to {recipe.name}, but the checkpoint holds"
+                " different values for them: set tie_word_embeddings to false in its config.json"
+            )
     return untied, missing

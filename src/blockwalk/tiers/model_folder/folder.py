@@ -34,7 +34,8 @@ class CheckpointFolder:
     (:mod:`blockwalk.tiers.model_folder.conversion`).
 
     Args:
-        path: the folder, or another name of a model (:class:`blockwalk.models.model_source.ModelSource`).
+        path: the folder, or another name of a model
+            (:class:`blockwalk.models.model_source.ModelSource`).
         model: the same transformers model on the meta device; its ``state_dict()`` says which names
             and shapes are wanted. The dtype is the one stored.
 
@@ -76,8 +77,8 @@ class CheckpointFolder:
 
     def _view(self, stored: StoredTensor) -> Tensor:
         """Return a tensor as it lies; decoded whole where it is a matrix in codes."""
-        found = self._open(stored)
-        return found if isinstance(found, Tensor) else found.rows(0, found.shape[0]).clone()
+        weight = self._open(stored)
+        return weight if isinstance(weight, Tensor) else weight.rows(0, weight.shape[0]).clone()
 
     def names(self) -> Sequence[str]:
         return tuple(self._recipes)

@@ -55,10 +55,10 @@ def read_header(path: Path, model: nn.Module) -> dict[str, StoredTensor]:
             order = row_order(config.num_key_value_heads, info.shape[0])
         elif form == "shifted" and info.name.endswith("norm.weight"):
             plus = -1.0
-        found = StoredTensor(
+        tensor = StoredTensor(
             name, info.file, info.offset, info.nbytes, dtype, shape, info.codec, order, plus
         )
-        tensors[name] = _stacked(tensors[name], found) if name in tensors else found
+        tensors[name] = _stacked(tensors[name], tensor) if name in tensors else tensor
     return tensors
 
 
@@ -69,10 +69,10 @@ def _stacked(upper: StoredTensor, lower: StoredTensor) -> StoredTensor:
     layouts = [replace(half.layout, shape=half.shape[1:]) for half in halves]
 
     def read(parts: Sequence[Tensor]) -> Reader:
-        first, second = (
+        upper_reader, lower_reader = (
             _rows_of(part_P, layout) for part_P, layout in zip(parts, layouts, strict=True)
         )
-        return above(first, second, upper.shape[1])
+        return above(upper_reader, lower_reader, upper.shape[1])
 
     shapes = [(half.shape[0], layout.nbytes) for half, layout in zip(halves, layouts, strict=True)]
     parts = tuple(
@@ -90,8 +90,8 @@ def _rows_of(bytes_P: Tensor, layout: Layout) -> Reader:
     def read(rows: Index, columns: Index) -> Tensor:
         assert isinstance(columns, slice)
         if isinstance(rows, Tensor):
-            whole = torch.empty(len(rows), layout.columns, device=bytes_P.device)
-            return gather_rows(bytes_P, layout, rows, whole)[:, columns]
+            rows_nD = torch.empty(len(rows), layout.columns, device=bytes_P.device)
+            return gather_rows(bytes_P, layout, rows, rows_nD)[:, columns]
         out = torch.empty(
             rows.stop - rows.start, columns.stop - columns.start, device=bytes_P.device
         )
@@ -110,17 +110,19 @@ def _names(header: gguf.Header, model: nn.Module) -> dict[str, str]:
     (architecture,) = (
         number for number, name in MODEL_ARCH_NAMES.items() if name == header.architecture
     )
-    known = get_tensor_name_map(architecture, header.metadata[f"{header.architecture}.block_count"])
+    names_of_file = get_tensor_name_map(
+        architecture, header.metadata[f"{header.architecture}.block_count"]
+    )
     names = {}
     for name in model.state_dict(keep_vars=True):
         stem, _, leaf = name.rpartition(".")
-        if (found := known.get_name(stem)) is not None:
-            names[f"{found}.{leaf}"] = name
+        if (file_stem := names_of_file.get_name(stem)) is not None:
+            names[f"{file_stem}.{leaf}"] = name
         elif leaf == "gate_up_proj":
-            gates = known.get_name(f"{stem}.gate_proj")
+            gates = names_of_file.get_name(f"{stem}.gate_proj")
             names |= {f"{gates}.weight": name, f"{gates}.weight".replace("gate", "up"): name}
-        elif (found := known.get_name(name)) is not None:
-            names[f"{found}.weight"] = name
+        elif (file_stem := names_of_file.get_name(name)) is not None:
+            names[f"{file_stem}.weight"] = name
     return names
 
 

@@ -98,23 +98,22 @@ def _in_memory(devices: set[int]) -> bool:
     except (OSError, UnicodeError):
         return True
     kinds = {mount[2]: mount[mount.index("-") + 1] for mount in mounts}
-    return any(
-        kinds.get(f"{os.major(each)}:{os.minor(each)}") in ("tmpfs", "ramfs") for each in devices
-    )
+    numbers = {f"{os.major(device)}:{os.minor(device)}" for device in devices}
+    return any(kinds.get(number) in ("tmpfs", "ramfs") for number in numbers)
 
 
 def _seen(paths: list[Path]) -> list[list[int]]:
     """Return device, inode, size and times of each file, as the kernel has them."""
-    found = [path.stat() for path in paths]
-    return [[s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for s in found]
+    stats = [path.stat() for path in paths]
+    return [[s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for s in stats]
 
 
 def _digest_span(path: Path, start: int) -> str:
     digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
-        left = _SPAN
-        while left and (chunk := file.read(min(_CHUNK, left))):
+        remaining = _SPAN
+        while remaining and (chunk := file.read(min(_CHUNK, remaining))):
             digest.update(chunk)
-            left -= len(chunk)
+            remaining -= len(chunk)
     return digest.hexdigest()

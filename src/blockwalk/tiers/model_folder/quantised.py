@@ -63,59 +63,60 @@ def joined(model: ModelSource, stored: dict[str, StoredTensor]) -> dict[str, Sto
     codec, settings = model.quantisation
     folder = model.folder
     marks, format_of = _FORMATS[codec]
-    left = {key: tensor for key, tensor in stored.items() if not _OF_ACTIVATIONS.fullmatch(key)}
+    tensors = {key: tensor for key, tensor in stored.items() if not _OF_ACTIVATIONS.fullmatch(key)}
     with reading(folder / "config.json"):
-        for key in list(left):
-            mark = next((mark for mark in marks if key.endswith(mark) and key in left), None)
+        for key in list(tensors):
+            mark = next((mark for mark in marks if key.endswith(mark) and key in tensors), None)
             if mark is None:
                 continue
-            matrix = _Matrix(folder, left, key.removesuffix(mark), settings)
-            if made := format_of(matrix):
-                for taken in matrix.taken:
-                    del left[taken]
-                left[made.key] = replace(made, codec=codec)
-    return left
+            matrix = _Matrix(folder, tensors, key.removesuffix(mark), settings)
+            if tensor := format_of(matrix):
+                for part in matrix.parts:
+                    del tensors[part]
+                tensors[tensor.key] = replace(tensor, codec=codec)
+    return tensors
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """One matrix of a checkpoint, whose tensors are among those that are left."""
+    """One matrix of a checkpoint, and the tensors that it is made of."""
 
     folder: Path
-    left: dict[str, StoredTensor]
+    tensors: dict[str, StoredTensor]
+    """Those of the checkpoint that are not yet part of a matrix."""
     stem: str
     """The beginning of its tensors' names."""
     settings: Mapping[str, Any]
-    taken: list[str] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+    """The names of those that were taken."""
 
     def dtype(self, leaf: str) -> torch.dtype | None:
         """Return the dtype of one of its tensors, by the end of its name; None where there is
         none."""
-        found = self.left.get(self.stem + leaf)
-        return None if found is None else found.dtype
+        tensor = self.tensors.get(self.stem + leaf)
+        return None if tensor is None else tensor.dtype
 
     def take(
         self, leaf: str, dtypes: Dtypes, shape: tuple[int | None, ...] = (None, None)
     ) -> StoredTensor:
         """Return one of its tensors, which is of one of these dtypes and of a shape (None: any
         size)."""
-        self.taken.append(self.stem + leaf)
-        found = self.left.get(self.stem + leaf)
-        if found is None:
-            beside = next(tensor for key, tensor in self.left.items() if key.startswith(self.stem))
-            raise self.wrong(beside, leaf, "is missing, and codes cannot be read without it")
-        if prod(found.shape) == 1 and all(size == 1 for size in shape):
-            found = replace(found, shape=(1,) * len(shape))
-        fits = len(found.shape) == len(shape) and all(
-            w in (None, n) for w, n in zip(shape, found.shape, strict=True)
+        self.parts.append(self.stem + leaf)
+        tensor = self.tensors.get(self.stem + leaf)
+        if tensor is None:
+            sibling = next(t for key, t in self.tensors.items() if key.startswith(self.stem))
+            raise self.wrong(sibling, leaf, "is missing, and codes cannot be read without it")
+        if prod(tensor.shape) == 1 and all(size == 1 for size in shape):
+            tensor = replace(tensor, shape=(1,) * len(shape))
+        fits = len(tensor.shape) == len(shape) and all(
+            size in (None, stored) for size, stored in zip(shape, tensor.shape, strict=True)
         )
-        if found.dtype not in dtypes or not fits:
+        if tensor.dtype not in dtypes or not fits:
             words = " or ".join(name_of(dtype) for dtype in dtypes)
-            given = f"{name_of(found.dtype)} {found.shape}"
-            raise self.wrong(
-                found, leaf, f"is {given}; read is {words} {str(shape).replace('None', 'any')}"
-            )
-        return found
+            stored_as = f"{name_of(tensor.dtype)} {tensor.shape}"
+            sizes = str(shape).replace("None", "any")
+            raise self.wrong(tensor, leaf, f"is {stored_as}; read is {words} {sizes}")
+        return tensor
 
     def bytes_of(self, tensor: StoredTensor) -> bytearray:
         """Return the bytes of a small tensor."""
@@ -134,25 +135,25 @@ class _Matrix:
             )
         return value
 
-    def wrong(self, tensor: StoredTensor, leaf: str, found: str) -> ValueError:
-        return ValueError(f"{self.folder}/{tensor.file}: {self.stem}{leaf} {found}")
+    def wrong(self, tensor: StoredTensor, leaf: str, fault: str) -> ValueError:
+        return ValueError(f"{self.folder}/{tensor.file}: {self.stem}{leaf} {fault}")
 
     def groups(self, leaf: str, groups: int, size: int, columns: int) -> list[StoredTensor]:
         """Return the group of each column, where the file names it and neighbours do not make the
         groups; else nothing."""
         if self.dtype(leaf) is None:
             return []
-        found = self.take(leaf, _INT, (columns,))
-        named = torch.frombuffer(self.bytes_of(found), dtype=torch.int32)
+        tensor = self.take(leaf, _INT, (columns,))
+        named = torch.frombuffer(self.bytes_of(tensor), dtype=torch.int32)
         if bool((named == -1).all()) or torch.equal(
             named, torch.arange(columns, dtype=torch.int32) // size
         ):
             return []
         if int(named.min()) < 0 or int(named.max()) >= groups:
             raise self.wrong(
-                found, leaf, f"names groups {int(named.min())} to {int(named.max())} of {groups}"
+                tensor, leaf, f"names groups {int(named.min())} to {int(named.max())} of {groups}"
             )
-        return [found]
+        return [tensor]
 
 
 def _made(
@@ -178,13 +179,11 @@ def _bitsandbytes(take: _Matrix) -> StoredTensor:
     mark = next(mark for mark in _STATES if take.dtype(mark) is not None)
     state = take.take(mark, _BYTE, (None,))
     with reading(take.folder / state.file):
-        said = json.loads(take.bytes_of(state).decode())
-        block, (rows, columns) = (
-            operator.index(said["blocksize"]),
-            map(operator.index, said["shape"]),
-        )
-        inner = operator.index(said.get("nested_blocksize", 0))
-        plus = said.get("nested_offset", 0) + 0.0
+        facts = json.loads(take.bytes_of(state).decode())
+        block = operator.index(facts["blocksize"])
+        rows, columns = map(operator.index, facts["shape"])
+        inner = operator.index(facts.get("nested_blocksize", 0))
+        plus = facts.get("nested_offset", 0) + 0.0
     codes = take.take("", [dtype] if (dtype := take.dtype("")) else _BYTE)
     if codes.nbytes * 2 != rows * columns or block < 2 or block % 2 or columns % block or inner < 0:
         raise take.wrong(
@@ -243,22 +242,21 @@ def _in_groups(
     """Return a matrix that lies turned, [inputs, outputs], with scales and packed zero points of
     groups of inputs."""
     codes = take.take(".qweight", _INT)
-    each = 32 // bits
-    columns = codes.shape[0] * (each, 1)[dim]
-    rows = codes.shape[1] * (1, each)[dim]
+    in_word = 32 // bits
+    columns = codes.shape[0] * (in_word, 1)[dim]
+    rows = codes.shape[1] * (1, in_word)[dim]
     size = take.settings.get("group_size", 128)
     size = size if size > 0 else columns
     count = -(-columns // size)
-    zeros = take.take(".qzeros", _INT, (count, -(-rows // each)))
+    zeros = take.take(".qzeros", _INT, (count, -(-rows // in_word)))
     scales = take.take(".scales", _PLAIN, (count, rows))
 
     def read(parts: Parts) -> Reader:
         codes, zeros, scales, *named = parts
         group_of = named[0].long() if named else None
         zero = packed(zeros, bits, 1, order)
-        whole = packed(codes, bits, dim, order)
-        own = scaled(
-            whole,
+        values = scaled(
+            packed(codes, bits, dim, order),
             numbers(scales),
             zero,
             less=less,
@@ -266,7 +264,7 @@ def _in_groups(
             group_of=group_of,
             groups=count,
         )
-        return turned(own)
+        return turned(values)
 
     named = take.groups(".g_idx", count, size, columns)
     return _made(f"{take.stem}.weight", (rows, columns), read, codes, zeros, scales, *named)
@@ -298,8 +296,8 @@ def _as_they_are(
     bits = 0
     if take.dtype(".weight_packed") is not None:
         codes = take.take(".weight_packed", _INT)
-        told = take.take(".weight_shape", (torch.int64,), (2,))
-        rows, columns = torch.frombuffer(take.bytes_of(told), dtype=torch.int64).tolist()
+        shape = take.take(".weight_shape", (torch.int64,), (2,))
+        rows, columns = torch.frombuffer(take.bytes_of(shape), dtype=torch.int64).tolist()
         bits = next(
             (bits for bits in (2, 4, 8) if codes.shape == (rows, -(-columns * bits // 32))), 0
         )
@@ -329,20 +327,22 @@ def _as_they_are(
     less = 0.0 if zero or not bits else float(1 << bits - 1)
 
     def read(parts: Parts) -> Reader:
-        whole = numbers(parts[0])
+        values = numbers(parts[0])
         zeros = numbers(parts[2]) if zero else None
         if bits:
-            whole = packed(parts[0], bits)
+            values = packed(parts[0], bits)
             zeros = packed(parts[2], bits, 0) if zero else None
         if not named:
-            return scaled(whole, numbers(parts[1]), zeros, less=less, block=(above, across))
-        whole = turned(whole)
+            return scaled(values, numbers(parts[1]), zeros, less=less, block=(above, across))
+        values = turned(values)
         scales = turned(numbers(parts[1]))
         zeros = zeros and turned(zeros)
         group_of = parts[-1].long()
         block = (1, above)
         return turned(
-            scaled(whole, scales, zeros, less=less, block=block, group_of=group_of, groups=count[1])
+            scaled(
+                values, scales, zeros, less=less, block=block, group_of=group_of, groups=count[1]
+            )
         )
 
     return _made(f"{take.stem}.weight", (rows, columns), read, codes, scale, *zero, *named)
@@ -355,8 +355,8 @@ def _sharing(
     scales."""
     if block is not None:
         return operator.index(block[0]), operator.index(block[1])
-    found = take.left.get(take.stem + leaf)
-    counts = found.shape if found is not None and len(found.shape) == 2 else (1, 1)
+    scales = take.tensors.get(take.stem + leaf)
+    counts = scales.shape if scales is not None and len(scales.shape) == 2 else (1, 1)
     above, across = (
         size // count if size % count == 0 else size
         for size, count in zip(shape, counts, strict=True)

@@ -149,6 +149,5 @@ def pieces(weight: Value, elements: int = 1 << 22) -> Iterator[Tensor]:
         return
     rows = weight.shape[0]
     columns = prod(weight.shape[1:])
-    some = max(1, elements // columns)
-    for start, stop in spans(0, rows, some):
+    for start, stop in spans(0, rows, max(1, elements // columns)):
         yield weight.rows(start, stop)

@@ -65,8 +65,8 @@ class StoredTensor:
         small and another number is added."""
         if self.order is not None and len(self.shape) == 2:
             return EncodedWeight(bytes_P, self.layout, self.dtype)
-        found = opened(self.layout, bytes_P)
-        if isinstance(found, Tensor):
-            found = found if self.order is None else found[self.order]
-            return found + self.plus if self.plus else found
-        return found
+        value = opened(self.layout, bytes_P)
+        if isinstance(value, Tensor):
+            ordered = value if self.order is None else value[self.order]
+            return ordered + self.plus if self.plus else ordered
+        return value

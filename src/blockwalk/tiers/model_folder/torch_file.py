@@ -42,7 +42,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             )
     try:
         with reading(path), FakeTensorMode():
-            found: Any = torch.load(path, weights_only=True)
+            loaded: Any = torch.load(path, weights_only=True)
     except (pickle.UnpicklingError, EOFError) as error:
         raise ValueError(
             f"{path} holds more than tensors, and is not read: {_first_line(error)}; {advice}"
@@ -51,17 +51,17 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(
             f"{path} is no file of torch.save, or truncated: {_first_line(error)}"
         ) from None
-    named = isinstance(found, dict) and all(
-        isinstance(tensor, torch.Tensor) for tensor in found.values()
+    named = isinstance(loaded, dict) and all(
+        isinstance(tensor, torch.Tensor) for tensor in loaded.values()
     )
-    if not named or not found:
+    if not named or not loaded:
         raise ValueError(
-            f"{path} holds {type(found).__name__}, not tensors by name: it is no checkpoint of a"
+            f"{path} holds {type(loaded).__name__}, not tensors by name: it is no checkpoint of a"
             " model"
         )
     size = path.stat().st_size
     tensors = {}
-    for key, tensor in found.items():
+    for key, tensor in loaded.items():
         begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if begin is None:
             raise ValueError(f"{path}: {key} has no bytes of its own: {advice}")
