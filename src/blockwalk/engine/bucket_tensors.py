@@ -58,10 +58,9 @@ class BucketTensor:
         bytes."""
         layout = self.layout
         columns = max(self.layout.columns, 1)
-        own = Layout((layout.rows, layout.groups), Codec.RAW, layout.codec.facts.scales[0])
-        return BucketTensor(
-            own, self.bytes_P[: layout.scale_bytes], self.origin // columns * layout.groups
-        )
+        of_scales = Layout((layout.rows, layout.groups), Codec.RAW, layout.codec.facts.scales[0])
+        origin = self.origin // columns * layout.groups
+        return BucketTensor(of_scales, self.bytes_P[: layout.scale_bytes], origin)
 
     def load(self, first: int, last: int, scratch: ScratchArena, name: str) -> Tensor:
         """Return rows ``first:last`` in float32, to be changed in place: the elements themselves

@@ -137,14 +137,14 @@ class Buckets:
     ) -> None:
         if self._group.slices > 1:
             path = path.with_name(f"{path.name}-{self._group.place}-of-{self._group.slices}")
-        found = path.exists()
-        if not found:
+        resumed = path.exists()
+        if not resumed:
             runs = {number: slices.stored for number, slices in self._slices.items()}
-            made = {run.name: partial(self._slice, number, source) for number, run in runs.items()}
-            write_store(path, source, spec, codec, generations=2, runs=runs, made=made)
+            makers = {run.name: partial(self._slice, n, source) for n, run in runs.items()}
+            write_store(path, source, spec, codec, generations=2, runs=runs, made=makers)
         store = WritableStore(path)
         for number in range(len(self.units)):
-            if self.sliced(number) and found:
+            if self.sliced(number) and resumed:
                 self._slice(number, source)  # for its checksums
             elif not self.sliced(number):
                 self.units[number] = store.units[number]
@@ -279,8 +279,8 @@ class Buckets:
                 out |= stored.weights(param.name for param in params)
                 stored.close()  # its maps live as long as what was taken from them
             else:
-                lying = tensors_in(unit, self._between_turns(number))
-                out |= {name: states[""].value for name, states in lying.items()}
+                tensors = tensors_in(unit, self._between_turns(number))
+                out |= {name: states[""].value for name, states in tensors.items()}
         return out
 
     def _assembled(self, assembler: Assembler, number: int, param: StoredParam) -> Any:
@@ -404,16 +404,16 @@ def word_sum(bytes_P: Tensor) -> int:
     One changed word always shows."""
     words_N = bytes_P.view(torch.int64)
     total = 0
-    some = min(len(words_N), 1 << 20)
-    odd_N = torch.arange(1, 2 * some, 2, device=bytes_P.device)
-    for first in range(0, len(words_N), max(some, 1)):
-        part_N = words_N[first : first + some]
+    chunk = min(len(words_N), 1 << 20)
+    odd_N = torch.arange(1, 2 * chunk, 2, device=bytes_P.device)
+    for start in range(0, len(words_N), max(chunk, 1)):
+        part_N = words_N[start : start + chunk]
         weights_N = odd_N[: len(part_N)]
         # dot stores no products, six times as fast; on an accelerator it takes no integers
         weighed = (
             torch.dot(part_N, weights_N) if is_cpu(bytes_P.device) else (part_N * weights_N).sum()
         )
-        total += int(weighed) + 2 * first * int(part_N.sum())
+        total += int(weighed) + 2 * start * int(part_N.sum())
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

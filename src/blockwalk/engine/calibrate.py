@@ -86,8 +86,8 @@ class Calibrated:
         self._group_size = group_size
         self._place = {
             param.name: (unit, param)
-            for unit, each in enumerate(cut.spec().units)
-            for param in each.params
+            for unit, unit_spec in enumerate(cut.spec().units)
+            for param in unit_spec.params
         }
         self._done = 0
         self._rounded = dict[str, Value]()
@@ -140,27 +140,29 @@ class Calibrated:
         layouts = {param.name: self._layout(param) for param in params if self._fits(param)}
         groups, added = self._calls(unit, values, layouts)
         for group in groups:
-            first = group[0]
+            leader = group[0]
             lost = {name: torch.zeros_like(values[name]) for name in group}
-            gram_KK = torch.zeros(2 * [layouts[first].columns])
+            gram_KK = torch.zeros(2 * [layouts[leader].columns])
             for hidden_2SD, prologue in self._inputs():
-                call, (own_SD, made_SD) = prologue.calls[unit - 1], hidden_2SD
-                own = self._run(call, values, own_SD, until=first)
-                made = self._run(call, {**values, **self._rounded}, made_SD, until=first)
-                given_SK = made[first][0].flatten(0, -2)
-                moved_SK = own[first][0].flatten(0, -2) - given_SK
-                before = [
-                    (own[n][1] - made[n][1]).view_as(own_SD)
-                    for n in made
-                    if n in added and n != first
+                call = prologue.calls[unit - 1]
+                model_SD, rounded_SD = hidden_2SD
+                model_calls = self._run(call, values, model_SD, until=leader)
+                rounded_values = {**values, **self._rounded}
+                rounded_calls = self._run(call, rounded_values, rounded_SD, until=leader)
+                input_SK = rounded_calls[leader][0].flatten(0, -2)
+                moved_SK = model_calls[leader][0].flatten(0, -2) - input_SK
+                differences = [
+                    (model_calls[name][1] - rounded_calls[name][1]).view_as(model_SD)
+                    for name in rounded_calls
+                    if name in added and name != leader
                 ]
-                behind_SD = sum(before, own_SD - made_SD)
-                gram_KK.addmm_(given_SK.t(), given_SK)
+                behind_SD = sum(differences, model_SD - rounded_SD)
+                gram_KK.addmm_(input_SK.t(), input_SK)
                 for name, lost_NK in lost.items():
-                    lacking_SN = linear(moved_SK, values[name]) + (
-                        behind_SD if name in added else 0
-                    )
-                    lost_NK.addmm_(lacking_SN.t(), given_SK)
+                    lacking_SN = linear(moved_SK, values[name])
+                    if name in added:
+                        lacking_SN = lacking_SN + behind_SD
+                    lost_NK.addmm_(lacking_SN.t(), input_SK)
             for name, lost_NK in lost.items():
                 buffer = torch.empty(layouts[name].nbytes, dtype=torch.uint8)
                 encode_with_inputs(
@@ -168,11 +170,10 @@ class Calibrated:
                 )
                 self._rounded[name] = EncodedWeight(buffer, layouts[name], torch.float32)
         for hidden_2SD, prologue in self._inputs():
-            for hidden_SD, others in zip(hidden_2SD, ({}, self._rounded), strict=True):
+            for hidden_SD, changes in zip(hidden_2SD, ({}, self._rounded), strict=True):
                 call = prologue.calls[unit - 1]
-                hidden_SD.copy_(
-                    self._run(call, {**values, **others}, hidden_SD.clone())[""][1].squeeze(0)
-                )
+                calls = self._run(call, {**values, **changes}, hidden_SD.clone())
+                hidden_SD.copy_(calls[""][1].squeeze(0))
         self._cut.unbind(unit)
         self._done = unit
 
@@ -193,12 +194,11 @@ class Calibrated:
         seen = self._run(call, values, own_SD)
         groups = dict[int, list[str]]()
         added = dict[str, Tensor]()
-        for name, (given, output) in seen.items():
-            if name not in wanted or given.shape[:-1].numel() != len(
-                own_SD
-            ):  # an expert is given some of the tokens
+        for name, (input_BSK, output) in seen.items():
+            of_all_tokens = input_BSK.shape[:-1].numel() == len(own_SD)  # an expert has some
+            if name not in wanted or not of_all_tokens:
                 continue
-            groups.setdefault(id(given), []).append(name)
+            groups.setdefault(id(input_BSK), []).append(name)
             if output.numel() == own_SD.numel():
                 answers = {**added, name: output - noise_SD.view_as(output)}
                 found_BSD = self._run(call, values, own_SD + noise_SD, answers)[""][1]

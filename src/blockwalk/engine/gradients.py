@@ -137,10 +137,10 @@ class NamedGradients:
     def land(self, names: Iterable[str], place: int) -> None:
         """Bring complete gradients to a place in host memory, side by side, and free them on the
         device when they are there."""
-        coming = [name for name in names if name in self.sums]
+        complete = [name for name in names if name in self.sums]
         landed: dict[str, Tensor] = {}
         start = 0
-        for name in coming:
+        for name in complete:
             gradient = self.sums[name]
             if self._ends:
                 self._squares[name] = sum_of_squares(gradient)
@@ -148,7 +148,7 @@ class NamedGradients:
             landed[name] = part_P.view(gradient.shape).copy_(gradient, non_blocking=True)
             start += gradient.numel()
         recorded(self._device).synchronize()
-        for name in coming:
+        for name in complete:
             del self.sums[name]
         self._landed |= landed
 
@@ -177,19 +177,20 @@ class NamedGradients:
 
     def norm(self) -> float:
         """Return the norm of all gradients."""
-        names = [name for name in self._masters if name in self.sums]
-        taken = self._chunk_sums
+        chunk_sums = self._chunk_sums
         return norm_of_sums(
-            taken[name] if name in taken else square_sums(self.sums[name]) for name in names
+            chunk_sums[name] if name in chunk_sums else square_sums(self.sums[name])
+            for name in self._masters
+            if name in self.sums
         )
 
     def squares(self) -> dict[str, Tensor]:
-        rest = {
+        squares = {
             name: sum_of_squares(gradient)
             for name, gradient in self.sums.items()
             if name not in self._squares
         }
-        return {**self._squares, **rest}
+        return {**self._squares, **squares}
 
     def take(self) -> dict[str, Tensor]:
         gradients = self.sums
@@ -281,50 +282,49 @@ class FlatGradients:
         this rank's slice."""
         plan = self._plan
         unit = op.unit
-        own = self._units[op.unit]
+        accumulator = self._units[unit].accumulator
         axes = self._groups.named(op.axes)
         inner, outer = reach(axes)
-        flat = (
-            self.buffers[op.buffer][: self._part.units[unit].numel]
-            if inner == 1 and op.buffer >= 0
-            else None
-        )
+        buffer_P: Tensor | None = None
+        if inner == 1 and op.buffer >= 0:
+            buffer_P = self.buffers[op.buffer][: self._part.units[unit].numel]
+        accumulates = outer == plan.gradient_ranks and op.buffer >= 0
 
         def work() -> None:
-            made = flat if flat is not None else self._summed[unit]
-            came = made
+            summand_P = self._summed[unit] if buffer_P is None else buffer_P
+            sum_P = summand_P
             if sums_replicas(plan, axes):
-                self._groups.sum_(made, axes, op.lane)
+                self._groups.sum_(sum_P, axes, op.lane)
             else:
-                made = self._groups.reduce(made, axes, op.lane)
-            if own.accumulator is not None and outer == plan.gradient_ranks and op.buffer >= 0:
-                made = self._accumulated(unit, own.accumulator, made)
-            self._summed[unit] = made
+                sum_P = self._groups.reduce(summand_P, axes, op.lane)
+            if accumulator is not None and accumulates:
+                sum_P = self._accumulated(unit, accumulator, sum_P)
+            self._summed[unit] = sum_P
             if op.last:
-                parts = len(own.gradient) // len(
-                    made
-                )  # what a GATHER completes, where it is several
-                place = self._part.inside(
-                    own.gradient,
-                    self._part.units[unit].numel,
-                    plan.optimizer_ranks,
-                    plan.optimizer_ranks * parts,
-                )
-                if place.data_ptr() != made.data_ptr():
-                    place.copy_(made)
-                del self._summed[unit]
-            if flat is None and not is_cpu(came.device):
-                self._left.append((came, recorded(came.device)))
+                self._complete(unit, self._summed.pop(unit))
+            if buffer_P is None and not is_cpu(summand_P.device):
+                self._left.append((summand_P, recorded(summand_P.device)))
 
         self._open.discard(unit)
         return work
 
-    def _let_go(self) -> None:
+    def _complete(self, unit: int, sum_P: Tensor) -> None:
+        """Copy the last sum of a step to where an update reads it: this rank's slice, or the part
+        of it that a GATHER completes."""
+        gradient = self._units[unit].gradient
+        ranks = self._plan.optimizer_ranks
+        parts = len(gradient) // len(sum_P)
+        numel = self._part.units[unit].numel
+        part_P = self._part.inside(gradient, numel, ranks, ranks * parts)
+        if part_P.data_ptr() != sum_P.data_ptr():
+            part_P.copy_(sum_P)
+
+    def _free_read_sums(self) -> None:
         """Give the memory of sums that another lane has read back to this one, which made them, but
         for the newest, which it may still read."""
         while len(self._left) > self._plan.prefetch + 1:
-            came, read = self._left.popleft()
-            torch.accelerator.current_stream(came.device).wait_event(read)
+            sum_P, event = self._left.popleft()
+            torch.accelerator.current_stream(sum_P.device).wait_event(event)
 
     def gather(self, op: Op) -> Callable[[], None]:
         """GATHER: complete a unit's sum, of which the ranks of a node hold slices that came from
@@ -333,40 +333,42 @@ class FlatGradients:
         axes = self._groups.named(op.axes)
         return lambda: self._groups.gather_(gradient, axes, op.lane)
 
-    def _accumulated(self, unit: int, held: Tensor, made: Tensor) -> Tensor:
-        """Return the sum of a unit's gradients over the micro-batches so far, ``made`` being the
+    def _accumulated(self, unit: int, accumulator: Tensor, sum_P: Tensor) -> Tensor:
+        """Return the sum of a unit's gradients over the micro-batches so far, ``sum_P`` being the
         last one's. Where it is kept on the host behind an accelerator it comes to be added to, and
         goes again unless it is complete."""
-        before, self._waiting[unit] = self._waiting.get(unit, 0), self._waiting.get(unit, 0) + 1
-        if held.device == made.device:
-            return held.add_(made) if before else held.copy_(made)
-        self._let_go()
-        total = sent(held, made.device).add_(made) if before else made
-        if self._waiting[unit] < self._plan.gradient_accumulation_steps:
-            held.copy_(total, non_blocking=True)
-        return total
+        count = self._waiting.get(unit, 0)
+        self._waiting[unit] = count + 1
+        if accumulator.device == sum_P.device:
+            return accumulator.add_(sum_P) if count else accumulator.copy_(sum_P)
+        self._free_read_sums()
+        total_P = sent(accumulator, sum_P.device).add_(sum_P) if count else sum_P
+        if count + 1 < self._plan.gradient_accumulation_steps:
+            accumulator.copy_(total_P, non_blocking=True)
+        return total_P
 
     def norm(self) -> float:
         """Return the norm over all ranks. The sums of squares are of the same ranges, over however
         many ranks masters are spread, and their sum is exactly rounded."""
         ranks = self._plan.optimizer_ranks
         parts = [
-            part
-            for own in self._units.values()
-            for part in own.gradient.chunk(self._plan.mesh.world // ranks)
+            part_P
+            for slices in self._units.values()
+            for part_P in slices.gradient.chunk(self._plan.mesh.world // ranks)
         ]
-        sums: list[float] = (
-            torch.cat([square_sums(part_P) for part_P in parts]).tolist() if parts else []
-        )
-        first = self._groups.rank // ranks * ranks
-        everyone = self._groups.exchange(sums)[first : first + ranks]
-        return norm_of_sums(torch.tensor(each, dtype=torch.float64) for each in everyone)
+        sums: list[float] = []
+        if parts:
+            sums = torch.cat([square_sums(part_P) for part_P in parts]).tolist()
+        start = self._groups.rank // ranks * ranks
+        sums_of_ranks = self._groups.exchange(sums)[start : start + ranks]
+        return norm_of_sums(torch.tensor(sums, dtype=torch.float64) for sums in sums_of_ranks)
 
     def squares(self) -> dict[str, Tensor]:
         return {
-            self._names[unit]: sum_of_squares(own.gradient) for unit, own in self._units.items()
+            self._names[unit]: sum_of_squares(slices.gradient)
+            for unit, slices in self._units.items()
         }
 
     def take(self) -> dict[str, Tensor]:
-        own = {unit: slices.gradient for unit, slices in self._units.items()}
-        return self._part.whole(own, self._plan.optimizer_ranks)
+        gradients = {unit: slices.gradient for unit, slices in self._units.items()}
+        return self._part.whole(gradients, self._plan.optimizer_ranks)

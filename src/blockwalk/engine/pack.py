@@ -77,10 +77,9 @@ def pack(
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent) as folder:
             calibrated = Calibrated(source, cut, sequences, codec, group_size, Path(folder))
-            made = {
-                param.name: partial(calibrated.weight, param.name) for param in cut.spec().params()
-            }
-            write(source, cut.spec(), made=made)
+            spec = cut.spec()
+            makers = {param.name: partial(calibrated.weight, param.name) for param in spec.params()}
+            write(source, spec, made=makers)
             calibrated.close()
     finally:
         source.close()

@@ -54,16 +54,17 @@ def encode_with_inputs(weight_ND: Tensor, gram_DD: Tensor, buffer: Tensor, layou
     root_DD = _inverse_root(gram_DD[order_D][:, order_D])
     weight_ND = weight_ND[:, order_D]
     codes_ND = torch.empty(weight_ND.shape, dtype=torch.uint8)
-    for first, last in spans(0, layout.columns, _AT_ONCE):
-        errors_NK = torch.empty(layout.rows, last - first)
-        for i, column in enumerate(order_D[first:last].tolist(), first):
+    for start, stop in spans(0, layout.columns, _AT_ONCE):
+        errors_NK = torch.empty(layout.rows, stop - start)
+        for i, column in enumerate(order_D[start:stop].tolist(), start):
             values_N11 = weight_ND[:, i].view(-1, 1, 1)
             stored = scales[:, column // size].unsqueeze(1)
             codes_N11 = grid.nearest(values_N11, stored)
             error_N = (values_N11 - grid.values(codes_N11, stored)).flatten() / root_DD[i, i]
-            weight_ND[:, i + 1 : last].addr_(error_N, root_DD[i, i + 1 : last], alpha=-1)
-            errors_NK[:, i - first], codes_ND[:, column] = error_N, codes_N11.flatten()
-        weight_ND[:, last:].addmm_(errors_NK, root_DD[first:last, last:], alpha=-1)
+            weight_ND[:, i + 1 : stop].addr_(error_N, root_DD[i, i + 1 : stop], alpha=-1)
+            errors_NK[:, i - start] = error_N
+            codes_ND[:, column] = codes_N11.flatten()
+        weight_ND[:, stop:].addmm_(errors_NK, root_DD[start:stop, stop:], alpha=-1)
     codes.copy_(halves(grouped(codes_ND, layout)).view_as(codes))
 
 
@@ -101,7 +102,8 @@ def fitted(grid: Grid, weight_ND: Tensor, weights_D: Tensor, layout: Layout) -> 
         error_NGK = grid.values(grid.nearest(groups_NGK, scales), scales).sub_(groups_NGK).square_()
         error_NG = error_NGK.mul_(weights_GK).sum(2)
         better_NG = error_NG < least_NG
-        best[better_NG], least_NG[better_NG] = scales[better_NG], error_NG[better_NG]
+        best[better_NG] = scales[better_NG]
+        least_NG[better_NG] = error_NG[better_NG]
     return best
 
 

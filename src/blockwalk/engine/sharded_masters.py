@@ -47,8 +47,7 @@ class ShardedMasters:
         ranks = plan.optimizer_ranks
         resident = plan.optimizer_state.tier.facts.resident
         names = ("master", *plan.update_rule.states)
-        own = slices.numel // ranks
-        shapes = dict.fromkeys(names, ((own,), torch.float32))
+        shapes = dict.fromkeys(names, ((slices.numel // ranks,), torch.float32))
         moments = self._states.zeros(shapes, (StateKind.OPTIMIZER, unit))
         master = moments.pop("master")
         part.cut_masters(slices, ranks, master)
@@ -84,10 +83,10 @@ class ShardedMasters:
     # ---- updates ---------------------------------------------------------------------------------
 
     def changes(self, unit: int) -> Iterator[Change]:
-        own = self.units[unit]
+        masters = self.units[unit]
         name = self._model.spec.units[unit].name
         places = self._places(unit)
-        yield Change(name, own.master, own.gradient, own.moments, places)
+        yield Change(name, masters.master, masters.gradient, masters.moments, places)
 
     def _places(self, unit: int) -> list[tuple[int, str]]:
         """Return the parameters in this rank's slice of a unit: the first element of each in the
@@ -120,8 +119,8 @@ class ShardedMasters:
         """Return this rank's slices, by unit and kind."""
         return {
             f"{unit}\0{kind}": tensor
-            for unit, own in self.units.items()
-            for kind, tensor in own.kept.items()
+            for unit, masters in self.units.items()
+            for kind, tensor in masters.kept.items()
         }
 
     def join_gathers(self) -> None:
@@ -153,13 +152,12 @@ class ShardedMasters:
         copy = self._groups.rank // ranks if to_write else 0
         for unit, masters in self.units.items():
             slices = self.part.units[unit]
-            own = self._groups.slice(slices.numel, ranks)
+            span = self._groups.slice(slices.numel, ranks)
             # between pairs of elements: an exact parameter takes the first of each
-            start, stop = (2 * pair for pair in share((own.stop - own.start) // 2, copies, copy))
-            runs = {
-                run.name: run
-                for run in slices.layout.slicing.runs(own.start + start, own.start + stop)
-            }
+            pairs = (span.stop - span.start) // 2
+            start, stop = (2 * pair for pair in share(pairs, copies, copy))
+            runs_in = slices.layout.slicing.runs
+            runs = {run.name: run for run in runs_in(span.start + start, span.start + stop)}
             for name, param in slices.params.items():
                 width = slices.width(name)
                 run = runs.get(name)

@@ -145,28 +145,25 @@ class ShardedPart:
             case OpKind.GATHER:
                 return self._gather(op)
             case OpKind.FETCH:  # a node slice from the host into its place in a slot
-                node, own = self._node_in_slot(op)
-                return partial(_copy, own, node)
-            case (
-                OpKind.CACHE
-            ):  # and from there, or to where it stays on the device for the rest of the step
-                node, own = self._node_in_slot(op)
+                node, slot_P = self._node_in_slot(op)
+                return partial(_copy, slot_P, node)
+            case OpKind.CACHE:  # and back, or to where it stays for the rest of the step
+                node, slot_P = self._node_in_slot(op)
                 if op.kept:
-                    node = self._kept[op.unit] = torch.empty_like(own)
-                return self._cache(node, own)
+                    node = self._kept[op.unit] = torch.empty_like(slot_P)
+                return self._cache(node, slot_P)
             case OpKind.EVICT if op.kept:
                 self._kept.pop(op.unit, None)
         return lambda: None
 
-    def _cache(self, node: Tensor, own: Tensor) -> Job:
+    def _cache(self, node: Tensor, slot_P: Tensor) -> Job:
         begin = None if is_cpu(self._model.device) else recorded(self._model.device)
 
         def work() -> None:
-            if (
-                begin is not None
-            ):  # until then the compute lane may use what lay where a kept slice does
+            if begin is not None:
+                # until then the compute lane may use what lay where a kept slice does
                 torch.accelerator.current_stream(self._model.device).wait_event(begin)
-            _copy(node, own)
+            _copy(node, slot_P)
 
         return work
 
@@ -188,23 +185,22 @@ class ShardedPart:
             begin = slices.source
         elif outer == self.plan.parameter_ranks and not hosts_node_slice(self.plan):
             begin = slices.node
-        own, gathered = (
-            bucket_P[self.groups.slice(slices.numel, ranks)] for ranks in (outer, inner)
-        )
+        slice_P = bucket_P[self.groups.slice(slices.numel, outer)]
+        gathered_P = bucket_P[self.groups.slice(slices.numel, inner)]
 
         def work() -> None:
             if begin is not None:
-                _copy(own, begin)
-            self.groups.gather_(gathered, axes, op.lane)
+                _copy(slice_P, begin)
+            self.groups.gather_(gathered_P, axes, op.lane)
 
         return work
 
     def _node_in_slot(self, op: Op) -> tuple[Tensor, Tensor]:
+        """Return a node slice, and its place in the slot that an op fills."""
         slices = self.units[op.unit]
         assert slices.node is not None
-        return slices.node, self._enter(op)[
-            self.groups.slice(slices.numel, self.plan.parameter_ranks)
-        ]
+        bucket_P = self._enter(op)
+        return slices.node, bucket_P[self.groups.slice(slices.numel, self.plan.parameter_ranks)]
 
     def _enter(self, op: Op) -> Tensor:
         """Return the place of a unit's bucket in the slot that an op fills."""
@@ -214,17 +210,15 @@ class ShardedPart:
     def _open(self, unit: int) -> dict[str, Value]:
         """Return the parameters of a unit where they lie in its slot."""
         slices = self.units[unit]
-        return (
-            slices.open(self.slots.of(unit, slices.layout.nbytes).view(slices.dtype))
-            if slices.numel
-            else {}
-        )
+        if not slices.numel:
+            return {}
+        return slices.open(self.slots.of(unit, slices.layout.nbytes).view(slices.dtype))
 
     def values(self, unit: int) -> dict[str, Value]:
-        found: dict[str, Value] = {}
+        values: dict[str, Value] = {}
         for owner in {self.owner[name] for name in self._reads[unit]}:
-            found |= self._open(owner)
-        return {name: self._as_used(name, found[name]) for name in self._reads[unit]}
+            values |= self._open(owner)
+        return {name: self._as_used(name, values[name]) for name in self._reads[unit]}
 
     def _as_used(self, name: str, value: Value) -> Value:
         exact = isinstance(value, Tensor) and self._model.compute_dtype_of(name) == torch.float32
@@ -263,20 +257,20 @@ class ShardedPart:
 
     def runs(self, slices: UnitSlices, ranks: int) -> Iterator[Run]:
         """Yield what lies of each parameter in this rank's slice over so many ranks."""
-        own = self.groups.slice(slices.numel, ranks)
-        return slices.layout.slicing.runs(own.start, own.stop)
+        span = self.groups.slice(slices.numel, ranks)
+        return slices.layout.slicing.runs(span.start, span.stop)
 
     def cut_masters(self, slices: UnitSlices, ranks: int, out_P: Tensor) -> None:
         """Copy what lies in this rank's slice (zeros, float32) over so many ranks of the parameters
         as they came."""
 
         def spaced(name: str, layout: Layout) -> Tensor:
-            whole = self._model.whole(name, layout.shape)
+            parameter = self._model.whole(name, layout.shape)
             width = slices.width(name)
             if width == 1:
-                return whole
-            spaced_P = torch.zeros(width * whole.numel(), dtype=torch.float32)
-            spaced_P[::width] = whole.reshape(-1)
+                return parameter
+            spaced_P = torch.zeros(width * parameter.numel(), dtype=torch.float32)
+            spaced_P[::width] = parameter.reshape(-1)
             return spaced_P
 
         self.cut(slices, ranks, spaced, out_P)
@@ -297,8 +291,8 @@ class ShardedPart:
         """Return the part of this rank's slice over ``outer`` ranks that is its slice over
         ``inner`` (more) ranks."""
         start = self.groups.slice(numel, outer).start
-        own = self.groups.slice(numel, inner)
-        return slice_P[own.start - start : own.stop - start]
+        span = self.groups.slice(numel, inner)
+        return slice_P[span.start - start : span.stop - start]
 
     # ---- whole buckets, outside a program: every rank calls these together -----------------------
 
@@ -317,13 +311,13 @@ class ShardedPart:
     def whole(self, own: Mapping[int, Tensor], ranks: int) -> dict[str, Tensor]:
         """Return whole tensors by parameter, on every rank, of which ``own`` are this rank's slices
         by unit: for small models and tests."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for unit, slice_P in own.items():
             values = self.units[unit].open(self.gathered(unit, slice_P, ranks))
-            found |= {
+            tensors |= {
                 name: value.clone() for name, value in values.items() if isinstance(value, Tensor)
             }
-        return found
+        return tensors
 
     def assembled(self, own: Callable[[int], tuple[Tensor, int]]) -> dict[str, Any]:
         """Return every parameter in the dtype that the model came in, its unit assembled when rows
@@ -354,9 +348,9 @@ class ShardedPart:
     def _slice(self, unit: int) -> tuple[Tensor, int]:
         """Return this rank's slice in the compute dtype, and over how many ranks it is one."""
         slices = self.units[unit]
-        found = slices.node if slices.node is not None else slices.source
-        assert found is not None
-        return found, self.plan.parameter_ranks
+        slice_P = slices.node if slices.node is not None else slices.source
+        assert slice_P is not None
+        return slice_P, self.plan.parameter_ranks
 
 
 def sharded_frozen(model: ModelHandle, groups: Groups, memories: Memories) -> ShardedPart:

@@ -88,8 +88,8 @@ def saved_by_place(homes: Sequence[Slots], unit: int) -> Iterator[None]:
         if isinstance(packed, Tensor):
             return packed
         slots, *place = packed
-        found: Tensor = slots.refilled(unit, *place)
-        return found
+        tensor: Tensor = slots.refilled(unit, *place)
+        return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
