@@ -42,7 +42,7 @@ class Forward:
         self.labels: Sequence[Tensor] = ()
         self.request: Losses | NextLogits = Losses()
         self.prologues: dict[int, Prologue] = {}
-        """By micro-batch, as the next."""
+        """The prologue of each micro-batch."""
         self.hidden: dict[int, Tensor] = {}
         self.row_losses: dict[int, Tensor] = {}
         """Losses [B], summed over each sequence, float64, by micro-batch; of all in one where the

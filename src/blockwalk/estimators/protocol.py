@@ -1,4 +1,4 @@
-"""What the walker asks of every estimator.
+"""The interface of an estimator: all that the walker asks of one.
 
 An estimator answers the ops of a program that compute (PROLOGUE, FORWARD, LOSS, BACKWARD, EXCHANGE,
 UPDATE …); the engine answers those that move state. Which ops a step has, and in which order, is
@@ -109,8 +109,7 @@ class Estimator(Protocol):
 
 
 class KeepsLedger(Protocol):
-    """What the walker asks beside, of an estimator whose row has ``ledger``: a step is a few
-    scalars."""
+    """An estimator whose row has ``ledger``: a step is a few scalars."""
 
     @property
     def entries(self) -> list[LedgerEntry]:

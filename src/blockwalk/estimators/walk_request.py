@@ -1,4 +1,4 @@
-"""What one walk should compute: a training step, losses, or next-token logits."""
+"""Requests: a walk computes a training step, losses, or next-token logits."""
 
 from __future__ import annotations
 

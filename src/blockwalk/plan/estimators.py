@@ -132,7 +132,7 @@ class EstimatorFacts:
     """One estimator, as planning knows it."""
 
     turns: Reference
-    """What a step does, unit by unit: a function of (builder, step) that emits its ops, see
+    """The turns of a step, unit by unit: a function of (builder, step) that emits its ops, see
     :mod:`blockwalk.program.turns`."""
     make: Reference
     """A function of (engine, home, ranks, sharing, objective) that returns what computes them, see

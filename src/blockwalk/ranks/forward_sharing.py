@@ -23,12 +23,12 @@ from blockwalk.ranks.ranks import Ranks
 
 
 class WalkAgain(Exception):
-    """Not all losses of a step have come: the walker walks once more, for the pieces that are then
-    its own."""
+    """The signal that losses of a step are missing: the walker walks once more, for the pieces that
+    are then its own."""
 
 
 class ForwardSharing(Protocol):
-    """How the forwards of a zeroth-order step are shared."""
+    """The sharing of a zeroth-order step's forwards."""
 
     durable: bool
     """True where a rank's weights outlive its process: the ledger is then compared before they

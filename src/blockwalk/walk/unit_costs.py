@@ -41,9 +41,9 @@ from blockwalk.numerics.device import chosen
 from blockwalk.plan import sizes as chunks
 from blockwalk.plan import work
 from blockwalk.plan.choices import Adapters
-from blockwalk.plan.losses import LossCall, LossFacts
+from blockwalk.plan.losses import LossCall, LossCost, LossFacts
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
-from blockwalk.plan.noise_kinds import NOISES
+from blockwalk.plan.noise_kinds import NOISES, NoiseFacts
 from blockwalk.plan.parsing import from_plain
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
@@ -216,6 +216,7 @@ class _Traits:
     backprop: bool
     dtype: str
     """The compute dtype's name."""
+    loss_name: str
     loss: LossFacts
     """The loss's row."""
     frozen: Codec
@@ -232,27 +233,40 @@ class _Traits:
     scales: bool = False
     """Whether the scales of codes are perturbed, beside a copy of the codes."""
 
+    @property
+    def noise_facts(self) -> NoiseFacts:
+        """The noise's row."""
+        return NOISES[self.noise]
+
 
 def _traits(plan: Plan, stored: str, stored_codec: Codec | None) -> _Traits:
     """Return the traits of a plan for a model whose weights are stored in this dtype, or lie in a
     codec that they are read in."""
     codec = plan.frozen.codec
-    zeroth = plan.zeroth_order
-    if codec is Codec.RAW and stored_codec is not None:
+    backprop = plan.estimator.facts.walks_back
+    if stored_codec is not None and codec.facts.as_it_came:
         codec = stored_codec
     return _Traits(
-        not zeroth,
+        backprop,
         computes_in(plan, stored),
+        plan.loss,
         plan.loss_facts,
         codec,
-        plan.frozen.on_device and not codec.encoded,
+        plan.frozen.tier.facts.resident and not codec.encoded,
         plan.trainable.codec,
-        noise=plan.zo.noise if zeroth else "gaussian",
-        shaped=zeroth and bool(plan.kind.states),
-        linear=not zeroth or plan.update_rule.linear,
-        copied=zeroth and (plan.compile or plan.copies_blocks),
-        scales=zeroth and plan.zo.target == "scales",
+        **({} if backprop else _perturbed_traits(plan)),
     )
+
+
+def _perturbed_traits(plan: Plan) -> dict[str, Any]:
+    """Return the traits that perturbed forwards depend on."""
+    return {
+        "noise": plan.zo.noise,
+        "shaped": bool(plan.kind.states),
+        "linear": plan.update_rule.linear,
+        "copied": plan.compile or plan.copies_blocks,
+        "scales": plan.zo.target == "scales",
+    }
 
 
 @dataclass(frozen=True)
@@ -283,10 +297,8 @@ class _Bench:
             return False
         if p.trainable:
             dense = not self.traits.trainable.encoded
-            as_it_is = (
-                NOISES[self.traits.noise].in_place and dense and self.master_dtype(p) == self.dtype
-            )
-            return not (self.backprop or as_it_is)
+            in_place = self.traits.noise_facts.in_place and dense
+            return not (self.backprop or (in_place and self.master_dtype(p) == self.dtype))
         if self.traits.frozen.encoded:
             return True
         stored = self.traits.frozen.dtype_of(p.dtype)
@@ -577,40 +589,49 @@ def _scratch(bench: _Bench, device: str) -> int:
     """Return bytes of the buffers that are kept from op to op: what weights are decoded or
     perturbed into, the largest range of any, and under zeroth order the loss's and the update's."""
     spec = bench.cut.spec()
-    head = bench.cut.head
     size = bench.dtype.itemsize
     traits = bench.traits
     loss = bench.loss.cost(bench.loss_call(device))
-    largest = 0
-    for unit in spec.units:
-        for p in unit.params:
-            if not bench.lazily(p):
-                continue
-            if p.name == head.weight and loss.head_rows:
-                largest = max(largest, loss.head_rows)
-            elif unit.kind != "prologue":
-                largest = max(
-                    largest, decoded_bytes(p.numel, size, device, experts=len(p.shape) == 3)
-                )
-    noise = NOISES[traits.noise]
-    made = traits.shaped or not (
-        noise.elementwise or noise.in_place
-    )  # in float32, before it is added
-    if made and (traits.shaped or traits.noise != "lowrank"):
-        largest += 2 * largest * 4 // size  # the direction in float32, and what it is made with
+    ranges = [_range_bytes(bench, u, p, loss, device) for u in spec.units for p in u.params]
+    largest = max(ranges, default=0)
+    noise = traits.noise_facts
+    # z in float32, before it is added; a direction is made of it
+    drawn = traits.shaped or not (noise.elementwise or noise.in_place)
+    if traits.shaped or (drawn and not noise.beside):
+        largest += 2 * largest * 4 // size
     if bench.backprop:
         return largest
     if traits.copied:  # a block's trainables whole, under a perturbation
         largest += max(unit.numel(trainable=True) * size for unit in spec.blocks)
     if traits.scales:
         largest += max(unit.nbytes(traits.trainable, trainable=True) for unit in spec.units)
-    narrow = any(bench.master_dtype(p) != torch.float32 for p in spec.params(trainable=True))
-    pieces = narrow + (not traits.linear or made) * 2
-    if device != "cpu" and traits.linear and not made:  # an update in one launch
-        pieces = 0
-    if traits.noise == "torch":  # a parameter's draws lie whole
+    if noise.draws_whole:
         largest += max((p.nbytes for p in spec.params(trainable=True)), default=0)
-    return largest + 4 * UPDATE_ELEMENTS[device] * pieces + loss.buffers
+    return (
+        largest + 4 * UPDATE_ELEMENTS[device] * _update_pieces(bench, drawn, device) + loss.buffers
+    )
+
+
+def _range_bytes(bench: _Bench, unit: UnitSpec, p: ParamSpec, loss: LossCost, device: str) -> int:
+    """Return bytes of the largest range of a parameter that is decoded or perturbed at a time."""
+    if not bench.lazily(p):
+        return 0
+    if p.name == bench.cut.head.weight and loss.head_rows:
+        return loss.head_rows
+    if unit.kind == "prologue":
+        return 0
+    return decoded_bytes(p.numel, bench.dtype.itemsize, device, experts=len(p.shape) == 3)
+
+
+def _update_pieces(bench: _Bench, drawn: bool, device: str) -> int:
+    """Return the float32 buffers of a piece that an update works in; on an accelerator one launch
+    needs none."""
+    linear = bench.traits.linear
+    if device != "cpu" and linear and not drawn:
+        return 0
+    trained = bench.cut.spec().params(trainable=True)
+    encoded = any(bench.master_dtype(p) != torch.float32 for p in trained)
+    return encoded + (not linear or drawn) * 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------

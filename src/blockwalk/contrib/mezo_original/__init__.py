@@ -51,6 +51,7 @@ NOISES.register(
         own_seeds=True,
         in_place=True,
         estimator=NAME,
+        implementation="blockwalk.estimators.zeroth_order.draws:stream",
         against=_against_in_place,
         replay=f"{__name__}.in_place:replayed",
         help="its draws and its in-place arithmetic",

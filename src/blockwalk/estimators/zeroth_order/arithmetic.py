@@ -1,5 +1,5 @@
-"""What a zeroth-order step does to weights: which perturbation a forward reads them under, and how
-a step's entry changes them.
+"""The arithmetic of a zeroth-order step: the perturbation under which a forward reads weights, and
+how the step's entry changes them.
 
 :class:`PerturbedCopies` perturbs what forwards read, and updates a unit when the program says so.
 An arithmetic of another kind, with ops of its own, is given to
@@ -33,7 +33,7 @@ from blockwalk.program.program import Op
 
 
 class Arithmetic(Protocol):
-    """How the weights of a zeroth-order step are perturbed and updated."""
+    """The way in which weights are perturbed and updated."""
 
     units: PerturbedUnits
 

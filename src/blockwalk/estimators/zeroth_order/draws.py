@@ -29,6 +29,7 @@ from blockwalk.numerics.noise.noise import Where, add_products_, fill_
 from blockwalk.plan.choices import ZerothOrderSettings
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.noise_kinds import NOISES
+from blockwalk.plan.table import resolved
 
 
 class Noise(Protocol):
@@ -131,21 +132,22 @@ class Draws:
         self, zo: ZerothOrderSettings, parameters: Mapping[str, ParamSpec], steps: int = 1
     ) -> None:
         self.zo = zo
+        self.noise = NOISES[zo.noise]
         self.parameters = parameters
         self.streams = Streams(parameters.values(), steps + 1)
 
     def __call__(self, seed: int, step: int, query: int, name: str) -> Noise:
         if pool := self.zo.seed_pool:
-            step, query = 0, derive_seed("pool", seed, step, query) % pool
-        make = NOISES[self.zo.noise].implementation or _MAKERS[self.zo.noise]
+            query = derive_seed("pool", seed, step, query) % pool
+            step = 0
+        make = resolved(self.noise.implementation or _MAKERS[self.zo.noise])
         noise: Noise = make(self, Asked(seed, step, query, name))
         return noise
 
 
 def _elementwise(draws: Draws, asked: Asked) -> Noise:
-    return Elementwise(
-        NoiseKey(*asked), "rademacher" if draws.zo.noise == "rademacher" else "gaussian"
-    )
+    element: NoiseKind = "rademacher" if draws.noise.element == "rademacher" else "gaussian"
+    return Elementwise(NoiseKey(*asked), element)
 
 
 def _low_rank(draws: Draws, asked: Asked) -> Noise:
@@ -160,7 +162,7 @@ def _low_rank(draws: Draws, asked: Asked) -> Noise:
     )
 
 
-def _stream(draws: Draws, asked: Asked) -> Noise:
+def stream(draws: Draws, asked: Asked) -> Noise:
     seed = derive_seed(asked.seed, asked.query) if asked.query else asked.seed
     return draws.streams.of(seed, asked.name)
 
@@ -169,7 +171,6 @@ _MAKERS: dict[str, Callable[[Draws, Asked], Noise]] = {
     "gaussian": _elementwise,
     "rademacher": _elementwise,
     "lowrank": _low_rank,
-    "torch": _stream,
-    "mezo": _stream,
+    "torch": stream,
 }
 """The noise of one parameter by ``zo.noise``."""

@@ -40,10 +40,10 @@ def header(engine: Engine, buckets: Buckets, lora: Any, run: str) -> dict[str, A
     return {
         "run": run,
         "base": buckets.checksum,
-        "rule": settings_of(plan.zo, plan.optimizer, plan.update.rounding),
+        "rule": settings_of(plan),
         "noise_version": GENERATOR_VERSION,
         "codec": str(plan.trainable.codec),
-        **codecs_of(plan.zo),
+        **codecs_of(plan),
         "lora": settings,
         "seed": plan.seed,
         "parameters": [(p.name, p.shape, p.dtype) for p in engine.spec.params(trainable=True)],

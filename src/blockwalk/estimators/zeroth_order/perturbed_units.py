@@ -127,7 +127,7 @@ class PerturbedUnits:
         noise = perturbation.noise(self.rule.draws, name)
         master = tensors[""]
         scale = perturbation.scale
-        if scale and self.rule.zo.target == "scales":
+        if scale and self.rule.trains_scales:
             master = master if master.dense else with_scales(master, noise, scale, self.scratch)
             scale = 0.0
         return PerturbedWeight(

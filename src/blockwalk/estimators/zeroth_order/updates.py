@@ -29,18 +29,18 @@ from blockwalk.estimators.zeroth_order.draws import Draws, Elementwise, LowRank,
 from blockwalk.estimators.zeroth_order.kind import Kind, kind_of
 from blockwalk.numerics import advance  # noqa: F401  (its operators)
 from blockwalk.numerics.device import is_cpu
-from blockwalk.numerics.noise.key import NoiseKey, NoiseKind
+from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.noise.noise import perturbed
 from blockwalk.numerics.operators import sent
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.numerics.updates import Rule
 from blockwalk.plan.choices import OptimizerSettings, ZerothOrderSettings
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec
-from blockwalk.plan.noise_kinds import NOISES
+from blockwalk.plan.noise_kinds import NOISES, NoiseFacts
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
-from blockwalk.plan.update_rules import RULES
+from blockwalk.plan.update_rules import RULES, RuleFacts
 from blockwalk.plan.zeroth_order_kinds import KINDS, states_beside
 
 if TYPE_CHECKING:
@@ -69,17 +69,28 @@ class ZerothOrderRule:
 
     @property
     def kind(self) -> Kind:
+        """The kind of the run."""
         return kind_of(self.zo.kind)
+
+    @property
+    def noise(self) -> NoiseFacts:
+        """The row of the noise."""
+        return NOISES[self.zo.noise]
+
+    @property
+    def facts(self) -> RuleFacts:
+        """The row of the update rule."""
+        return RULES[self.optimizer.name]
+
+    @property
+    def trains_scales(self) -> bool:
+        """True where the scales of codes are trained, and not the codes."""
+        return self.zo.target == "scales"
 
     @property
     def states(self) -> dict[str, tuple[Codec, float]]:
         """Tensors kept beside each parameter, of its shape: codec and first value."""
         return states_beside(self.zo, self.optimizer)
-
-    @property
-    def kind_of_noise(self) -> NoiseKind:
-        """The kind of noise that is drawn by element."""
-        return "rademacher" if self.zo.noise == "rademacher" else "gaussian"
 
     def decays(self, name: str) -> bool:
         """Return whether weight decay reaches a parameter."""
@@ -110,7 +121,7 @@ def apply_entries_(
 ) -> None:
     """Bring one parameter, ``tensors[""]``, and the states beside it up to date, in place, entry by
     entry in order."""
-    if rule.zo.target == "scales":
+    if rule.trains_scales:
         tensors = {} if tensors[""].dense else {"": tensors[""].scales}
     master = tensors.get("")
     if master is None or not entries or not master.layout.rows * master.layout.columns:
@@ -158,7 +169,7 @@ def apply_all_(
         len(entries),
         len(entries[0].projected_grads),
         rule.rounding == "stochastic",
-        rule.kind_of_noise,
+        rule.noise.element,
     )
     masters = []
     starts = []
@@ -191,13 +202,8 @@ def fuses(rule: ZerothOrderRule, device: torch.device) -> bool:
     """Return whether a launch serves many parameters: on an accelerator, where nothing but the
     noise goes into an update."""
     kind = rule.kind
-    plain = RULES[rule.optimizer.name].linear and kind.direction_ is None and kind.advance_ is None
-    return (
-        plain
-        and rule.zo.target == "weights"
-        and NOISES[rule.zo.noise].elementwise
-        and not is_cpu(device)
-    )
+    plain = rule.facts.linear and kind.direction_ is None and kind.advance_ is None
+    return plain and not rule.trains_scales and rule.noise.elementwise and not is_cpu(device)
 
 
 def _as_sent(
@@ -229,8 +235,8 @@ def reserve(
     in_place = not layout.groups and layout.code_dtype == torch.float32
     names = [] if in_place else [state or "value"]
     if not state:
-        names += rule.kind.buffers or ("z",) * (not NOISES[rule.zo.noise].elementwise)
-    if not state and not RULES[rule.optimizer.name].linear:
+        names += rule.kind.buffers or ("z",) * (not rule.noise.elementwise)
+    if not state and not rule.facts.linear:
         names.append("direction")
     for name in names:
         scratch.take(name, elements, like=like, dtype=torch.float32)
@@ -286,11 +292,10 @@ def _advance_(
                 kind.direction_(z_RD, states, take)
             target_RD.add_(z_RD.mul_(factor * coefficient))
 
-    facts = RULES[rule.optimizer.name]
-    if not facts.linear:
+    if not rule.facts.linear:
         d_RD = take("direction").zero_()
         add_direction(d_RD, 1.0)
-        moments = {state: states[state] for state in facts.states}
+        moments = {state: states[state] for state in rule.facts.states}
         rule.updater(name).apply_(x_RD, d_RD, moments, step=entry.step, lr=rate)
         return
     if rule.optimizer.weight_decay and rule.decays(name):
@@ -298,33 +303,32 @@ def _advance_(
     add_direction(x_RD, -rate)
 
 
-def settings_of(
-    zo: ZerothOrderSettings, optimizer: OptimizerSettings, rounding: str
-) -> dict[str, Any]:
+def settings_of(plan: Plan) -> dict[str, Any]:
     """Return the rule for a ledger's header: without what its kind and optimizer do not read."""
-    usual = ZerothOrderSettings()
-    of_noise = {name: getattr(zo, name) for name in NOISES[zo.noise].settings}
+    zo = plan.zo
+    default = ZerothOrderSettings()
+    changed = {
+        name: getattr(zo, name)
+        for name in (*plan.noise.settings, "target")
+        if getattr(zo, name) != getattr(default, name)
+    }
     return {
         "kind": zo.kind,
         "noise": zo.noise,
-        "optimizer": optimizer.name,
-        **{name: getattr(optimizer, name) for name in RULES[optimizer.name].settings},
-        **{name: getattr(zo, name) for name in KINDS[zo.kind].settings},
-        **{name: value for name, value in of_noise.items() if value != getattr(usual, name)},
-        **({"target": zo.target} if zo.target != usual.target else {}),
-        "rounding": rounding,
+        "optimizer": plan.optimizer.name,
+        **{name: getattr(plan.optimizer, name) for name in plan.update_rule.settings},
+        **{name: getattr(zo, name) for name in plan.kind.settings},
+        **changed,
+        "rounding": plan.update.rounding,
     }
 
 
-def codecs_of(zo: ZerothOrderSettings) -> dict[str, str | None]:
+def codecs_of(plan: Plan) -> dict[str, str | None]:
     """Return the codecs of the states of every kind for a ledger's header; None for those that this
     kind does not keep."""
-    own = KINDS[zo.kind].states.values()
-    return {
-        s[0]: str(getattr(zo, s[0])) if s in own else None
-        for kind in KINDS.values()
-        for s in kind.states.values()
-    }
+    kept = [codec for codec, _ in plan.kind.states.values()]
+    codecs = [codec for kind in KINDS.values() for codec, _ in kind.states.values()]
+    return {codec: str(getattr(plan.zo, codec)) if codec in kept else None for codec in codecs}
 
 
 def rule_of(
@@ -335,20 +339,19 @@ def rule_of(
     Raises:
         ValueError: its kind or its optimizer is unknown here.
     """
-    given = dict(header["rule"])
-    kind = given.pop("kind")
-    optimizer = given.pop("optimizer")
-    kind_of(kind)
-    Rule(OptimizerSettings(name=optimizer))
-    if "betas" in given:
-        given["betas"] = tuple(given["betas"])
-    codecs: dict[str, Any] = {name: Codec(header[name]) for name, _ in KINDS[kind].states.values()}
-    settings: dict[str, Any] = {name: given[name] for name in ("noise", *KINDS[kind].settings)}
-    settings |= {
-        name: given[name] for name in ("target", *NOISES[given["noise"]].settings) if name in given
-    }
-    options: dict[str, Any] = {name: given[name] for name in RULES[optimizer].settings}
-    zo = ZerothOrderSettings(kind, **settings, **codecs)
-    return ZerothOrderRule(
-        zo, OptimizerSettings(optimizer, **options), given["rounding"], Draws(zo, parameters, steps)
-    )
+    written = header["rule"]
+    kind_of(written["kind"])
+    Rule(OptimizerSettings(name=written["optimizer"]))
+    kind = KINDS[written["kind"]]
+    required = ("kind", "noise", *kind.settings)
+    optional = ("target", *NOISES[written["noise"]].settings)
+    settings: dict[str, Any] = {name: written[name] for name in required}
+    settings |= {name: written[name] for name in optional if name in written}
+    settings |= {name: Codec(header[name]) for name, _ in kind.states.values()}
+    options: dict[str, Any] = {n: written[n] for n in RULES[written["optimizer"]].settings}
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    zo = ZerothOrderSettings(**settings)
+    optimizer = OptimizerSettings(written["optimizer"], **options)
+    draws = Draws(zo, parameters, steps)
+    return ZerothOrderRule(zo, optimizer, written["rounding"], draws)
