@@ -49,27 +49,25 @@ class MasterUpdates:
     ) -> None:
         """UPDATE: apply the rule to a unit's masters, as far as this rank holds them, with their
         gradients."""
+        plan = self._plan
         changes = list(self.home.changes(unit))
-        if self._plan.update.at_turn:  # whether the step counts is known only at its end
-            self._undo.remember(
-                unit, [t for each in changes for t in (each.master, *each.moments.values())]
-            )
-        stochastic = self._plan.update.rounding == "stochastic"
-        for each in changes:
-            on_device = not is_cpu(each.gradient.device)
+        if plan.update.at_turn:  # whether the step counts is known only at its end
+            states = [(change.master, *change.moments.values()) for change in changes]
+            self._undo.remember(unit, [tensor for tensors in states for tensor in tensors])
+        for change in changes:
+            on_device = not is_cpu(change.gradient.device)
             if coefficient != 1.0 and on_device:
-                each.gradient.mul_(coefficient)
-            rounding = (
-                NoiseKey(self._plan.seed, step, 0, each.name, "rounding") if stochastic else None
-            )
-            gradient = self._landed(each.gradient, each.master.device)
-            rate = learning_rate * (
-                self._plan.optimizer.lora_b_ratio if ".lora_B." in each.name else 1.0
-            )
+                change.gradient.mul_(coefficient)
+            rounding = None
+            if plan.update.rounding == "stochastic":
+                rounding = NoiseKey(plan.seed, step, 0, change.name, "rounding")
+            gradient = self._landed(change.gradient, change.master.device)
+            ratio = plan.optimizer.lora_b_ratio if ".lora_B." in change.name else 1.0
+            rate = learning_rate * ratio
             scale = 1.0 if on_device else coefficient
-            for rule, part in self._parts(each.places):
-                moments = {name: _range(moment, part) for name, moment in each.moments.items()}
-                master = _range(each.master, part)
+            for rule, part in self._parts(change.places):
+                moments = {name: _range(moment, part) for name, moment in change.moments.items()}
+                master = _range(change.master, part)
                 piece = _range(gradient, part)
                 rule.apply_(
                     master, piece, moments, step=step, lr=rate, rounding=rounding, scale=scale

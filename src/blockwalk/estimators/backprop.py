@@ -91,16 +91,14 @@ class _State:
     def add_up(self, squares: Mapping[str, Tensor] | None = None) -> list[str]:
         """Take the losses into :attr:`loss_sum`; the answer is the names of those squares that are
         not finite. This is the step's one wait for the device."""
-        names = list(squares or ())
-        values = [*self.losses, *(squares or {}).values()]
-        found: list[float] = (
-            torch.stack([each.double() for each in values]).tolist() if values else []
-        )
-        for value in found[: len(self.losses)]:
-            self.loss_sum += value
-        finite = map(math.isfinite, found[len(self.losses) :])
+        count = len(self.losses)
+        tensors = [*self.losses, *(squares or {}).values()]
+        numbers = torch.stack([t.double() for t in tensors]).tolist() if tensors else []
+        for loss in numbers[:count]:
+            self.loss_sum += loss
         self.losses.clear()
-        return [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
+        totals = zip(squares or (), numbers[count:], strict=True)
+        return [name for name, total in totals if not math.isfinite(total)]
 
 
 class Backprop:
@@ -363,8 +361,8 @@ class Backprop:
         self.gradients.add(graph.trainables, grads[1:count])
         for leaf, grad in zip(outer, grads[count:], strict=True):
             if grad is not None:
-                known = state.outer[m].get(id(leaf))
-                state.outer[m][id(leaf)] = grad if known is None else known + grad
+                total = state.outer[m].get(id(leaf))
+                state.outer[m][id(leaf)] = grad if total is None else total + grad
         self.engine.unbind(op.unit)
 
     def _prologue_backward(self, op: Op, state: _State) -> None:
@@ -393,17 +391,17 @@ class Backprop:
         (state.loss_sum,) = self._over_ranks([state.loss_sum])
 
     def _check(self, op: Op, state: _State) -> None:
-        wrong = state.add_up(self.gradients.squares())
-        state.loss_sum, count = self._over_ranks([state.loss_sum, float(len(wrong))])
+        infinite = state.add_up(self.gradients.squares())
+        state.loss_sum, count = self._over_ranks([state.loss_sum, float(len(infinite))])
         if count or not math.isfinite(state.loss):
-            what = f"gradient of {', '.join(wrong[:3]) or 'a trainable on another rank'}"
-            what = what if math.isfinite(state.loss) else f"loss, {state.loss},"
+            culprit = f"gradient of {', '.join(infinite[:3]) or 'a trainable on another rank'}"
+            if not math.isfinite(state.loss):
+                culprit = f"loss, {state.loss},"
+            dtype = str(self.engine.compute_dtype).removeprefix("torch.")
             raise FloatingPointError(
-                f"the {what} is not finite at step {state.step.number}: nothing was updated. Lower"
-                " optimizer.learning_rate"
-                f" ({state.step.learning_rate:g} now), look at this step's data, or compute more"
-                " exactly (compute_dtype:"
-                f" {str(self.engine.compute_dtype).removeprefix('torch.')} now)"
+                f"the {culprit} is not finite at step {state.step.number}: nothing was updated."
+                f" Lower optimizer.learning_rate ({state.step.learning_rate:g} now), look at this"
+                f" step's data, or compute more exactly (compute_dtype: {dtype} now)"
             )
         self.updates.commit()
 

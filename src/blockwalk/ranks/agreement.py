@@ -36,24 +36,24 @@ def gather_json(value: Any, group: Any = None) -> list[Any]:
     """Return every rank's value, by rank; every rank calls this together. Values of other ranks are
     parsed, never unpickled: a pickle from another machine would run code here."""
     text = json.dumps(value).encode()
-    where = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=where)
-    all_gather(lengths, torch.tensor([len(text)], device=where), group=group)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
+    all_gather(lengths, torch.tensor([len(text)], device=device), group=group)
     longest = int(lengths.max())
-    out_WN = torch.empty(len(lengths), longest, dtype=torch.uint8, device=where)
-    own_N = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(where)
+    out_WN = torch.empty(len(lengths), longest, dtype=torch.uint8, device=device)
+    own_N = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
     all_gather(out_WN.view(-1), own_N, group=group)
     return [json.loads(bytes(row_N.cpu().numpy())) for row_N in out_WN]
 
 
 def first_json(value: Any) -> Any:
-    """Rank 0's value, on every rank, which call this together; what the others give is not looked
-    at. See :func:`gather_json`."""
-    where = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    """Return rank 0's value, on every rank, which call this together; what the others give is not
+    looked at. See :func:`gather_json`."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     text = json.dumps(value).encode() if dist.get_rank() == 0 else b""
-    length = torch.tensor([len(text)], device=where)
+    length = torch.tensor([len(text)], device=device)
     dist.broadcast(length, src=0)
-    text_N = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8).to(where)
+    text_N = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8).to(device)
     dist.broadcast(text_N, src=0)
     return json.loads(bytes(text_N.cpu().numpy()))
 
@@ -72,18 +72,16 @@ def require_agreement(facts: Mapping[str, str]) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     everyone = gather_json(dict(facts))
-    wrong = []
-    for key in sorted({key for each in everyone for key in each}):
-        expected = everyone[0].get(key)
-        differing = [rank for rank, each in enumerate(everyone) if each.get(key) != expected]
+    differences = []
+    for key in sorted({key for rank_facts in everyone for key in rank_facts}):
+        values = [rank_facts.get(key) for rank_facts in everyone]
+        differing = [rank for rank, value in enumerate(values) if value != values[0]]
         if differing:
-            other = everyone[differing[0]].get(key)
-            wrong.append(
-                f"{key}: rank 0 has {expected!r}, rank {', '.join(map(str, differing))} has"
-                f" {other!r}"
-            )
-    if wrong:
-        raise ValueError("the ranks were not started alike; " + "; ".join(wrong))
+            ranks = ", ".join(map(str, differing))
+            value = values[differing[0]]
+            differences.append(f"{key}: rank 0 has {values[0]!r}, rank {ranks} has {value!r}")
+    if differences:
+        raise ValueError("the ranks were not started alike; " + "; ".join(differences))
 
 
 def files_digest(folder: Path) -> str:
@@ -93,17 +91,20 @@ def files_digest(folder: Path) -> str:
     Ranks that see the very same files (by number, size and times of inode, which no copy keeps)
     compare these alone. Where they do not, each of the copies is read once, split over the ranks
     that see it."""
-    stats = [(path, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-    about = [
-        (path.name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for path, at in stats
+    stats = {path: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
+    facts = [
+        (path.name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        for path, stat in stats.items()
     ]
-    inodes = hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
+    inodes = hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
     everyone = gather_json(inodes)
-    same = [rank for rank, theirs in enumerate(everyone) if theirs == inodes]
+    same = [rank for rank, digest in enumerate(everyone) if digest == inodes]
     total = 0
     if len(same) < len(everyone):
         chunks = [
-            (path, start) for path, at in stats for start in range(0, at.st_size or 1, _CHUNK)
+            (path, start)
+            for path, stat in stats.items()
+            for start in range(0, stat.st_size or 1, _CHUNK)
         ]
         for path, start in chunks[same.index(dist.get_rank()) :: len(same)]:
             with path.open("rb") as file:
@@ -114,7 +115,7 @@ def files_digest(folder: Path) -> str:
             total += int.from_bytes(digest.digest(), "little")
         sums = gather_json(total)
         total = sum(sums[rank] for rank in same)
-    names = [[path.name, at.st_size] for path, at in stats]
+    names = [[path.name, stat.st_size] for path, stat in stats.items()]
     return hashlib.blake2b(repr((names, total)).encode(), digest_size=8).hexdigest()
 
 

@@ -1,5 +1,5 @@
 """Ranks that work together: process groups on the axes of a mesh, gathers and reductions in a fixed
-order, and the watch over ranks that die or hang.
+order.
 
 An axis inside the node belongs to the intra-node lane, one between nodes to the inter-node lane:
 each lane has process groups of its own, so that collectives of different lanes never wait for each
@@ -60,29 +60,24 @@ class Groups:
         for axis in axes:
             slices.append(slices[-1].chunk(axis.length)[axis.coordinate(self.rank)])
         for axis, out in reversed(list(zip(axes, slices, strict=False))):
-            own = out.chunk(axis.length)[axis.coordinate(self.rank)]
+            local = out.chunk(axis.length)[axis.coordinate(self.rank)]
             if direct and out.device.type == "cpu":
                 self._swap(out, axis, lane)
             elif self._over_host(self._groups[axis, lane]):
                 host = torch.empty(out.shape, dtype=out.dtype)
-                all_gather(host, own.cpu(), group=self._groups[axis, lane])
+                all_gather(host, local.cpu(), group=self._groups[axis, lane])
                 out.copy_(host)
             else:
-                all_gather(out, own, group=self._groups[axis, lane])
+                all_gather(out, local, group=self._groups[axis, lane])
 
     def _swap(self, out: Tensor, axis: Axis, lane: Lane) -> None:
         """Send this rank's slice of ``out`` [P] to the others of an axis, and receive their slices
         into place."""
         group = self._groups[axis, lane]
-        slices = out.chunk(axis.length)
-        others = [
-            (each, its)
-            for each, its in zip(axis.members(self.rank), slices, strict=True)
-            if each != self.rank
-        ]
-        own = slices[axis.coordinate(self.rank)]
-        works = [dist.irecv(its, each, group=group) for each, its in others]
-        works += [dist.isend(own, each, group=group) for each, _ in others]
+        slices = dict(zip(axis.members(self.rank), out.chunk(axis.length), strict=True))
+        local = slices.pop(self.rank)
+        works = [dist.irecv(slice_P, rank, group=group) for rank, slice_P in slices.items()]
+        works += [dist.isend(local, rank, group=group) for rank in slices]
         for work in works:
             assert work is not None
             work.wait()
@@ -96,18 +91,18 @@ class Groups:
         half of them."""
         assert full.dtype == torch.float32, f"gradients are reduced in float32, not {full.dtype}"
         for axis in axes:
-            own = full.chunk(axis.length)[axis.coordinate(self.rank)]
+            local = full.chunk(axis.length)[axis.coordinate(self.rank)]
             group = self._groups[axis, lane]
             if full.device.type != "cpu" and not self._over_host(group):
-                reduce_scatter(own, full, group=group)
+                reduce_scatter(local, full, group=group)
             else:
                 received = self._room(lane, full.numel())
                 dist.all_to_all_single(received, full.cpu(), group=group)
-                first, *others = received.chunk(axis.length)
-                for other in others:
-                    first.add_(other)
-                own.copy_(first)
-            full = own
+                total, *addends = received.chunk(axis.length)
+                for addend in addends:
+                    total.add_(addend)
+                local.copy_(total)
+            full = local
         return full
 
     def _over_host(self, group: dist.ProcessGroup) -> bool:
@@ -135,10 +130,10 @@ class Groups:
         if self.mesh.world == 1:
             return [list(values)]
         # over gloo, where it is there: no device waits for it
-        where = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        own = torch.tensor(values, dtype=torch.float64, device=where)
-        out = torch.empty(self.mesh.world * len(values), dtype=torch.float64, device=where)
-        all_gather(out, own)
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        local = torch.tensor(values, dtype=torch.float64, device=device)
+        out = torch.empty(self.mesh.world * len(values), dtype=torch.float64, device=device)
+        all_gather(out, local)
         return [row.tolist() for row in out.chunk(self.mesh.world)]
 
     def meet(self) -> None:
@@ -171,12 +166,12 @@ def started(mesh: MeshSettings) -> int:
         )
     if world == 1:
         return world
-    here = place()
-    if here.world == world and here.ranks_per_node % mesh.ranks_per_node:
+    rank_place = place()
+    if rank_place.world == world and rank_place.ranks_per_node % mesh.ranks_per_node:
         raise ValueError(
             f"mesh.ranks_per_node is {mesh.ranks_per_node} (mesh.world unless given), and"
-            f" {here.ranks_per_node} ranks were"
-            f" started on this node; set mesh.ranks_per_node: {here.ranks_per_node}"
+            f" {rank_place.ranks_per_node} ranks were started on this node; set mesh.ranks_per_node:"
+            f" {rank_place.ranks_per_node}"
         )
     return world
 
@@ -184,10 +179,8 @@ def started(mesh: MeshSettings) -> int:
 def _backend(device: torch.device) -> str | None:
     """Return the backend of the default group for a device alone: an axis needs no connections of
     any other."""
-    config = dict(
-        each.split(":") for each in str(dist.get_backend_config()).split(",") if ":" in each
-    )
-    return config.get(device.type)
+    pairs = str(dist.get_backend_config()).split(",")
+    return dict(pair.split(":") for pair in pairs if ":" in pair).get(device.type)
 
 
 def make_groups(mesh: MeshSettings, device: torch.device, *, sums_apart: bool = False) -> Groups:
@@ -205,10 +198,10 @@ def make_groups(mesh: MeshSettings, device: torch.device, *, sums_apart: bool = 
             groups.lane(axis),
             *([Lane.INTER_SUMS] if sums_apart and axis.crosses_nodes else []),
         ]
-        for lane, first in product(lanes, range(world)):
-            if axis.coordinate(first) == 0:
-                members = axis.members(first)
-                made = dist.new_group(list(members), timeout=TIMEOUT, backend=_backend(device))
+        for lane, rank in product(lanes, range(world)):
+            if axis.coordinate(rank) == 0:
+                members = axis.members(rank)
+                group = dist.new_group(list(members), timeout=TIMEOUT, backend=_backend(device))
                 if groups.rank in members:
-                    groups._groups[axis, lane] = made
+                    groups._groups[axis, lane] = group
     return groups

@@ -55,20 +55,19 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
     if nodes > 1:
         say("run on each node, with the first node's name in place of HOST:")
         for node in range(nodes):
-            where = f"--nnodes {nodes} --node-rank {node} --master-addr HOST --master-port {PORT}"
-            say(f"torchrun {where} --nproc-per-node {ranks_per_node} {shlex.join(module)}")
+            address = f"--nnodes {nodes} --node-rank {node} --master-addr HOST --master-port {PORT}"
+            say(f"torchrun {address} --nproc-per-node {ranks_per_node} {shlex.join(module)}")
         say(
             "ranks listen without a password: whoever reaches them can stop the run or falsify"
-            " it. Keep others out, as root on"
-            " each node, with the nodes' network (such as 10.0.0.0/24) in place of NETWORK;"
-            " --interface NAME keeps the ranks'"
-            " traffic on one interface:"
+            " it. Keep others out, as root on each node, with the nodes' network (such as"
+            " 10.0.0.0/24) in place of NETWORK; --interface NAME keeps the ranks' traffic on one"
+            " interface:"
         )
         say(firewall(_own_ports()))
         return 0
     _require_loopback()
-    others = "for several nodes, add --nnodes N to see the command for each"
-    say(f"starting {counted(ranks_per_node, 'rank')} here; {others}")
+    hint = "for several nodes, add --nnodes N to see the command for each"
+    say(f"starting {counted(ranks_per_node, 'rank')} here; {hint}")
     with tempfile.TemporaryDirectory(prefix="blockwalk-ranks-") as folder:  # mode 0700
         common = {
             "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks_per_node)),
@@ -79,7 +78,7 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
             "WORLD_SIZE": str(ranks_per_node),
             "LOCAL_WORLD_SIZE": str(ranks_per_node),
         }
-        own = (
+        environments = (
             {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks_per_node)
         )
         command = [sys.executable, *module]
@@ -87,7 +86,10 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
         # a group of its own: a terminal's Ctrl-C comes from here alone, and a second one would end
         # a rank at once
         return _attend(
-            [subprocess.Popen(command, env=env, process_group=0, preexec_fn=ends) for env in own]
+            [
+                subprocess.Popen(command, env=env, process_group=0, preexec_fn=ends)
+                for env in environments
+            ]
         )
 
 
@@ -123,53 +125,50 @@ def _ends_with(launcher: int) -> Callable[[], None]:
 
 
 def _attend(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for ranks, pass signals on to them, stop all of them when one has failed, and answer the
+    """Wait for ranks, pass signals on to them, stop all of them when one has failed, and return the
     run's exit code."""
-    asked: list[int] = []
+    signals: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
-        asked.append(number)
-        for each in ranks:
-            each.send_signal(number)
+        signals.append(number)
+        for process in ranks:
+            process.send_signal(number)
 
     def failures() -> list[tuple[int, int, int]]:
-        ended = [(rank, each.pid, each.poll() or 0) for rank, each in enumerate(ranks)]
-        return [
-            each
-            for each in ended
-            if each[2] not in (0, *(sign for n in asked for sign in (-n, 128 + n)))
-        ]
+        expected = (0, *(code for n in signals for code in (-n, 128 + n)))
+        codes = [(rank, process.pid, process.poll() or 0) for rank, process in enumerate(ranks)]
+        return [failure for failure in codes if failure[2] not in expected]
+
+    def run_on() -> bool:
+        return any(process.poll() is None for process in ranks)
 
     with handled(pass_on, STOPS):
         try:
-            while any(each.poll() is None for each in ranks) and not failures():
+            while run_on() and not failures():
                 time.sleep(0.1)
             if failures():
                 deadline = time.monotonic() + GRACE
-                for each in ranks:
-                    each.terminate()
-                while any(each.poll() is None for each in ranks) and time.monotonic() < deadline:
+                for process in ranks:
+                    process.terminate()
+                while run_on() and time.monotonic() < deadline:
                     time.sleep(0.1)
                 message, code = first_failure(failures())
                 say(f"blockwalk: {message}", file=sys.stderr)
                 return code
-            return 128 + asked[0] if any(each.returncode for each in ranks) else 0
+            return 128 + signals[0] if any(process.returncode for process in ranks) else 0
         finally:
-            for each in ranks:
-                each.kill()
-                each.wait()
+            for process in ranks:
+                process.kill()
+                process.wait()
 
 
 def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:
     """Return the message and the exit code of a run whose ranks failed with these (rank, process,
     exit code). A rank that only lost the others, or was stopped because of them, is not the
     cause."""
-    causes = [
-        failure
-        for failure in failures
-        if failure[2] not in (LOST, -signal.SIGTERM, 128 + signal.SIGTERM)
-    ]
-    lost = [each for each in failures if each[2] == LOST]
+    effects = (LOST, -signal.SIGTERM, 128 + signal.SIGTERM)
+    causes = [failure for failure in failures if failure[2] not in effects]
+    lost = [failure for failure in failures if failure[2] == LOST]
     rank, process, code = min(causes or lost or failures)
     who = f"rank {rank} (process {process})"
     if code > 0 and code != LOST:
@@ -227,9 +226,10 @@ def joined(
     from blockwalk.ranks.watch import Watch
 
     if interface and STORE not in os.environ:
-        if interface not in (known := [name for _, name in socket.if_nameindex()]):
+        interfaces = [name for _, name in socket.if_nameindex()]
+        if interface not in interfaces:
             raise ValueError(
-                f"interface is {interface!r}, and {platform.node()} has {', '.join(known)}"
+                f"interface is {interface!r}, and {platform.node()} has {', '.join(interfaces)}"
             )
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
 
@@ -261,16 +261,14 @@ def joined(
         read_properties = getattr(
             torch.get_device_module(accelerator), "get_device_properties", None
         )
-        properties: Any = (
-            None if read_properties is None else read_properties(index)
-        )  # Apple's module has no such function
+        # Apple's module has no such function
+        properties: Any = None if read_properties is None else read_properties(index)
         if accelerator.type == "cuda":
             bind_to_gpu(properties)
-        own = f"{platform.node()} {getattr(properties, 'uuid', index)}"
-        if have_their_own(store, here, own):
-            backend = (
-                f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
-            )
+        device_name = f"{platform.node()} {getattr(properties, 'uuid', index)}"
+        if have_their_own(store, here, device_name):
+            of_device = dist.get_default_backend_for_device(accelerator)
+            backend = f"cpu:gloo,{accelerator.type}:{of_device}"
     console = sys.stdout
     try:
         dist.init_process_group(
@@ -333,8 +331,8 @@ def key_store(
             if time.monotonic() > deadline:
                 raise LostRank(
                     f"{who} could not reach {host} at {address}:{port} for {timeout:g} s"
-                    f" ({error}): start every rank with"
-                    f" {host}'s {setting}, or give it longer (start_timeout)"
+                    f" ({error}): start every rank with {host}'s {setting}, or give it longer"
+                    " (start_timeout)"
                 ) from None
             time.sleep(0.2)
     made: list[Any] = []
@@ -358,8 +356,8 @@ def key_store(
     if not made:
         raise LostRank(
             f"{who} reached {address}:{port}, which has not answered for {timeout:g} s: it is"
-            " another program's port, or"
-            f" {host} is stopped; change {setting}, or give it longer (start_timeout)"
+            f" another program's port, or {host} is stopped; change {setting}, or give it longer"
+            " (start_timeout)"
         )
     if isinstance(made[0], Exception):
         reason = str(made[0]).splitlines()[0]
@@ -403,14 +401,14 @@ def parse_cores(text: str) -> set[int]:
     """Return the kernel's list format: ``0-3,8`` are cores 0, 1, 2, 3 and 8."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cores.update(range(int(first), int(last or first) + 1))
+        lowest, _, highest = part.partition("-")
+        cores.update(range(int(lowest), int(highest or lowest) + 1))
     return cores
 
 
 def have_their_own(store: Any, here: Place, own: str) -> bool:
-    """Whether every rank has a device of its own, told by names of devices that all ranks call this
-    with together: a task may see one device alone, and it may be the task's or everybody's."""
+    """Return whether every rank has a device of its own, by the names of devices that all ranks call
+    this with together: a task may see one device alone, its own or everybody's."""
     store.set(f"device/{here.rank}", own)
     return len({store.get(f"device/{rank}") for rank in range(here.world)}) == here.world
 
@@ -420,7 +418,8 @@ def bind_to_gpu(properties: Any) -> set[int]:
     device, as far as it may use them; answers the cores that it has then."""
     if not hasattr(os, "sched_getaffinity"):
         return set()
-    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    bus = f"{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    address = f"{properties.pci_domain_id:04x}:{bus}"
     allowed = os.sched_getaffinity(0)
     cores = cores_beside(address) & allowed
     if cores:

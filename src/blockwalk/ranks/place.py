@@ -88,15 +88,18 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
         return _placed(TORCHRUN, environment)
     for launcher in (SLURM, OPEN_MPI):
         if launcher.world in environment and _number(environment, launcher.world, least=1) > 1:
-            here = _placed(launcher, environment)
-            for name, value in ((TORCHRUN.rank, here.rank), (TORCHRUN.world, here.world)):
+            rank_place = _placed(launcher, environment)
+            for name, value in (
+                (TORCHRUN.rank, rank_place.rank),
+                (TORCHRUN.world, rank_place.world),
+            ):
                 if name in named and _number(environment, name) != value:
-                    theirs = launcher.rank if name == TORCHRUN.rank else launcher.world
+                    variable = launcher.rank if name == TORCHRUN.rank else launcher.world
                     raise ValueError(
-                        f"{name} is {environment[name]}, and {theirs} is {value}: unset {name},"
+                        f"{name} is {environment[name]}, and {variable} is {value}: unset {name},"
                         " or set both alike"
                     )
-            return here
+            return rank_place
     for launcher in (TORCHRUN, OPEN_MPI):
         _refuse_half(launcher, environment)
     return Place()
@@ -201,14 +204,14 @@ def meeting_point(here: Place, environment: Mapping[str, str] = os.environ) -> t
     Raises:
         ValueError: they are not set, or are no address and port, or SLURM's nodes cannot be read.
     """
-    many = f"there are {here.world} ranks, which meet where rank 0 listens"
+    purpose = f"there are {here.world} ranks, which meet where rank 0 listens"
     address = environment.get("MASTER_ADDR")
     if address is None and "SLURM_STEP_NODELIST" in environment:
         address = _first_node(environment["SLURM_STEP_NODELIST"])
     if not address:
         said = "is not set" if address is None else "is set and empty"
         raise ValueError(
-            f"MASTER_ADDR {said}, and {many}: set it to the first node's name or address on every"
+            f"MASTER_ADDR {said}, and {purpose}: set it to the first node's name or address on every"
             " rank"
         )
     port = environment.get("MASTER_PORT")
@@ -216,7 +219,7 @@ def meeting_point(here: Place, environment: Mapping[str, str] = os.environ) -> t
         return address, PORT + _number(environment, "SLURM_JOB_ID") % 10000
     if port is None:
         raise ValueError(
-            f"MASTER_PORT is not set, and {many}: set it to a free port of {address}, such as"
+            f"MASTER_PORT is not set, and {purpose}: set it to a free port of {address}, such as"
             f" {PORT}"
         )
     return address, port_of(port, "MASTER_PORT")

@@ -30,13 +30,13 @@ class Scalars:
 
     mesh: MeshSettings
     rank: int
-    near: Any
+    local: Any
     """The ranks of this node."""
-    firsts: Any
+    leaders: Any
     """The first ranks of all nodes."""
 
     def gather(self, own_N: Tensor) -> Tensor:
-        """Everybody's numbers, [W, N]; every rank calls this together with as many."""
+        """Return everybody's numbers, [W, N]; every rank calls this together with as many."""
         node = self.mesh.ranks_per_node
         nodes = self.mesh.world // node
         out_WN = own_N.new_empty(self.mesh.world, len(own_N))
@@ -44,13 +44,13 @@ class Scalars:
             of_node_RN = own_N[None]
         else:
             of_node_RN = out_WN if nodes == 1 else own_N.new_empty(node, len(own_N))
-            all_gather(of_node_RN.view(-1), own_N, group=self.near)
+            all_gather(of_node_RN.view(-1), own_N, group=self.local)
         if nodes > 1:
             place, inside = divmod(self.rank, node)
             if inside == 0:
                 self._between(out_WN.view(nodes, -1), of_node_RN.view(1, -1), place)
             if node > 1:
-                dist.broadcast(out_WN, src=place * node, group=self.near)
+                dist.broadcast(out_WN, src=place * node, group=self.local)
         return out_WN
 
     def _between(self, out_KM: Tensor, own_1M: Tensor, place: int) -> None:
@@ -63,14 +63,14 @@ class Scalars:
         have = 1
         while have < nodes:
             more = min(have, nodes - have)
-            coming = dist.irecv(
-                held_KM[have : have + more], (place + have) % nodes * node, group=self.firsts
-            )
-            going = dist.isend(held_KM[:more], (place - have) % nodes * node, group=self.firsts)
-            assert coming is not None
-            assert going is not None
-            coming.wait()
-            going.wait()
+            source = (place + have) % nodes * node
+            target = (place - have) % nodes * node
+            receiving = dist.irecv(held_KM[have : have + more], source, group=self.leaders)
+            sending = dist.isend(held_KM[:more], target, group=self.leaders)
+            assert receiving is not None
+            assert sending is not None
+            receiving.wait()
+            sending.wait()
             have += more
         out_KM.copy_(held_KM.roll(place, 0))
 
@@ -78,7 +78,7 @@ class Scalars:
         """Let go of the process groups, together: a rank that leaves early breaks what the others
         still send."""
         dist.barrier()
-        for group in (self.near, self.firsts):
+        for group in (self.local, self.leaders):
             if group is not None:
                 dist.destroy_process_group(group)
 
@@ -87,11 +87,12 @@ def make_scalars(mesh: MeshSettings, rank: int) -> Scalars:
     """Return the process groups for scalars; every rank calls this together."""
     node = mesh.ranks_per_node
     world = mesh.world
-    near = None
-    for first in range(0, world, node) if node > 1 else ():
-        made = dist.new_group(list(range(first, first + node)), timeout=TIMEOUT, backend="gloo")
-        if first == rank // node * node:
-            near = made
-    every = list(range(0, world, node))
-    firsts = dist.new_group(every, timeout=TIMEOUT, backend="gloo") if node < world else None
-    return Scalars(mesh, rank, near, firsts if rank % node == 0 else None)
+    leaders = list(range(0, world, node))
+    local = None
+    for leader in leaders if node > 1 else ():
+        members = list(range(leader, leader + node))
+        group = dist.new_group(members, timeout=TIMEOUT, backend="gloo")
+        if rank in members:
+            local = group
+    between = dist.new_group(leaders, timeout=TIMEOUT, backend="gloo") if node < world else None
+    return Scalars(mesh, rank, local, between if rank in leaders else None)

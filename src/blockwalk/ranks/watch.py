@@ -33,11 +33,6 @@ STUCK_AFTER = 30.0
 longer."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks that die or hang
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def _end_process(message: str) -> None:
     """Say why, once, and leave at once: a thread that waits in a collective would never return."""
     say(message, file=sys.stderr)
@@ -100,8 +95,8 @@ class Watch:
         self._about = f"blockwalk/watch-{Watch._made}"
         Watch._made += 1
         self._keys = [f"{self._about}/beat/{rank}" for rank in range(here.world)]
-        first = here.rank // here.ranks_per_node * here.ranks_per_node
-        self._node = range(first, first + here.ranks_per_node)
+        leader = here.rank // here.ranks_per_node * here.ranks_per_node
+        self._node = range(leader, leader + here.ranks_per_node)
         self._seen: dict[int, tuple[bytes, float]] = {}
         """Each rank's newest beat, and when that was first seen."""
         self._used: dict[int, int] = {}
@@ -125,53 +120,51 @@ class Watch:
 
     def _meet(self, timeout: float) -> None:
         """Wait until every rank has come. All ranks name the same missing ones."""
-        here = self._here
+        rank = self._here.rank
         store = self._store
         missing = f"{self._about}/missing"
         count = f"{self._about}/present"
         wait = 0.01
         deadline = time.monotonic() + timeout
         try:
-            store.set(self._keys[here.rank], "0")
-            store.set(
-                self._process(here.rank), f"{os.getpid()} {_began(os.getpid())} {platform.node()}"
-            )
+            store.set(self._keys[rank], "0")
+            process = os.getpid()
+            store.set(self._process(rank), f"{process} {_began(process)} {platform.node()}")
             store.add(count, 1)
-            while store.add(count, 0) < here.world:
+            while store.add(count, 0) < self._here.world:
                 if store.check([missing]):
                     raise LostRank(store.get(missing).decode())
                 if time.monotonic() > deadline:
                     store.set(missing, self._absent(timeout))
-                    time.sleep(
-                        min(1.0, timeout / 4)
-                    )  # rank 0 may hold the store: let the others read it
+                    # rank 0 may hold the store: let the others read it
+                    time.sleep(min(1.0, timeout / 4))
                 time.sleep(wait)
                 wait = min(2 * wait, 0.2)
         except (RuntimeError, OSError) as error:
             if isinstance(error, LostRank):
                 raise
             raise LostRank(
-                f"rank {here.rank} lost the store of ranks while it waited for the others: {error}"
+                f"rank {rank} lost the store of ranks while it waited for the others: {error}"
             ) from None
 
     def _absent(self, timeout: float) -> str:
         """Return the message that names the ranks that have not come."""
-        each = self._here.ranks_per_node
-        there = {
-            rank for rank in range(self._here.world) if self._store.check([self._process(rank)])
-        }
-        hosts = {
-            rank // each: self._store.get(self._process(rank)).decode().split()[2] for rank in there
-        }
-        who = ", ".join(
-            f"rank {rank} (node {rank // each},"
-            f" {hosts.get(rank // each, 'from which no rank has come')})"
-            for rank in range(self._here.world)
-            if rank not in there
-        )
+        hosts: dict[int, str] = {}
+        absent: list[int] = []
+        for rank in range(self._here.world):
+            key = self._process(rank)
+            if self._store.check([key]):
+                hosts[rank // len(self._node)] = self._store.get(key).decode().split()[2]
+            else:
+                absent.append(rank)
+        ranks = []
+        for rank in absent:
+            node = rank // len(self._node)
+            host = hosts.get(node, "from which no rank has come")
+            ranks.append(f"rank {rank} (node {node}, {host})")
         return (
-            f"{who} did not come within {timeout:g} s (start_timeout): not started, stopped, or"
-            " unable to reach the others"
+            f"{', '.join(ranks)} did not come within {timeout:g} s (start_timeout): not started,"
+            " stopped, or unable to reach the others"
         )
 
     def begin_step(self, finished: Callable[[], int] = int) -> None:
@@ -190,7 +183,7 @@ class Watch:
             self.progress()
 
     def progress(self) -> None:
-        """An op is done."""
+        """Note that an op is done."""
         if self._progress is not None:
             self._progress = self._lived
 
@@ -219,8 +212,8 @@ class Watch:
             return None
         return (
             f"rank {self._rank}: no operation of this step has finished for {waited:.0f} s, and a"
-            " step usually takes"
-            f" {usual:.1f} s: it is stuck. The run ends; start it again to resume"
+            f" step usually takes {usual:.1f} s: it is stuck. The run ends; start it again to"
+            " resume"
         )
 
     def _beat(self) -> None:
@@ -241,28 +234,27 @@ class Watch:
                         and self._works(rank)
                     ):
                         self._store.set(self._keys[rank], f"{beats} of rank {self._rank}")
-            except (
-                Exception
-            ) as error:  # a store that fails once may answer again, over another connection
+            except Exception as error:
+                # a store that fails once may answer again, over another connection
                 self._trouble = f" ({str(error).splitlines()[0]})"
                 with contextlib.suppress(Exception):
                     self._store = self._store.clone()
 
     def _works(self, rank: int) -> bool:
-        """Whether the process of a silent rank of this node has used its processor since this was
-        last asked."""
-        before = self._used.get(rank)
-        used = _used(self._store.get(self._process(rank)).decode())
-        self._used[rank] = used
-        return before is not None and used > before
+        """Return whether the process of a silent rank of this node has used its processor since
+        this was last asked."""
+        earlier = self._used.get(rank)
+        ticks = _used(self._store.get(self._process(rank)).decode())
+        self._used[rank] = ticks
+        return earlier is not None and ticks > earlier
 
     def _look(self) -> None:
         """End the process where the clock says so."""
-        before = time.monotonic()
+        looked_at = time.monotonic()
         while not self._done.wait(self.interval / 2):
             now = time.monotonic()
-            self._lived += min(now - before, self.interval)
-            before = now
+            self._lived += min(now - looked_at, self.interval)
+            looked_at = now
             self._count_finished()
             message = self.unheard() or self.stuck()
             if message is not None and not self._done.is_set():
@@ -277,8 +269,7 @@ class Watch:
         if silence > self.dead_after:
             return (
                 f"rank {self._rank}: the host of rank 0 does not answer for {silence:.0f}"
-                f" s{self._trouble}: the run ends;"
-                " start it again to resume"
+                f" s{self._trouble}: the run ends; start it again to resume"
             )
         silent = [
             rank for rank, (_, since) in list(self._seen.items()) if now - since > self.dead_after
@@ -290,8 +281,8 @@ class Watch:
                 _kill(self._store.clone().get(self._process(rank)).decode())
         return (
             f"rank {self._rank}: no sign of life from rank {', '.join(map(str, silent))} for"
-            f" {self.dead_after:.0f} s: dead,"
-            " stopped or unreachable. The run ends; start it again to resume"
+            f" {self.dead_after:.0f} s: dead, stopped or unreachable. The run ends; start it again"
+            " to resume"
         )
 
     def _process(self, rank: int) -> str:
@@ -327,8 +318,8 @@ def _used(process: str) -> int:
     """Return processor time of a process, given as its number and its beginning, in the kernel's
     ticks; 0 where it is gone."""
     number, began, *_ = process.split(" ")
-    found = _stat(int(number))
-    return int(found[11]) + int(found[12]) if found and found[19] == began else 0
+    fields = _stat(int(number))
+    return int(fields[11]) + int(fields[12]) if fields and fields[19] == began else 0
 
 
 def _kill(process: str) -> None:

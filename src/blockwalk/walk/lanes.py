@@ -56,20 +56,20 @@ class Lanes:
     _began: float = 0.0
     _marks: list[Mark] = field(default_factory=list)
 
-    def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Mark]) -> Mark:
-        """Run ``work`` on a lane once the ops of ``after`` are done. The compute lane runs it
+    def submit(self, lane: Lane, work: Callable[[], None], dependencies: Iterable[Mark]) -> Mark:
+        """Run ``work`` on a lane once the ops that it depends on are done. The compute lane runs it
         before returning.
 
         Raises:
             Exception: whatever an op that this one waits for raised.
         """
         mark = Mark()
-        after = tuple(after)
+        dependencies = tuple(dependencies)
         self._marks.append(mark)
         if lane is Lane.COMPUTE or (lane in _ISSUED_BY_CALLER and not is_cpu(self.device)):
-            self._run(lane, work, after, mark)
+            self._run(lane, work, dependencies, mark)
         else:
-            mark.future = self._thread(lane).submit(self._run, lane, work, after, mark)
+            mark.future = self._thread(lane).submit(self._run, lane, work, dependencies, mark)
         return mark
 
     def begin(self) -> None:
@@ -96,7 +96,7 @@ class Lanes:
     def seconds(self, marks: Iterable[Mark]) -> list[tuple[float, float]]:
         """Return the beginning and the end of each op, in host seconds; on an accelerator by its
         events, which are waited for."""
-        found = []
+        spans = []
         for mark in marks:
             began = mark.began
             ended = mark.ended
@@ -104,8 +104,8 @@ class Lanes:
                 mark.event.synchronize()
                 began = self._began + self._start.elapsed_time(mark.start) / 1e3
                 ended = self._began + self._start.elapsed_time(mark.event) / 1e3
-            found.append((began, ended))
-        return found
+            spans.append((began, ended))
+        return spans
 
     def close(self) -> None:
         for thread in self._threads.values():
@@ -128,11 +128,11 @@ class Lanes:
             torch.accelerator.set_device_index(self.device)
 
     def _run(
-        self, lane: Lane, work: Callable[[], None], after: tuple[Mark, ...], mark: Mark
+        self, lane: Lane, work: Callable[[], None], dependencies: tuple[Mark, ...], mark: Mark
     ) -> None:
-        for earlier in after:
-            if earlier.future is not None:
-                earlier.future.result()
+        for dependency in dependencies:
+            if dependency.future is not None:
+                dependency.future.result()
         mark.began = time.perf_counter()
         if is_cpu(self.device):
             work()
@@ -141,9 +141,9 @@ class Lanes:
                 stream = torch.accelerator.current_stream(self.device)
                 if self._start is not None:
                     stream.wait_event(self._start)
-                for earlier in after:
-                    if earlier.event is not None:
-                        stream.wait_event(earlier.event)
+                for dependency in dependencies:
+                    if dependency.event is not None:
+                        stream.wait_event(dependency.event)
                 if self.timed:
                     mark.start = recorded(self.device, timing=True)
                 work()

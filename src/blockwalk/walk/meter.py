@@ -60,27 +60,26 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {id(t.untyped_storage()) for t in _tensors((args, kwargs))}
+        inputs = {id(t.untyped_storage()) for t in _tensors((args, kwargs))}
         if func._overloadpacket is _aten._grouped_mm and args[0].dtype != torch.bfloat16:
             # Its fake kernel takes bfloat16 only, where real ones take float32: sizes are those of
             # the real output.
-            narrow = [
+            operands = [
                 a.to(torch.bfloat16) if isinstance(a, Tensor) and a.is_floating_point() else a
                 for a in args
             ]
-            out = func(*narrow, **kwargs).to(args[0].dtype)
+            out = func(*operands, **kwargs).to(args[0].dtype)
         elif func._overloadpacket in flop_registry and isinstance(kwargs.get("out"), FakeTensor):
-            out = kwargs[
-                "out"
-            ]  # without data there is nothing to do; PyTorch would take its operation apart for it
+            # without data there is nothing to do; PyTorch would take its operation apart for it
+            out = kwargs["out"]
         else:
             out = func(*args, **kwargs)
-        self._count(func, given, args, kwargs, out)
+        self._count(func, inputs, args, kwargs, out)
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
             if (
                 tensor.device.type != "meta"
-                and id(storage) not in given
+                and id(storage) not in inputs
                 and id(storage) not in self._known
             ):
                 self._enter(storage)
@@ -100,13 +99,16 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def work(self) -> Work:
         """The operations done under the meter so far."""
-        products, passes, thin, float32 = (
-            sizes(each.items())
-            for each in (self.products, self.passes, self.thin_products, self.float32_passes)
+        return Work(
+            sizes(self.products.items()),
+            sizes(self.passes.items()),
+            self.attention,
+            self.starts,
+            sizes(self.thin_products.items()),
+            sizes(self.float32_passes.items()),
         )
-        return Work(products, passes, self.attention, self.starts, thin, float32)
 
-    def _count(self, func: Any, given: set[int], args: Any, kwargs: Any, out: Any) -> None:
+    def _count(self, func: Any, inputs: set[int], args: Any, kwargs: Any, out: Any) -> None:
         packet = func._overloadpacket
         if packet is _aten.addmm_:
             self._product(args[1:3])[flop_registry[_aten.addmm](*args, **kwargs, out_val=out)] += 1
@@ -117,34 +119,31 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             batch = 1
             if packet in (_aten.bmm, _aten.baddbmm):
                 batch = args[-1].shape[0]
-            matrices = [each for each in args if isinstance(each, Tensor)][-2:]
+            matrices = [arg for arg in args if isinstance(arg, Tensor)][-2:]
             self._product(matrices)[flops // batch] += batch
         elif packet in _CPU_ATTENTION:
             factor = _CPU_ATTENTION[packet]
-            first = (
-                0 if factor == 1 else 1
-            )  # the backward's first argument is the gradient of the output
-            (batch, heads, queries, width), keys = args[first].shape, args[first + 1].shape[2]
+            # the backward's first argument is the gradient of the output
+            query, key = args[:2] if factor == 1 else args[1:3]
+            batch, heads, queries, width = query.shape
+            keys = key.shape[2]
             self.attention += int(factor * 4 * batch * heads * queries * keys * width)
         else:
-            made = _tensors(out)
+            outputs = _tensors(out)
             view = not func._schema.is_mutable and all(
-                id(t.untyped_storage()) in given for t in made
+                id(t.untyped_storage()) in inputs for t in outputs
             )
             if view or packet in _UNTOUCHED:
                 self.starts += 1
             else:
-                read = {} if packet is _aten.copy_ else {id(t): t for t in made}
-                passes = (
-                    self.float32_passes
-                    if any(t.dtype == torch.float32 for t in made)
-                    else self.passes
-                )
-                passes[sum(map(_touched, [*_tensors((args, kwargs)), *read.values()]))] += 1
+                written = {} if packet is _aten.copy_ else {id(t): t for t in outputs}
+                in_float32 = any(t.dtype == torch.float32 for t in outputs)
+                passes = self.float32_passes if in_float32 else self.passes
+                passes[sum(map(_touched, [*_tensors((args, kwargs)), *written.values()]))] += 1
 
     def _product(self, matrices: Sequence[Tensor]) -> Counter[int]:
         """Return the counter in which the product of two matrices is counted."""
-        sides = [side for each in matrices for side in each.shape[-2:]]
+        sides = [side for matrix in matrices for side in matrix.shape[-2:]]
         return self.thin_products if min(sides) < THIN else self.products
 
 

@@ -91,9 +91,9 @@ class UnitCosts:
         padded: bool = False,
         cut: bool = False,
     ) -> None:
-        given = load_config(model)
-        self._class = model_class(given)
-        self.config = model_config(given, self._class)
+        config = load_config(model)
+        self._class = model_class(config)
+        self.config = model_config(config, self._class)
         self.device = device
         self._lora = lora
         self._padded = padded
@@ -141,15 +141,15 @@ class UnitCosts:
             work = partial(
                 _measure, self._cut(dtype), traits, shape, self.device, self._padded and not cut
             )
-            found = row_tiles.standing_for(self.device, work)
+            costs: Costs = row_tiles.standing_for(self.device, work)
         except (RuntimeError, NotImplementedError) as error:
             del self._cuts[dtype]  # what was bound is still there
             reason = str(error).partition("\n")[0]
             text = "what a block needs while it computes is not foreseen: %s on fake tensors (%s)"
             log.warning(text, self.config.model_type, reason)
             return Costs()
-        cache.write_json(f"costs-{key}", asdict(found))
-        return found
+        cache.write_json(f"costs-{key}", asdict(costs))
+        return costs
 
     def _cut(self, dtype: torch.dtype) -> CutModel:
         """Return the model with no weights, parameters in this dtype, cut."""
@@ -173,9 +173,7 @@ def of_run(run: RunConfig) -> UnitCosts:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Running the units
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- running the units ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -365,10 +363,9 @@ class _Bench:
 
     def live(self, index: int, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Bind trainables as :meth:`blockwalk.engine.engine.Engine.bind_trainables` does."""
-        used = {p.name: self.compute_dtype_of(p) for p in self.cut.spec().params()}
-        return self.cut.bind(
-            index, {name: master.detach().to(used[name]) for name, master in masters.items()}
-        )
+        dtypes = {p.name: self.compute_dtype_of(p) for p in self.cut.spec().params()}
+        values = {name: master.detach().to(dtypes[name]) for name, master in masters.items()}
+        return self.cut.bind(index, values)
 
 
 def _measure(cut: CutModel, traits: _Traits, shape: Shape, device: str, padded: bool) -> Costs:
@@ -380,11 +377,11 @@ def _measure(cut: CutModel, traits: _Traits, shape: Shape, device: str, padded: 
     costs = {"prologue": cost, "epilogue": _epilogue(bench, prologue, device)}
     # where torch sees no GPU, whatever its build, blocks are run as on a CPU: attention saves its
     # inputs there as well
-    where = torch.device(device if torch.cuda.is_available() else "cpu")
+    measured_on = torch.device(device if torch.cuda.is_available() else "cpu")
     handed = Handed()
     for index, unit in enumerate(cut.spec().blocks, 1):
         if unit.kind not in costs or cut.anatomy.hands_on:
-            measured = _block(replace(bench, device=where), index, unit, prologue, handed)
+            measured = _block(replace(bench, device=measured_on), index, unit, prologue, handed)
             costs.setdefault(unit.kind, measured)
     nbytes = sum(leaf.nbytes for entry in handed.entries for leaf in entry.leaves)
     gradients = nbytes if traits.backprop else 0
@@ -459,10 +456,8 @@ def _block(
             leaves = bench.live(index, masters)
             input_BSD = hidden_BSD.detach().requires_grad_()
             layer = cut.layer_name(index)
-            found = (values.get(f"{layer}.{path}.weight") for path in cut.anatomy.unread)
-            with lazy_linear.unread(
-                [weight for weight in found if isinstance(weight, _FakeWeight)]
-            ):
+            unread = (values.get(f"{layer}.{path}.weight") for path in cut.anatomy.unread)
+            with lazy_linear.unread([w for w in unread if isinstance(w, _FakeWeight)]):
                 result = cut.run(call, input_BSD)
             saved = meter.live
             again = meter.work
@@ -489,10 +484,10 @@ def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in leaves:
-            made = torch.empty_strided(
+            leaf = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
             )
-            leaves[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+            leaves[id(tensor)] = leaf.requires_grad_(tensor.requires_grad)
         return leaves[id(tensor)]
 
     arguments = rebuild(call.arguments, fake, "an argument")
@@ -634,9 +629,7 @@ def _update_pieces(bench: _Bench, drawn: bool, device: str) -> int:
     return encoded + (not linear or drawn) * 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What was measured once is kept
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- what was measured once is kept --------------------------------------------------------------
 
 
 def _digest(config: Any, lora: Any, device: str, padded: bool, cut: bool) -> str:

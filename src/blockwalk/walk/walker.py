@@ -121,8 +121,8 @@ class Walker:
         ValueError: the model cannot be walked, or does not fit the plan, or the ledger is another
             run's.
 
-    >>> walker = Walker("Qwen2.5-0.5B", blockwalk.method("mebp"), lora={"rank": 8})  # doctest: +SKIP
-    >>> walker.step(batch).loss                                                               # doctest: +SKIP
+    >>> plan = blockwalk.method("mebp")  # doctest: +SKIP
+    >>> Walker("Qwen2.5-0.5B", plan, lora={"rank": 8}).step(batch).loss  # doctest: +SKIP
     """
 
     def __init__(

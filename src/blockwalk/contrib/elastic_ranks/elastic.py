@@ -8,7 +8,7 @@ losses; what has not come in time the host computes itself. So a rank may end at
 only the host decides a step. Losses are added up exactly, in the order of the pieces: no bit
 depends on who computed what.
 
-    header       facts of the run, and its ledger's header: a rank compares them with its own before it works
+    header       facts of the run, and its ledger's header: a rank compares them with its own
     entry/7      the ledger's line of step 7, decided once
     asks         a line for each rank that wants to take part from the next turn on
     turn         the newest turn; turn/9 is there once the ninth has begun
@@ -214,20 +214,21 @@ class Elastic:
             Lent: on a rank that joined: it has answered.
         """
         took = time.monotonic() - self._began
-        of_piece = [list(own[at : at + rows]) for at in range(0, len(own), rows)]
+        of_pieces = [list(own[start : start + rows]) for start in range(0, len(own), rows)]
         self.pace = took / len(self._own)
         if self.number:
-            answer = {"pace": self.pace, "losses": of_piece}
+            answer = {"pace": self.pace, "losses": of_pieces}
             self.store.set(f"losses/{self.turn['number']}/{self.number}", json.dumps(answer))
             raise Lent
         self._paces[0] = self.pace
-        self._known |= zip(self._own, of_piece, strict=True)
+        self._known |= zip(self._own, of_pieces, strict=True)
         self._collect(step, took)
         if len(self._known) < passes * len(counted):
             raise WalkAgain
-        known = self._known
+        losses = self._known
         self._known = {}
-        return [[loss for m in range(len(counted)) for loss in known[p, m]] for p in range(passes)]
+        cuts = range(len(counted))
+        return [[loss for m in cuts for loss in losses[p, m]] for p in range(passes)]
 
 
 def _request(line: str) -> tuple[int, float | None] | None:

@@ -100,10 +100,10 @@ def replay_(parameters: Mapping[str, Tensor], entry: LedgerEntry, rule: ZerothOr
 
 
 class InPlace:
-    """The original's arithmetic (:class:`~blockwalk.estimators.zeroth_order.arithmetic.Arithmetic`):
-    forwards read the weights as they lie, which PERTURB, UPDATE_ALL and REPLAY change.
+    """The original's arithmetic, see :mod:`blockwalk.estimators.zeroth_order.arithmetic`: forwards
+    read the weights as they lie, which PERTURB, UPDATE_ALL and REPLAY change.
 
-    Arguments as :class:`~blockwalk.estimators.zeroth_order.arithmetic.PerturbedCopies`."""
+    Arguments as those of ``PerturbedCopies``."""
 
     def __init__(
         self, engine: Engine, buckets: Buckets, rule: ZerothOrderRule, entries: StepEntries

@@ -87,29 +87,27 @@ def add_low_rank_(
     """Return ``out`` (float32, contiguous) += scale·z for each of one parameter's noises in turn,
     of the range that the arguments say as in :meth:`LowRank.fill_`, without a z of its size."""
     length = noises[0].columns
-    (row, column), whole_RD = divmod(start, length), out
+    row, column = divmod(start, length)
+    rows: Tensor | range
+    target_RD = out
     if where.get("pitch") is not None:
-        lines: Tensor | range = (
-            range(row, row + len(out)) if (rows := where.get("rows")) is None else rows
-        )
+        named = where.get("rows")
+        rows = range(row, row + len(out)) if named is None else named
         columns = range(column, column + out.shape[1])
-    else:
-        lines = range(row, -(-(start + out.numel()) // length))
+    else:  # a run of elements is a part of these rows
+        rows = range(row, -(-(start + out.numel()) // length))
         columns = range(length)
-        missing = len(lines) * length - out.numel()
-        whole_RD = (F.pad(out.view(-1), (column, missing - column)) if missing else out).view(
-            -1, length
-        )
-    pairs = [noise.factors(lines, columns, out.device) for noise in noises]
-    add_products_(whole_RD, [a for a, _ in pairs], [b for _, b in pairs], scales)
-    return (
-        out
-        if whole_RD.numel() == out.numel()
-        else out.copy_(whole_RD.view(-1)[column:][: out.numel()].view_as(out))
-    )
+        missing = len(rows) * length - out.numel()
+        padded = F.pad(out.view(-1), (column, missing - column)) if missing else out
+        target_RD = padded.view(-1, length)
+    pairs = [noise.factors(rows, columns, out.device) for noise in noises]
+    add_products_(target_RD, [a for a, _ in pairs], [b for _, b in pairs], scales)
+    if target_RD.numel() == out.numel():
+        return out
+    return out.copy_(target_RD.view(-1)[column:][: out.numel()].view_as(out))
 
 
-class Asked(NamedTuple):
+class DrawKey(NamedTuple):
     """The place of one z among all: seed, step and query, and the parameter."""
 
     seed: int
@@ -141,33 +139,33 @@ class Draws:
             query = derive_seed("pool", seed, step, query) % pool
             step = 0
         make = resolved(self.noise.implementation or _MAKERS[self.zo.noise])
-        noise: Noise = make(self, Asked(seed, step, query, name))
+        noise: Noise = make(self, DrawKey(seed, step, query, name))
         return noise
 
 
-def _elementwise(draws: Draws, asked: Asked) -> Noise:
+def _elementwise(draws: Draws, key: DrawKey) -> Noise:
     element: NoiseKind = "rademacher" if draws.noise.element == "rademacher" else "gaussian"
-    return Elementwise(NoiseKey(*asked), element)
+    return Elementwise(NoiseKey(*key), element)
 
 
-def _low_rank(draws: Draws, asked: Asked) -> Noise:
-    param = draws.parameters[asked.name]
+def _low_rank(draws: Draws, key: DrawKey) -> Noise:
+    param = draws.parameters[key.name]
     rank = draws.zo.noise_rank
     columns = param.shape[-1] if len(param.shape) > 1 else 1
     if min(columns, param.numel // columns) <= rank:
-        return _elementwise(draws, asked)
-    since = max(asked.step - 1, 0) // draws.zo.noise_interval
+        return _elementwise(draws, key)
+    since = max(key.step - 1, 0) // draws.zo.noise_interval
     return LowRank(
-        NoiseKey(*asked, "left"), NoiseKey(*asked._replace(step=since), "right"), rank, columns
+        NoiseKey(*key, "left"), NoiseKey(*key._replace(step=since), "right"), rank, columns
     )
 
 
-def stream(draws: Draws, asked: Asked) -> Noise:
-    seed = derive_seed(asked.seed, asked.query) if asked.query else asked.seed
-    return draws.streams.of(seed, asked.name)
+def stream(draws: Draws, key: DrawKey) -> Noise:
+    seed = derive_seed(key.seed, key.query) if key.query else key.seed
+    return draws.streams.of(seed, key.name)
 
 
-_MAKERS: dict[str, Callable[[Draws, Asked], Noise]] = {
+_MAKERS: dict[str, Callable[[Draws, DrawKey], Noise]] = {
     "gaussian": _elementwise,
     "rademacher": _elementwise,
     "lowrank": _low_rank,

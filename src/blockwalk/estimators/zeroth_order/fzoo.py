@@ -16,7 +16,7 @@ from blockwalk.plan.choices import ZerothOrderSettings
 def scalars(zo: ZerothOrderSettings, losses: Sequence[float]) -> tuple[Numbers, Numbers]:
     base, *sided = losses
     sigma = statistics.pstdev(sided)
-    return tuple((each - base) / sigma if sigma else 0.0 for each in sided), ()
+    return tuple((loss - base) / sigma if sigma else 0.0 for loss in sided), ()
 
 
 KIND = Kind(scalars)

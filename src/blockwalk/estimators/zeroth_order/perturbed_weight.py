@@ -74,8 +74,8 @@ class PerturbedWeight:
         return self.master.layout.rows, self.master.layout.columns
 
     def rows(self, start: int, stop: int) -> Tensor:
-        own = self.master.layout.code_dtype if self.master.dense else torch.float32
-        if not self.scale and own == self.dtype:
+        decoded = self.master.layout.code_dtype if self.master.dense else torch.float32
+        if not self.scale and decoded == self.dtype:
             return self.master.rows(start, stop, self.scratch, "value")
         return self._some_rows(start, stop)
 
@@ -84,7 +84,8 @@ class PerturbedWeight:
         noise of the matrix's size."""
         if not self.scale or not isinstance(self.noise, LowRank) or self.direction_ is not None:
             return self
-        (rows, columns), device = self.shape, self.master.bytes_P.device
+        rows, columns = self.shape
+        device = self.master.bytes_P.device
         a_NR, b_DR = self.noise.factors(range(rows), range(columns), device)
         return LowRankSum(
             replace(self, scale=0.0), a_NR.mul_(self.scale).to(self.dtype), b_DR.to(self.dtype)
@@ -117,9 +118,9 @@ class PerturbedWeight:
     def into(self, out_RD: Tensor) -> Tensor:
         """Return all of it into ``out_RD`` [R, D], a range at a time; returns it."""
         rows, columns = self.shape
-        some = max(1, DECODE_BYTES[out_RD.device.type] // max(1, columns * self.dtype.itemsize))
-        for first in range(0, rows, some):
-            self._some_rows(first, min(first + some, rows), out_RD[first : first + some])
+        count = max(1, DECODE_BYTES[out_RD.device.type] // max(1, columns * self.dtype.itemsize))
+        for start in range(0, rows, count):
+            self._some_rows(start, min(start + count, rows), out_RD[start : start + count])
         return out_RD
 
     def _perturb(
@@ -189,9 +190,8 @@ def with_scales(
 ) -> BucketTensor:
     """Return a copy of a matrix in codes, its scales under a perturbation."""
     copied = replace(master, bytes_P=master.bytes_P.clone())
-    PerturbedWeight(master.scales, noise, scale, (own := copied.scales.tensor).dtype, scratch).into(
-        own
-    )
+    scales = copied.scales.tensor
+    PerturbedWeight(master.scales, noise, scale, scales.dtype, scratch).into(scales)
     return copied
 
 
@@ -199,22 +199,22 @@ def perturbed_at_once(weights: Sequence[PerturbedWeight]) -> dict[str, Tensor]:
     """Return those of the weights whose numbers are plain, and whose noise is drawn by element, by
     name: each whole and freshly allocated in its own shape, in one launch of an accelerator's
     kernel: the vectors of a block."""
-    found = [
+    plain = [
         (w, w.noise)
         for w in weights
         if w.master.dense and isinstance(w.noise, Elementwise) and not w.rounding
     ]
-    if not found:
+    if not plain:
         return {}
     outs = [
         torch.empty(w.master.layout.shape, dtype=w.dtype, device=w.master.bytes_P.device)
-        for w, _ in found
+        for w, _ in plain
     ]
-    words = [word for _, noise in found for word in sent(noise.key)]
-    masters = [w.master.tensor for w, _ in found]
-    starts = [w.master.origin for w, _ in found]
-    scales = [w.scale for w, _ in found]
+    words = [word for _, noise in plain for word in sent(noise.key)]
+    masters = [w.master.tensor for w, _ in plain]
+    starts = [w.master.origin for w, _ in plain]
+    scales = [w.scale for w, _ in plain]
     torch.ops.blockwalk.advance_(
-        masters, outs, starts, words, scales, 0, 0, False, found[0][1].kind
+        masters, outs, starts, words, scales, 0, 0, False, plain[0][1].kind
     )
-    return {noise.key.name: out for (_, noise), out in zip(found, outs, strict=True)}
+    return {noise.key.name: out for (_, noise), out in zip(plain, outs, strict=True)}

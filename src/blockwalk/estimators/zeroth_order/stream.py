@@ -48,9 +48,9 @@ class Streams:
         if self.drawn != (seed, place):
             generator = torch.Generator(device)
             states = self._of_step(seed, generator)
-            at = max(known for known in states if known <= place)
-            generator.set_state(states[at])
-            for number in range(at, place + 1):
+            nearest = max(number for number in states if number <= place)
+            generator.set_state(states[nearest])
+            for number in range(nearest, place + 1):
                 self._buffer(number, device).normal_(generator=generator)
                 states[number + 1] = generator.get_state()
                 if len(states) > KEPT + 1:  # the lowest goes, and not the first of all

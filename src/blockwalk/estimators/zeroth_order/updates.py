@@ -1,8 +1,8 @@
 """Zeroth-order updates: one entry of the ledger applied to one parameter, the same function
 wherever and whenever it runs.
 
-The rule is a value, an :class:`~blockwalk.checkpoints.ledger.LedgerEntry` holds every scalar that it
-reads, and the noise is generated again; so an update can wait, be applied to any slice, or be
+The rule is a value, a :class:`~blockwalk.checkpoints.ledger.LedgerEntry` holds every scalar that
+it reads, and the noise is generated again; so an update can wait, be applied to any slice, or be
 replayed from a file. Everything is float32, each product and sum rounded by itself, d = Σ cᵢ·zᵢ
 with cᵢ = gᵢ/q:
 
@@ -127,26 +127,23 @@ def apply_entries_(
     if master is None or not entries or not master.layout.rows * master.layout.columns:
         return
     piece = max(1, UPDATE_ELEMENTS[master.bytes_P.device.type] // master.layout.columns)
-    for first in range(0, master.layout.rows, piece):
-        last = min(first + piece, master.layout.rows)
-        for entry in (
-            entries
-        ):  # what the codec rounded is read again: the next entry sees what a tier would have kept
-            x_RD = master.load(first, last, scratch, "value")
-            states = {
-                state: tensors[state].load(first, last, scratch, state) for state in rule.states
-            }
+    for start in range(0, master.layout.rows, piece):
+        stop = min(start + piece, master.layout.rows)
+        # what the codec rounded is read again: the next entry sees what a tier would have kept
+        for entry in entries:
+            x_RD = master.load(start, stop, scratch, "value")
+            states = {s: tensors[s].load(start, stop, scratch, s) for s in rule.states}
             _advance_(
                 rule,
                 entry,
                 name,
-                master.origin + first * master.layout.columns,
+                master.origin + start * master.layout.columns,
                 x_RD,
                 states,
                 scratch,
             )
             for state, tensor in {"": x_RD, **states}.items():
-                tensors[state].save(first, tensor, _rounding(rule, entry, name, state))
+                tensors[state].save(start, tensor, _rounding(rule, entry, name, state))
 
 
 def apply_all_(
@@ -221,7 +218,7 @@ def _as_sent(
     decay = 1.0 - rate * rule.optimizer.weight_decay if rule.decays(name) else 1.0
     return [sent(rounding) or [0, 0], *map(sent, keys)], [
         decay,
-        *(-rate * each for each in entry.coefficients),
+        *(-rate * coefficient for coefficient in entry.coefficients),
     ]
 
 
@@ -278,10 +275,10 @@ def _advance_(
     def add_direction(target_RD: Tensor, factor: float) -> None:
         """``target_RD`` += factor·cᵢ·zᵢ for each query in turn, with the kind's direction in place
         of zᵢ."""
-        if kind.direction_ is None and (
-            thin := [noise for noise in noises if isinstance(noise, LowRank)]
-        ):
-            add_low_rank_(target_RD, thin, [factor * each for each in entry.coefficients], start)
+        low_rank = [noise for noise in noises if isinstance(noise, LowRank)]
+        if kind.direction_ is None and low_rank:
+            scales = [factor * coefficient for coefficient in entry.coefficients]
+            add_low_rank_(target_RD, low_rank, scales, start)
             return
         for noise, coefficient in zip(noises, entry.coefficients, strict=True):
             if kind.direction_ is None and isinstance(noise, Elementwise):
