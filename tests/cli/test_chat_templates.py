@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -27,20 +26,15 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def train(tiny_run: TinyRun, data: Path, out: Path, *more: str) -> int:
-    settings = [
-        "--data.train",
-        str(data),
-        "--batch_size",
-        "2",
-        "--max_steps",
-        "2",
-        "--save_every",
-        "1",
-    ]
-    return main.main(
-        ["train", "--model", str(tiny_run.model), "--output_dir", str(out), *settings, *more]
-    )
+def blockwalk(*words: object) -> int:
+    """The exit code of a command."""
+    return main.main([str(word) for word in words])
+
+
+def train(tiny_run: TinyRun, data: Path, out: Path, *more: object) -> int:
+    settings = ["--batch_size=2", "--max_steps=2", "--save_every=1", *more]
+    places = ["--model", tiny_run.model, "--data.train", data, "--output_dir", out]
+    return blockwalk("train", *places, *settings)
 
 
 def test_a_base_model_learns_chats_and_its_template_goes_along(
@@ -54,34 +48,29 @@ def test_a_base_model_learns_chats_and_its_template_goes_along(
 
     template = tmp_path / "mine.jinja"
     template.write_text(ASKING)
-    given = ["--data.chat_template", str(template), "--data.chat_template_arguments.mark", "is"]
-    assert train(tiny_run, data, out, *given, "--lora.rank", "2") == 0
+    chat = ["--data.chat_template", template, "--data.chat_template_arguments.mark", "is"]
+    assert train(tiny_run, data, out, *chat, "--lora.rank=2") == 0
     said = capsys.readouterr().out
     assert "useris one</s>assistantis ⟦two</s>⟧" in said
     adapter = out / "adapter"
     assert (adapter / "chat_template.jinja").read_text() == ASKING
     assert AutoTokenizer.from_pretrained(adapter).chat_template == ASKING
 
-    model = ["--model", str(tiny_run.model), "--method", "plain", "--max_new_tokens", "3"]
+    generate = ["generate", "--model", tiny_run.model, "--adapter", adapter, "--method=plain"]
+    generate += ["--max_new_tokens=3", "--prompt"]
     mark = ["--data.chat_template_arguments", "{mark: is}"]
     capsys.readouterr()
-    assert (
-        main.main(
-            ["generate", *model, *mark, "--adapter", str(adapter), "--chat", "--prompt", "one"]
-        )
-        == 0
-    )
+    assert blockwalk(*generate, "one", "--chat", *mark) == 0
     with_template = capsys.readouterr().out
-    plain = "useris one</s>assistantis "
-    assert main.main(["generate", *model, "--adapter", str(adapter), "--prompt", plain]) == 0
+    assert blockwalk(*generate, "useris one</s>assistantis ") == 0
     assert with_template == capsys.readouterr().out
 
     merged = tmp_path / "merged"
-    assert main.main(["merge", str(tiny_run.model), str(adapter), str(merged)]) == 0
+    assert blockwalk("merge", tiny_run.model, adapter, merged) == 0
     assert AutoTokenizer.from_pretrained(merged).chat_template == ASKING
 
     gguf = pytest.importorskip("gguf")
-    assert main.main(["gguf", str(merged), str(tmp_path / "m.gguf")]) == 0
+    assert blockwalk("gguf", merged, tmp_path / "m.gguf") == 0
     fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
     assert fields["tokenizer.chat_template"].contents() == ASKING
 
@@ -94,26 +83,15 @@ def test_what_was_trained_needs_the_file_of_its_template_no_more(
     template = tmp_path / "mine.jinja"
     template.write_text(ASKING)
     adapters = ["--lora.rank", lora] if lora else ["--lora", "false"]
-    assert (
-        train(
-            tiny_run,
-            data,
-            out,
-            "--method",
-            "plain",
-            "--data.chat_template",
-            str(template),
-            *adapters,
-        )
-        == 0
-    )
-    asked = ["generate", str(out), "--chat", "--prompt", "one", "--max_new_tokens", "3"]
+    settings = ["--method=plain", "--data.chat_template", template, *adapters]
+    assert train(tiny_run, data, out, *settings) == 0
+    generate = ["generate", out, "--chat", "--prompt=one", "--max_new_tokens=3"]
     capsys.readouterr()
-    assert main.main(asked) == 0
-    before = capsys.readouterr().out
+    assert blockwalk(*generate) == 0
+    answer = capsys.readouterr().out
     template.unlink()
-    assert main.main(asked) == 0
-    assert capsys.readouterr().out == before
+    assert blockwalk(*generate) == 0
+    assert capsys.readouterr().out == answer
 
 
 @pytest.mark.parametrize("change", ["file", "name"])
@@ -123,21 +101,13 @@ def test_a_run_does_not_go_on_with_another_template(
     out = tmp_path / "run"
     template = tmp_path / "mine.jinja"
     template.write_text(ASKING)
-    assert (
-        train(tiny_run, data, out, "--method", "plain", "--data.chat_template", str(template)) == 0
-    )
+    plain = ["--method=plain", "--data.chat_template"]
+    assert train(tiny_run, data, out, *plain, template) == 0
     template.write_text(ASKING.replace("eos_token", "'!'"))
-    name = str(template) if change == "file" else "chatml"
+    name = template if change == "file" else "chatml"
     capsys.readouterr()
-    more: list[Any] = [
-        "--data.chat_template",
-        name,
-        "--resume_from_checkpoint",
-        "latest",
-        "--max_steps",
-        "3",
-    ]
-    assert train(tiny_run, data, out, "--method", "plain", *more) == 2
+    more = ["--resume_from_checkpoint=latest", "--max_steps=3"]
+    assert train(tiny_run, data, out, *plain, name, *more) == 2
     assert "the chat template" in capsys.readouterr().err
 
 
@@ -146,8 +116,8 @@ def test_a_turn_ends_where_generation_stops(
 ) -> None:
     """A tokenizer of bytes has no ``<|im_end|>``: its end of text is learnt in that place, and a
     note says so."""
-    args = ["--data.chat_template", "chatml", "--method", "plain", "--dry-run"]
-    assert train(tiny_run, data, tmp_path / "run", *args) == 0
+    settings = ["--data.chat_template=chatml", "--method=plain", "--dry-run"]
+    assert train(tiny_run, data, tmp_path / "run", *settings) == 0
     said = capsys.readouterr().out
     assert "⟦two</s>⟧" in said
     assert "data.chat_template: chatml" in said

@@ -221,45 +221,6 @@ METHODS_FOLLOWED = frozenset(
 )
 """Methods that are called as in a Trainer."""
 
-METHODS_REFUSED = frozenset(
-    [
-        "compute_loss",
-        "compute_loss_context_manager",
-        "autocast_smart_context_manager",
-        "create_optimizer",
-        "create_optimizer_and_scheduler",
-        "get_optimizer_cls_and_kwargs",
-        "get_decay_parameter_names",
-        "get_optimizer_group",
-        "get_learning_rates",
-        "get_num_trainable_parameters",
-        "_get_num_items_in_batch",
-        "_prepare_input",
-        "_prepare_inputs",
-        "_prepare_context_parallel_inputs",
-        "get_sp_size",
-        "get_cp_size",
-        "get_tp_size",
-        "_defer_fsdp_gradient_reduction",
-        "_sync_replicated_trainable_parameters",
-        "_wrap_model",
-        "_update_auto_batch_size",
-        "_mixed_mesh_grad_norm",
-        "_has_mixed_mesh_grads",
-        "_clip_grad_norm",
-        "_get_grad_norm",
-        "_save_scaler",
-        "_load_scaler",
-        "hyperparameter_search",
-        "call_model_init",
-        "_hp_search_setup",
-        "_report_to_hp_search",
-        "_tune_save_checkpoint",
-        "_move_model_to_device",
-    ]
-)
-"""Methods that a walk never calls: overriding one would change nothing."""
-
 PASSED = frozenset(
     {"train_dataset", "eval_dataset", "data_collator", "processing_class", "callbacks"}
 )
