@@ -51,15 +51,12 @@ class Listeners:
     walker: Walker
     run: RunConfig
     on_any_rank: bool
-    """Whether several ranks tell one another what their callbacks answered: one of them has
-    some."""
+    """Whether ranks tell one another what their callbacks answered: one of them has some."""
 
     @classmethod
     def of(cls, callbacks: Sequence[Callback], walker: Walker, run: RunConfig) -> Listeners:
         """Return the callbacks of a run; every rank calls this together."""
-        counts: list[list[float]] = []
-        if walker.ranks.world > 1:
-            counts = walker.ranks.exchange([float(len(callbacks))])
+        counts = walker.ranks.exchange([float(len(callbacks))])
         return cls(callbacks, walker, run, any(count for (count,) in counts))
 
     def tell(self, name: EventName, values: Mapping[str, Any]) -> bool:
