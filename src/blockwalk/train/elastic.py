@@ -1,5 +1,5 @@
-"""A process that joins an elastic run (:mod:`blockwalk.contrib.elastic_ranks`): it keeps its weights
-at the ledger's end, and lends the run forwards, until the run ends or this process does."""
+"""A process that joins an elastic run (:mod:`blockwalk.contrib.elastic_ranks`): it keeps its
+weights at the ledger's end, and lends the run forwards, until the run ends or this process does."""
 
 from __future__ import annotations
 
