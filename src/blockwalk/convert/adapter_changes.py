@@ -19,8 +19,8 @@ from blockwalk.system.paths import StrPath
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an adapter does to one parameter [N, D]: replace it, then add scaling · left [N, R] ·
-    right [R, D], then give each row the norm that ``magnitude_N`` says."""
+    """A change of one parameter [N, D]: it is replaced, then scaling · left [N, R] · right [R, D]
+    is added, then each row gets the norm that ``magnitude_N`` says."""
 
     replacement: Tensor | None = None
     left_NR: Tensor | None = None

@@ -77,10 +77,10 @@ def replay(
         ValueError: the ledger is damaged or of another version, the base is not the run's, or
             ``out`` exists; or the weights that come out are not those that an exported ledger says.
     """
-    found, entries = read_for(ledger, until)
-    _refuse_output(out, base, ledger, found)
+    header, entries = read_for(ledger, until)
+    _refuse_output(out, base, ledger, header)
     with (
-        ReplayedRun(Path(base), found, entries, progress, device) as run,
+        ReplayedRun(Path(base), header, entries, progress, device) as run,
         atomic_files.atomic_folder(out) as folder,
     ):
         run.write(folder)
@@ -112,25 +112,24 @@ def export(
         ValueError: as :func:`replay`; or the run began from a saved adapter, which would have to go
             with the file.
     """
-    found, entries = read_for(ledger, until)
-    _refuse_output(out, base, ledger, found)
-    if isinstance(found["lora"], str):
+    header, entries = read_for(ledger, until)
+    _refuse_output(out, base, ledger, header)
+    if isinstance(header["lora"], str):
         raise ValueError(
-            f"this run began from the adapter in {found['lora']}: a ledger is enough only where a"
-            " run begins from its base;"
-            " hand on the adapter that it trained"
+            f"this run began from the adapter in {header['lora']}: a ledger is enough only where a"
+            " run begins from its base; hand on the adapter that it trained"
         )
     if rebuild:
-        with ReplayedRun(Path(base), found, entries, progress, device) as replayed:
+        with ReplayedRun(Path(base), header, entries, progress, device) as replayed:
             deque(replayed.units_after(), maxlen=0)
-        found = {**found, "result": replayed.result}
-    return len(entries), write_exported(out, found, entries)
+        header = {**header, "result": replayed.result}
+    return len(entries), write_exported(out, header, entries)
 
 
-def _refuse_output(out: StrPath, base: StrPath, ledger: StrPath, found: Mapping[str, Any]) -> None:
+def _refuse_output(out: StrPath, base: StrPath, ledger: StrPath, header: Mapping[str, Any]) -> None:
     """Refuse an output that exists, or lies over the base, the ledger, or the adapter that the run
     began from."""
-    lora = found["lora"]
+    lora = header["lora"]
     adapter = adapter_paths(lora) if isinstance(lora, str) else []
     refuse_output(out, model=model_paths(base), ledger=[file_of(ledger, NAME)], adapter=adapter)
 
@@ -138,18 +137,18 @@ def _refuse_output(out: StrPath, base: StrPath, ledger: StrPath, found: Mapping[
 def read_for(ledger: StrPath, until: int | None) -> tuple[dict[str, Any], list[LedgerEntry]]:
     """Return a ledger's header and its steps up to ``until`` (all of them unless given), where this
     version can apply them."""
-    found, entries = read_ledger(file_of(ledger, NAME))
+    header, entries = read_ledger(file_of(ledger, NAME))
     if until is not None and not 0 <= until <= len(entries):
         raise ValueError(f"--until is {until}, and {ledger} has the steps 0 to {len(entries)}")
-    if found["noise_version"] != GENERATOR_VERSION:
+    if header["noise_version"] != GENERATOR_VERSION:
         raise ValueError(
-            f"{ledger} was written with noise of version {found['noise_version']}; this version"
-            " of blockwalk draws version"
-            f" {GENERATOR_VERSION}: replay it with the blockwalk that wrote it"
+            f"{ledger} was written with noise of version {header['noise_version']}; this version of"
+            f" blockwalk draws version {GENERATOR_VERSION}: replay it with the blockwalk that wrote"
+            " it"
         )
     if until not in (None, len(entries)):
-        found.pop("result", None)  # it is that of the last step
-    return found, entries[:until]
+        header.pop("result", None)  # it is that of the last step
+    return header, entries[:until]
 
 
 class ReplayedRun:
@@ -157,7 +156,7 @@ class ReplayedRun:
 
     Args:
         base: the model that it began from.
-        found: the ledger's header; where it has a ``result``, what comes out is compared with that.
+        header: the ledger's header; its ``result``, if any, is what the weights must come to.
         entries: the steps to apply.
         progress, device: as :func:`replay`.
     """
@@ -165,31 +164,35 @@ class ReplayedRun:
     def __init__(
         self,
         base: Path,
-        found: Mapping[str, Any],
+        header: Mapping[str, Any],
         entries: Sequence[LedgerEntry],
         progress: Progress | None,
         device: str | None,
     ) -> None:
         self.device = chosen(device)
         self.base = base
-        self.header = found
+        self.header = header
         self.entries = entries
         self.progress = progress
         self.module: Any = build_skeleton(base)
         self.buffers = persistent_buffers(self.module)
         self.source = open_source(base, self.module)
-        lora = found["lora"]
+        lora = header["lora"]
         if lora is not None:
             adapter = lora if isinstance(lora, str) else adapter_settings(lora)
-            given = {"seed": found["seed"], "revision": model_source(base).revision}
             self.module = adapt(
-                self.module, adapter, read=lambda name: self.source.weights([name])[name], **given
+                self.module,
+                adapter,
+                seed=header["seed"],
+                revision=model_source(base).revision,
+                read=lambda name: self.source.weights([name])[name],
             )
         self.cut = certified(self.module)
         self.spec = self._as_it_was(self.cut.spec())
-        self.rule = rule_of(found, trained_in_order(self.cut, self.spec), len(entries))
+        self.rule = rule_of(header, trained_in_order(self.cut, self.spec), len(entries))
+        self._replay_at_once = NOISES[self.rule.zo.noise].replay
         states = self.rule.states
-        codec = Codec(found["codec"])
+        codec = Codec(header["codec"])
         spec, written_as = trainable_spec(
             self.spec, codec, {name: kept for name, (kept, _) in states.items()}
         )
@@ -203,10 +206,12 @@ class ReplayedRun:
     def _as_it_was(self, spec: ModelSpec) -> ModelSpec:
         """Return the model with the run's trainables, in the run's dtypes."""
         trained = {name: (tuple(shape), dtype) for name, shape, dtype in self.header["parameters"]}
-        known = {p.name: p.shape for p in spec.params()}
-        if wrong := [name for name, (shape, _) in trained.items() if known.get(name) != shape]:
+        shapes = {p.name: p.shape for p in spec.params()}
+        missing = [name for name, (shape, _) in trained.items() if shapes.get(name) != shape]
+        if missing:
             raise ValueError(
-                f"{self.base} is not what this ledger builds on: it has no {wrong[0]} of that shape"
+                f"{self.base} is not what this ledger builds on: it has no {missing[0]} of that"
+                " shape"
             )
 
         def as_trained(p: ParamSpec) -> ParamSpec:
@@ -219,41 +224,41 @@ class ReplayedRun:
     def units_after(self) -> Iterator[dict[str, Value]]:
         """Yield the trainables of each unit in turn, after the last entry; those of the units
         before are no longer held."""
-        done = 0
+        replayed_bytes = 0
         total = sum(unit.nbytes for unit in self.units)
-        after = self._after_at_once() if NOISES[self.rule.zo.noise].replay else self._after()
-        for unit, trained in zip(self.units, after, strict=True):
+        in_turn = self._after_at_once() if self._replay_at_once else self._after()
+        for unit, trained in zip(self.units, in_turn, strict=True):
             yield trained
-            done += unit.nbytes
+            replayed_bytes += unit.nbytes
             if self.progress is not None:
-                self.progress(done, total)
+                self.progress(replayed_bytes, total)
 
     def _after(self) -> Iterator[dict[str, Value]]:
         """Yield the trainables of each unit after the last entry, a unit at a time."""
         scratch = ScratchArena()
-        after = []
+        sums = []
         for number in range(len(self.units)):
             bytes_P = self._fill(number)
-            apply_all_(
-                self.rule, self.entries, tensors_in(self.units[number], bytes_P).items(), scratch
-            )
+            tensors = tensors_in(self.units[number], bytes_P)
+            apply_all_(self.rule, self.entries, tensors.items(), scratch)
             bytes_P = bytes_P.cpu()
-            after.append(crc32(bytes_P))
+            sums.append(crc32(bytes_P))
             yield values_of(tensors_in(self.units[number], bytes_P))
-        self._check(after)
+        self._check(sums)
 
     def _after_at_once(self) -> Iterator[dict[str, Value]]:
         """Yield the trainables of each unit after the last entry, under the original's noise: its
         draws go through all parameters at once, so that the whole model is held."""
-        whole = [self._fill(number) for number in range(len(self.units))]
+        buckets = [self._fill(number) for number in range(len(self.units))]
         filled = [
-            tensors_in(unit, bytes_P) for unit, bytes_P in zip(self.units, whole, strict=True)
+            tensors_in(unit, bytes_P) for unit, bytes_P in zip(self.units, buckets, strict=True)
         ]
         tensors = {name: states[""].tensor for cells in filled for name, states in cells.items()}
-        resolved(NOISES[self.rule.zo.noise].replay)(self.cut, tensors, self.entries, self.rule)
-        whole = [bytes_P.cpu() for bytes_P in whole]
-        self._check([crc32(bytes_P) for bytes_P in whole])
-        for unit, bytes_P in zip(self.units, whole, strict=True):
+        apply = resolved(self._replay_at_once)
+        apply(self.cut, tensors, self.entries, self.rule)
+        buckets = [bytes_P.cpu() for bytes_P in buckets]
+        self._check([crc32(bytes_P) for bytes_P in buckets])
+        for unit, bytes_P in zip(self.units, buckets, strict=True):
             yield values_of(tensors_in(unit, bytes_P))
 
     def _fill(self, number: int) -> torch.Tensor:
@@ -262,7 +267,7 @@ class ReplayedRun:
         self.units[number] = fill(self.units[number], self.initial, bytes_P)
         return bytes_P.to(self.device)
 
-    def _check(self, after: Sequence[int]) -> None:
+    def _check(self, sums: Sequence[int]) -> None:
         """Compare the base with the run's, and the CRC of each unit's bytes with that of an
         exported ledger."""
         if checksum(self.units) != self.header["base"]:
@@ -270,13 +275,12 @@ class ReplayedRun:
                 f"{self.base} is not what this ledger builds on: the weights differ from those"
                 " that the run began with"
             )
-        self.result = hashlib.blake2b(json.dumps(after).encode(), digest_size=16).hexdigest()
+        self.result = hashlib.blake2b(json.dumps(sums).encode(), digest_size=16).hexdigest()
         if self.header.get("result", self.result) != self.result:
             raise ValueError(
                 "the weights that came out are not those that the ledger was exported with"
-                f" ({self.result}, and not"
-                f" {self.header['result']}); optimizers other than sgd may differ between builds"
-                " of torch"
+                f" ({self.result}, and not {self.header['result']}); optimizers other than sgd may"
+                " differ between builds of torch"
             )
 
     def write(self, folder: Path) -> None:

@@ -86,17 +86,16 @@ def convert(
     if config.model_type not in FAMILIES:
         raise ValueError(
             f"{config.model_type} is not among {', '.join(FAMILIES)}: merge the adapter"
-            " (blockwalk merge), and convert the"
-            " folder with llama.cpp's convert_hf_to_gguf.py"
+            " (blockwalk merge), and convert the folder with llama.cpp's convert_hf_to_gguf.py"
         )
     arch = getattr(gguf.MODEL_ARCH, FAMILIES[config.model_type])
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
 
     def named(parameter: str) -> str:
-        found = names.get_name(parameter, try_suffixes=(".weight", ".bias"))
-        if found is None:
+        name = names.get_name(parameter, try_suffixes=(".weight", ".bias"))
+        if name is None:
             raise ValueError(f"GGUF has no name for {parameter} of {config.model_type}")
-        return str(found)
+        return str(name)
 
     # Rows of these projections llama.cpp wants in another order, by heads: it turns neighbours,
     # transformers halves.
@@ -165,15 +164,15 @@ def _write(writer: Any, tensors: list[_Tensor], progress: Progress | None) -> No
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    done = 0
-    for (_, _, kind, read), nbytes in zip(tensors, sizes, strict=True):
-        values = read().float().contiguous().numpy()
+    written = 0
+    for (_, _, kind, value), nbytes in zip(tensors, sizes, strict=True):
+        values = value().float().contiguous().numpy()
         writer.write_tensor_data(
             values if kind == gguf.GGMLQuantizationType.F32 else gguf.quantize(values, kind)
         )
-        done += nbytes
+        written += nbytes
         if progress is not None:
-            progress(done, sum(sizes))
+            progress(written, sum(sizes))
 
 
 def _read(source: Any, name: str, heads: int | None) -> Tensor:
@@ -300,9 +299,8 @@ def _refuse_what_is_not_said(writer: Any, config: Any, shapes: dict[str, tuple[i
             math.isclose(value, defaults[key], rel_tol=1e-6) if number else value == defaults[key]
         ):
             raise ValueError(
-                f"{key} = {value!r} cannot be said in a GGUF file of {config.model_type}:"
-                " llama.cpp would compute with"
-                f" {defaults[key]!r}"
+                f"{key} = {value!r} cannot be said in a GGUF file of {config.model_type}: llama.cpp"
+                f" would compute with {defaults[key]!r}"
             )
 
 
@@ -311,23 +309,22 @@ def _tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     import gguf
 
     path = folder / "tokenizer.json"
-    found: dict[str, Any] = atomic_files.read_json(path) if path.is_file() else {}
-    model = found.get("model", {})
+    tokenizer: dict[str, Any] = atomic_files.read_json(path) if path.is_file() else {}
+    model = tokenizer.get("model", {})
     if model.get("type") != "BPE":
         raise ValueError(
             f"{folder} has no tokenizer.json with byte pairs (BPE); take llama.cpp's"
             " convert_hf_to_gguf.py"
         )
-    if model.get(
-        "byte_fallback"
-    ):  # the tokenizers of Llama 2 and Mistral: pieces of text, in order of their merges
+    # the tokenizers of Llama 2 and Mistral: pieces of text, in order of their merges
+    if model.get("byte_fallback"):
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        writer.add_add_space_prefix(_blank_before_text(found, folder))
+        writer.add_add_space_prefix(_blank_before_text(tokenizer, folder))
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_split(found, folder))
-    added = {token["id"]: token for token in found.get("added_tokens", [])}
+        writer.add_tokenizer_pre(_split(tokenizer, folder))
+    added = {token["id"]: token for token in tokenizer.get("added_tokens", [])}
     by_id = {
         **{number: text for text, number in model["vocab"].items()},
         **{n: t["content"] for n, t in added.items()},
@@ -380,22 +377,24 @@ def _steps(part: Any) -> list[dict[str, Any]]:
     return [part] if inner is None else [step for entry in inner for step in _steps(entry)]
 
 
-def _split(found: dict[str, Any], folder: Path) -> str:
-    """llama.cpp's name of the way in which a tokenizer splits text before it joins byte pairs."""
-    steps = [_step(step) for step in _steps(found.get("pre_tokenizer"))]
+def _split(tokenizer: dict[str, Any], folder: Path) -> str:
+    """Return llama.cpp's name of the way in which a tokenizer splits text before it joins byte
+    pairs."""
+    steps = [_step(step) for step in _steps(tokenizer.get("pre_tokenizer"))]
     if len(steps) > 1 and steps[-1] == ("ByteLevel", ""):
         steps = steps[:-1]  # the letters of bytes, without a split
-    changes = [step["type"] for step in _steps(found.get("normalizer")) if step["type"] != "NFC"]
-    names = {known: name for name, known in SPLITS.items()}
+    changes = [
+        step["type"] for step in _steps(tokenizer.get("normalizer")) if step["type"] != "NFC"
+    ]
+    names = {split: name for name, split in SPLITS.items()}
     if (name := names.get(tuple(steps))) is not None and not changes:
-        added = {token["content"] for token in found.get("added_tokens", [])}
-        _refuse_other_words(found["model"], added, name, folder)
+        added = {token["content"] for token in tokenizer.get("added_tokens", [])}
+        _refuse_other_words(tokenizer["model"], added, name, folder)
         return name
     kinds = [f"{kind} {pattern}".strip() for kind, pattern in steps]
     raise ValueError(
         f"{folder} splits text in a way that llama.cpp has no name for here"
-        f" ({'; '.join([*changes, *kinds])}): take"
-        " llama.cpp's convert_hf_to_gguf.py"
+        f" ({'; '.join([*changes, *kinds])}): take llama.cpp's convert_hf_to_gguf.py"
     )
 
 
@@ -406,15 +405,14 @@ def _refuse_other_words(model: dict[str, Any], added: set[str], name: str, folde
     merges = [
         merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ())
     ]
-    made = {"".join(merge) for merge in merges}
-    words = [token for token in model["vocab"] if len(token) > 1 and token not in made | added]
+    merged = added | {"".join(merge) for merge in merges}
+    words = [token for token in model["vocab"] if len(token) > 1 and token not in merged]
     if words and ignores_merges != (name in WHOLE_WORDS):
         raise ValueError(
             f"{folder} has ignore_merges = {str(ignores_merges).lower()} with"
-            f" {counted(len(words), 'token')} that no merges"
-            f" make ({words[0]!r}): llama.cpp takes it for {str(not ignores_merges).lower()}"
-            f" under the name {name}: take"
-            " llama.cpp's convert_hf_to_gguf.py"
+            f" {counted(len(words), 'token')} that no merges make ({words[0]!r}): llama.cpp takes"
+            f" it for {str(not ignores_merges).lower()} under the name {name}: take llama.cpp's"
+            " convert_hf_to_gguf.py"
         )
 
 
@@ -425,15 +423,15 @@ def _step(step: dict[str, Any]) -> tuple[str, str]:
         plain = step.get("behavior") == "Isolated" and not step.get("invert")
         return kind, str(step["pattern"].get("Regex", step["pattern"])) if plain else str(step)
     if kind == "ByteLevel":
-        return kind, "prefix blank" if step.get("add_prefix_space") else "regex" if step.get(
-            "use_regex", True
-        ) else ""
+        if step.get("add_prefix_space"):
+            return kind, "prefix blank"
+        return kind, "regex" if step.get("use_regex", True) else ""
     if kind == "Digits":
         return kind, "single" if step.get("individual_digits") else "in rows"
     return kind, ""
 
 
-def _blank_before_text(found: dict[str, Any], folder: Path) -> bool:
+def _blank_before_text(tokenizer: dict[str, Any], folder: Path) -> bool:
     """Return whether a tokenizer of pieces puts a blank before a text.
 
     Raises:
@@ -441,19 +439,18 @@ def _blank_before_text(found: dict[str, Any], folder: Path) -> bool:
             does.
     """
     prepends = False
-    for step in _steps(found.get("normalizer")) + _steps(found.get("pre_tokenizer")):
+    for step in _steps(tokenizer.get("normalizer")) + _steps(tokenizer.get("pre_tokenizer")):
         if step["type"] == "Prepend" and step.get("prepend") == "▁":
             prepends = True
-        elif step["type"] == "Metaspace" and step.get("replacement", "▁") == "▁":
+            continue
+        if step["type"] == "Metaspace" and step.get("replacement", "▁") == "▁":
             prepends = prepends or step.get("prepend_scheme", "always") != "never"
-        elif step["type"] != "Replace" or (step["pattern"].get("String"), step["content"]) != (
-            " ",
-            "▁",
-        ):
+            continue
+        written = step["type"] == "Replace" and (step["pattern"].get("String"), step["content"])
+        if written != (" ", "▁"):
             raise ValueError(
                 f"{folder} changes text by {step['type']} before it is split, which a GGUF file"
-                " cannot say: take llama.cpp's"
-                " convert_hf_to_gguf.py"
+                " cannot say: take llama.cpp's convert_hf_to_gguf.py"
             )
     return prepends
 

@@ -54,15 +54,14 @@ def _has_dropout(model: nn.Module) -> bool:
     depth)."""
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
         return True
-    settings: dict[str, Any] = model.config.to_dict() if hasattr(model, "config") else {}  # type: ignore[operator, union-attr]
-    flat = [settings, *(value for value in settings.values() if isinstance(value, dict))]
-    rates = [
-        key
-        for level in flat
-        for key, value in level.items()
-        if isinstance(value, float) and value > 0
-    ]
-    return any("drop" in key or "jitter" in key for key in rates)
+    config: Any = getattr(model, "config", None)
+    settings: dict[str, Any] = config.to_dict() if config is not None else {}
+    parts = [settings, *(value for value in settings.values() if isinstance(value, dict))]
+    return any(
+        isinstance(value, float) and value > 0 and ("drop" in key or "jitter" in key)
+        for part in parts
+        for key, value in part.items()
+    )
 
 
 def _call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -95,8 +94,7 @@ def refuse_settings(base: Any) -> None:
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             "output_router_logits = True adds a loss that reads every layer's router; set it to"
-            " False "
-            "(the auxiliary loss is then 0)"
+            " False (the auxiliary loss is then 0)"
         )
 
 
@@ -111,7 +109,8 @@ class CutModel:
 
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
         self.model = model
-        self.base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+        outer: Any = model
+        self.base: Any = outer.get_base_model() if hasattr(model, "peft_config") else outer
         self.adapters: tuple[str, ...] = tuple(getattr(model, "peft_config", ()))
         if len(self.adapters) > 1:
             raise ValueError(
@@ -121,9 +120,8 @@ class CutModel:
         refuse_settings(self.base)
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
-                module.__dict__["gradient_checkpointing"] = (
-                    False  # the walk recomputes blocks itself
-                )
+                # the walk recomputes blocks itself
+                module.__dict__["gradient_checkpointing"] = False
         self.anatomy = anatomy
         self._call_block: Callable[..., Any] = _call
         self.device = torch.device("cpu")
@@ -156,8 +154,7 @@ class CutModel:
             model, self.base, anatomy, names, {name for _, name in self._spec.tied}
         )
 
-    # --- what the model is made of
-    # ------------------------------------------------------------------------------------
+    # --- what the model is made of ---------------------------------------------------------------
 
     def spec(self) -> ModelSpec:
         """Return units in execution order with their parameters."""
@@ -191,16 +188,18 @@ class CutModel:
         split = (
             is_cpu(self.device)
             and attention == "sdpa"
+            and plan.estimator.facts.walks_back
             and plan.loss_facts.for_head(custom=self.head.custom).by_chunks
         )
-        split = split and not (plan.zeroth_order or plan.compile or plan.neftune_noise_alpha)
+        split = split and not (plan.compile or plan.neftune_noise_alpha)
         prompted = any(
             config.is_prompt_learning for config in getattr(self.model, "peft_config", {}).values()
         )
         return split and bool(self.anatomy.borders) and not (prompted or self.draws_random_numbers)
 
     def _masks(self) -> AbstractContextManager[None]:
-        """Return the context of a pass in which long masks are rules. A compiled block takes none."""
+        """Return the context of a pass in which long masks are rules; a compiled block takes
+        none."""
         compiled = self._call_block is not _call
         return nullcontext() if compiled else long_masks_as_rules()
 
@@ -210,24 +209,22 @@ class CutModel:
         parameters may then be lazily decoded."""
         self._call_block = torch.compile(_call)
 
-    # --- parameters come and go
-    # ---------------------------------------------------------------------------------------
+    # --- parameters come and go ------------------------------------------------------------------
 
     def take_parameters(self) -> dict[str, Tensor]:
         """Hand over the real parameters that the modules hold, by canonical name; placeholders take
         their places."""
         assert not self._bound, f"units {self._bound} are bound"
-        held = self._units.placeholders
-        taken = {}
-        for name, param in held.items():
+        placeholders = self._units.placeholders
+        parameters = {}
+        for name, param in placeholders.items():
             if not param.is_meta:
-                taken[name] = param.detach()
-                held[name] = nn.Parameter(
-                    torch.empty_like(param, device="meta"), requires_grad=param.requires_grad
-                )
+                parameters[name] = param.detach()
+                empty = torch.empty_like(param, device="meta")
+                placeholders[name] = nn.Parameter(empty, requires_grad=param.requires_grad)
         for unit in range(self.epilogue_index + 1):
             self._put_back(unit, self._units.places[unit])
-        return taken
+        return parameters
 
     def bind(self, unit: int, values: Mapping[str, Value]) -> dict[str, Tensor]:
         """Put parameters in their places: tensors, or weights that are decoded when used (2-D;
@@ -279,19 +276,18 @@ class CutModel:
 
     def linears(self, unit: int) -> dict[str, nn.Linear]:
         """Return a unit's linear layers, by the canonical name of their weight."""
-        found = (
-            (name, place) for name, places in self._units.places[unit].items() for place in places
-        )
         return {
-            n: p.module for n, p in found if p.leaf == "weight" and isinstance(p.module, nn.Linear)
+            name: place.module
+            for name, places in self._units.places[unit].items()
+            for place in places
+            if place.leaf == "weight" and isinstance(place.module, nn.Linear)
         }
 
     def layer_name(self, unit: int) -> str:
         """Return the canonical name of a block's module."""
         return self._units.layers[unit - 1].canonical
 
-    # --- passes
-    # -------------------------------------------------------------------------------------------------------
+    # --- passes ----------------------------------------------------------------------------------
 
     @contextmanager
     def _seeded(self, seed: int | None) -> Iterator[None]:
@@ -313,13 +309,13 @@ class CutModel:
     @contextmanager
     def _forwards(self, replaced: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
         """Let modules answer by other functions for the time of a pass."""
-        before = [(module, module.__dict__.get("forward")) for module, _ in replaced]
+        originals = [(module, module.__dict__.get("forward")) for module, _ in replaced]
         try:
             for module, function in replaced:
                 module.__dict__["forward"] = function
             yield
         finally:
-            for module, forward in before:
+            for module, forward in originals:
                 if forward is None:
                     module.__dict__.pop("forward", None)
                 else:
@@ -355,25 +351,25 @@ class CutModel:
         """Return the model's keyword arguments: the batch with or without its labels, no cache
         unless it brings one, and for a model that builds its mask without looking at positions the
         mask that keeps the documents of a row apart."""
-        given = {name: value for name, value in batch.items() if labels or name != "labels"}
-        if self._takes_use_cache and "use_cache" not in given:
-            given["use_cache"] = False
-        masked = given.keys() & {"attention_mask", "past_key_values"}
-        if self.anatomy.borders == "mask" and "position_ids" in given and not masked:
+        inputs = {name: value for name, value in batch.items() if labels or name != "labels"}
+        if self._takes_use_cache and "use_cache" not in inputs:
+            inputs["use_cache"] = False
+        masked = inputs.keys() & {"attention_mask", "past_key_values"}
+        if self.anatomy.borders == "mask" and "position_ids" in inputs and not masked:
             from transformers.masking_utils import create_masks_for_generate
 
-            ids_BS = given["input_ids"]
+            ids_BS = inputs["input_ids"]
             stand_in = torch.empty(*ids_BS.shape, 1, dtype=self.base.dtype, device=ids_BS.device)
-            given["attention_mask"] = create_masks_for_generate(
+            inputs["attention_mask"] = create_masks_for_generate(
                 self.base.config,
                 stand_in,
                 None,  # no padding
                 None,  # no cache
-                position_ids=given["position_ids"],
+                position_ids=inputs["position_ids"],
             )
-        if "past_key_values" in given:
-            given[self._cache_keyword] = given.pop("past_key_values")
-        return given
+        if "past_key_values" in inputs:
+            inputs[self._cache_keyword] = inputs.pop("past_key_values")
+        return inputs
 
     def add_noise(self, alpha: float) -> None:
         """Let the embeddings answer with NEFTune's noise in training mode, by transformers' own
@@ -394,11 +390,11 @@ class CutModel:
         Raises ValueError where the layers are not called once each, one after the other."""
         records: list[BlockCall] = []
         leaf_of: dict[int, tuple[Tensor, Tensor]] = {}
-        first: list[Tensor] = []
+        embedded: list[Tensor] = []
         outputs: dict[str, list[Any]] = {}
         live = bool(batch.get("use_cache"))
         masked = batch.keys() & {"attention_mask", "past_key_values"}
-        apart = by_document(None if masked else batch.get("position_ids"), self.base.dtype)
+        document_mode = by_document(None if masked else batch.get("position_ids"), self.base.dtype)
         handed = Handed()
 
         def leaf(tensor: Tensor) -> Tensor:
@@ -416,26 +412,35 @@ class CutModel:
                 if index != len(records):
                     raise ValueError(
                         f"layer {name} was called as number {len(records) + 1} where number"
-                        f" {index + 1} was due: "
-                        "the model does not run its layers once each, in order"
+                        f" {index + 1} was due: the model does not run its layers once each, in"
+                        " order"
                     )
-                given: Any = {**dict(enumerate(args)), **kwargs}
-                where = self._hidden_at(given, first, name)
-                if not first:
-                    first.append(given[where])
-                others = {**given, where: None}
-                seen = {
-                    key: record(value, f"argument {key} of {name}") for key, value in others.items()
+                arguments: Any = {**dict(enumerate(args)), **kwargs}
+                hidden_at = self._hidden_at(arguments, embedded, name)
+                hidden_BSD = arguments[hidden_at]
+                if not embedded:
+                    embedded.append(hidden_BSD)
+                recorded = {
+                    key: record(value, f"argument {key} of {name}")
+                    for key, value in {**arguments, hidden_at: None}.items()
                 }
-                mine = {id(t): t for t in tensors_of(seen) if t.requires_grad}
-                leaves = tuple(mine.values())
-                hands_on = self.anatomy.hands_on
+                leaves = {id(t): t for t in tensors_of(recorded) if t.requires_grad}
                 records.append(
-                    BlockCall(index + 1, module, where, seen, leaves, apart, live, handed, hands_on)
+                    BlockCall(
+                        index + 1,
+                        module,
+                        hidden_at,
+                        recorded,
+                        tuple(leaves.values()),
+                        document_mode,
+                        live,
+                        handed,
+                        self.anatomy.hands_on,
+                    )
                 )
                 if len(records) == len(self._units.layers):
                     raise _Stop
-                return self._answer(module, given[where])
+                return self._answer(module, hidden_BSD)
 
             return stub
 
@@ -463,7 +468,7 @@ class CutModel:
             else:
                 raise ValueError(f"{len(records)} of {len(layers)} layers were called in this pass")
         return Prologue(
-            first[0],
+            embedded[0],
             tuple(records),
             tuple(source for source, _ in leaf_of.values()),
             tuple(stand for _, stand in leaf_of.values()),
@@ -471,24 +476,26 @@ class CutModel:
         )
 
     @staticmethod
-    def _hidden_at(given: Mapping[int | str, Any], first: list[Tensor], name: str) -> int | str:
+    def _hidden_at(
+        arguments: Mapping[int | str, Any], embedded: list[Tensor], name: str
+    ) -> int | str:
         """Return the position or keyword of the hidden state among a layer's arguments; from the
         second layer on it must be the very tensor that the first was given, or all of it under
         another name (a slice that leaves nothing out)."""
-        if first:
-            for place, value in given.items():
-                if value is first[0]:
+        if embedded:
+            for place, value in arguments.items():
+                if value is embedded[0]:
                     return place
-            for place, value in given.items():
-                if isinstance(value, Tensor) and _same_elements(value, first[0]):
+            for place, value in arguments.items():
+                if isinstance(value, Tensor) and _same_elements(value, embedded[0]):
                     return place
             raise ValueError(
                 f"the model works on the hidden state before {name}, outside its layers"
             )
         for place in (0, "hidden_states"):
-            if isinstance(given.get(place), Tensor):
+            if isinstance(arguments.get(place), Tensor):
                 return place
-        raise ValueError(f"{name} is called with no hidden state among {list(given)}")
+        raise ValueError(f"{name} is called with no hidden state among {list(arguments)}")
 
     def forward(self, call: BlockCall, hidden_BSD: Tensor, seed: int | None = None) -> Tensor:
         """Run one block in the current grad mode: its hidden state out, of the shape that went in.
@@ -505,7 +512,7 @@ class CutModel:
         args, kwargs = call.view(hidden_BSD)
         arguments: dict[int | str, Any] = dict(enumerate(args))
         arguments.update(kwargs)
-        before = {key: dict(arguments[key]) for key in call.dictionaries}
+        dictionaries = {key: dict(arguments[key]) for key in call.dictionaries}
         watched = [t for t in tensors_of([args, kwargs], caches=False) if not t.is_inference()]
         versions = [t._version for t in watched]
         containers = containers_of([args, kwargs])
@@ -518,13 +525,12 @@ class CutModel:
             out = self._call_block(call.module, args, kwargs)
         handed: list[Tensor] = []
         if self.anatomy.hands_on:
-            for key, items in before.items():
+            for key, items in dictionaries.items():
                 handed += call.handed.take(call.unit, key, arguments[key], items)
         if [t._version for t in watched] != versions or containers_of([args, kwargs]) != containers:
             raise ValueError(
                 f"block {call.unit} ({self._units.layers[call.unit - 1].canonical}) writes into"
-                " one of its arguments "
-                f"{sorted(kwargs)}: it hands state to other layers"
+                f" one of its arguments {sorted(kwargs)}: it hands state to other layers"
             )
         hidden = out[0] if isinstance(out, tuple | list) else out
         assert isinstance(hidden, Tensor)
@@ -540,7 +546,7 @@ class CutModel:
         for name in values[0]:
             for place in self._units.places[call.unit][name]:
                 of_modules.setdefault(place.module, {})[place.leaf] = [
-                    each[name] for each in values
+                    of_forward[name] for of_forward in values
                 ]
         parts = [
             ByPart(module, leaves, hidden_PSD, self._placed)
@@ -567,11 +573,11 @@ class CutModel:
         the head's input."""
         queues = {name: list(values) for name, values in prologue.stand_ins.items()}
         caught: list[Tensor] = []
-        last = self._units.layers[-1].module
+        last_layer = self._units.layers[-1].module
 
         def layer_stub(module: nn.Module, at: int | str) -> Callable[..., Any]:
             def stub(*args: Any, **kwargs: Any) -> Any:
-                if module is not last:
+                if module is not last_layer:
                     return self._answer(module, args[at] if isinstance(at, int) else kwargs[at])
                 if seed is not None and self.draws_random_numbers and self.model.training:
                     self._seed(seed)
@@ -604,8 +610,8 @@ class CutModel:
             self._masks(),
         )
         with ExitStack() as stack, narrow_products(hidden_BSD):
-            for each in passing:
-                stack.enter_context(each)
+            for context in passing:
+                stack.enter_context(context)
             try:
                 output = self.model(**self.inputs(batch, labels=head))
             except _Stop:

@@ -19,7 +19,7 @@ def find_borders(model: Any, anatomy: Anatomy) -> str:
     ids = small_batch(model.config)["input_ids"][:1]
     positions = torch.tensor([[*range(5), *range(ids.shape[1] - 5)]])
     with torch.no_grad():
-        alone = torch.cat(
+        separate = torch.cat(
             [model(input_ids=part, use_cache=False).logits for part in (ids[:, :5], ids[:, 5:])], 1
         )
         for borders in ("positions", "mask"):
@@ -28,6 +28,6 @@ def find_borders(model: Any, anatomy: Anatomy) -> str:
                 packed = model(
                     **cut.inputs({"input_ids": ids, "position_ids": positions}, labels=False)
                 ).logits
-                if difference(packed, alone) <= TOLERANCE:
+                if difference(packed, separate) <= TOLERANCE:
                     return borders
     return ""

@@ -35,14 +35,14 @@ def with_head_form(cut: CutModel, batch: Mapping[str, Tensor]) -> Anatomy:
             hidden = cut.forward(call, hidden)
         weight = head.weight.detach().clone()
         head.weight.mul_(100.0)
-        own = cut.logits(prologue, hidden, batch)
+        own_logits = cut.logits(prologue, hidden, batch)
         own_loss = cut.own_loss(prologue, hidden, batch)
         raw = F.linear(cut.head_input(prologue, hidden, batch), head.weight, head.bias)
         head.weight.copy_(weight)
         for cap, scale in product(caps, scales):
             logits = raw * scale
             logits = torch.tanh(logits / cap) * cap if cap else logits
-            if logits.shape != own.shape or difference(logits, own) > TOLERANCE:
+            if logits.shape != own_logits.shape or difference(logits, own_logits) > TOLERANCE:
                 continue
             loss = F.cross_entropy(
                 logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten()

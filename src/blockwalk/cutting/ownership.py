@@ -80,19 +80,18 @@ class Units:
 
 def find_parts(model: nn.Module, anatomy: Anatomy, canonical: Callable[[str], str]) -> Units:
     """Return the layers and pieces of a model that has this anatomy."""
-    named = ((name, canonical(name), module) for name, module in model.named_modules())
-    found = [item for item in named if item[1].rpartition(".")[0] in anatomy.layer_parents]
-    layers = [
-        Part(name, plain, index, module) for index, (name, plain, module) in enumerate(found, 1)
-    ]
-    others = []
+    layers: list[Part] = []
+    for name, module in model.named_modules():
+        if canonical(name).rpartition(".")[0] in anatomy.layer_parents:
+            layers.append(Part(name, canonical(name), len(layers) + 1, module))
+    outside = []
     for name, module in pieces(model, {part.name: part.module for part in layers}):
         unit = len(layers) + 1 if canonical(name) in anatomy.epilogue else 0
-        others.append(Part(name, canonical(name), unit, module))
+        outside.append(Part(name, canonical(name), unit, module))
     idle = [name for name, _ in model.named_modules() if canonical(name) in anatomy.idle]
     if hasattr(model, "peft_config"):
         idle.append("word_embeddings")  # its second name of the embedding
-    return Units(layers, others, tuple(idle), [{} for _ in range(len(layers) + 2)])
+    return Units(layers, outside, tuple(idle), [{} for _ in range(len(layers) + 2)])
 
 
 def find_parameters(
@@ -101,10 +100,11 @@ def find_parameters(
     """Fill in the places of every parameter of ``model`` (``base`` is the plain model in it) and
     describe the units.
 
-    Raises ValueError where two blocks share a parameter.
+    Raises:
+        ValueError: two blocks share a parameter.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    known: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     places: dict[str, list[tuple[str, int, ParameterPlace]]] = {}
     tied: list[tuple[str, str]] = []
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -112,7 +112,7 @@ def find_parameters(
             continue
         prefix, _, leaf = name.rpartition(".")
         alias = canonical(name)
-        plain = known.setdefault(id(param), alias)
+        plain = first_names.setdefault(id(param), alias)
         assert units.placeholders.setdefault(plain, param) is param, (
             f"two parameters are named {plain}"
         )
@@ -121,25 +121,27 @@ def find_parameters(
         )
         if alias != plain:
             tied.append((alias, plain))
-    own = {name: param.dtype for name, param in units.placeholders.items() if "lora_" not in name}
-    most = Counter(own.values()).most_common(1)[0][0]
+    dtypes = {
+        name: param.dtype for name, param in units.placeholders.items() if "lora_" not in name
+    }
+    main_dtype = Counter(dtypes.values()).most_common(1)[0][0]
     exact = {
-        n
-        for n, d in own.items()
-        if d == torch.float32 != most or stays_float32(base, torch.bfloat16, n)
+        name
+        for name, dtype in dtypes.items()
+        if dtype == torch.float32 != main_dtype or stays_float32(base, torch.bfloat16, name)
     }
     specs: list[list[tuple[str, ParamSpec]]] = [[] for _ in units.places]
-    for plain, found in places.items():
+    for plain, uses in places.items():
         param = units.placeholders[plain]
-        home = min(unit for _, unit, _ in found)
-        last = max(unit for _, unit, _ in found)
-        if home != last and (home, last) != (0, units.epilogue):
+        home = min(unit for _, unit, _ in uses)
+        last_unit = max(unit for _, unit, _ in uses)
+        if home != last_unit and (home, last_unit) != (0, units.epilogue):
             raise ValueError(
                 f"{plain} is one parameter in two blocks: the model is no sequence of layers"
             )
-        for _, unit, place in found:
+        for _, unit, place in uses:
             units.places[unit].setdefault(plain, []).append(place)
-        name, place = next((name, place) for name, unit, place in found if unit == home)
+        name, place = next((name, place) for name, unit, place in uses if unit == home)
         specs[home].append((name, _param_spec(plain, param, place, plain in exact)))
         if param.requires_grad:
             units.trainable.add(plain)
@@ -151,7 +153,7 @@ def find_parameters(
         epilogue=UnitSpec("epilogue", "epilogue", tuple(spec for _, spec in specs[-1])),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        dtype=name_of(most),
+        dtype=name_of(main_dtype),
         tied=tuple(tied),
     )
 

@@ -32,8 +32,8 @@ _ACCEPTED = """
 """Fields of a ``LoraConfig`` that Blockwalk honours; any other must be as PEFT leaves it."""
 
 _WHY = {
-    "trainable_token_indices": "it trains rows of the embedding beside it; modules_to_save: [embed_tokens] trains the"
-    " embedding where it stands",
+    "trainable_token_indices": "it trains rows of the embedding beside it; modules_to_save:"
+    " [embed_tokens] trains the embedding where it stands",
     "layer_replication": "it changes the sequence of layers",
 }
 
@@ -46,9 +46,8 @@ def refuse_config(config: Any) -> None:
     if config.init_lora_weights not in STARTS:
         raise ValueError(
             f"init_lora_weights = {config.init_lora_weights!r} computes the adapter from the base"
-            " weights or changes them;"
-            " give the Walker the model that PEFT makes (get_peft_model), or set it to True (its"
-            " default), 'gaussian' or False"
+            " weights or changes them; give the Walker the model that PEFT makes (get_peft_model),"
+            " or set it to True (its default), 'gaussian' or False"
         )
     if config.bias != "none":
         raise ValueError(f"bias = {config.bias!r} trains base parameters; set it to 'none'")
@@ -101,12 +100,12 @@ def lora_config(
     from peft import LoraConfig
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
-    known = [field.name for field in dataclasses.fields(LoraConfig)]
+    fields = [field.name for field in dataclasses.fields(LoraConfig)]
     for name in settings:
-        if name not in known:
+        if name not in fields:
             raise ValueError(
                 f"PEFT's LoraConfig has no field {name!r}"
-                f" (lora.options){did_you_mean(name, known, LOOSE)}"
+                f" (lora.options){did_you_mean(name, fields, LOOSE)}"
             )
     targets = (
         target_modules if isinstance(target_modules, str) else list(target_modules)
@@ -176,20 +175,22 @@ def _train_in_place(wrapped: Any, saved: str) -> None:
     for name, module in copied.items():
         parent, _, leaf = name.rpartition(".")
         setattr(modules[parent], leaf, module.original_module.requires_grad_(True))
-    asked = wrapped.active_peft_config.modules_to_save or ()
-    if none := [leaf for leaf in asked if not any(name.endswith(leaf) for name in copied)]:
-        raise ValueError(
-            f"modules_to_save has {none[0]}, and no module's name ends"
-            f" so{did_you_mean(none[0], leaves, LOOSE)}"
-        )
-    for name, param in wrapped.named_parameters(remove_duplicate=False):
-        theirs = ".lora_" in name or name.startswith(tuple(f"{module}." for module in copied))
-        if param.requires_grad and not theirs:
-            cure = (
-                f"write a model that has both (blockwalk merge MODEL {saved} OUT), and name OUT"
-                if saved
-                else "set ensure_weight_tying: true (lora.options), which trains both as the one that they are"
+    for leaf in wrapped.active_peft_config.modules_to_save or ():
+        if not any(name.endswith(leaf) for name in copied):
+            raise ValueError(
+                f"modules_to_save has {leaf}, and no module's name ends"
+                f" so{did_you_mean(leaf, leaves, LOOSE)}"
             )
+    adapted = tuple(f"{module}." for module in copied)
+    for name, param in wrapped.named_parameters(remove_duplicate=False):
+        if param.requires_grad and ".lora_" not in name and not name.startswith(adapted):
+            cure = (
+                "set ensure_weight_tying: true (lora.options), which trains both as the one that"
+                " they are"
+            )
+            if saved:
+                cure = f"write a model that has both (blockwalk merge MODEL {saved} OUT)"
+                cure += ", and name OUT"
             raise ValueError(
                 f"modules_to_save has one of two tied weights, and {canonical_name(name)} is the"
                 f" other; {cure}"
@@ -230,12 +231,11 @@ def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
     canonical name; tied ones by each."""
     adapters = tuple(model.peft_config)
     named = model.named_parameters(remove_duplicate=False)
-    own = {
-        n: p
-        for n, p in named
-        if ".lora_" in n or (p.requires_grad and not n.startswith("prompt_encoder."))
+    return {
+        canonical_name(name, adapters): param
+        for name, param in named
+        if ".lora_" in name or (param.requires_grad and not name.startswith("prompt_encoder."))
     }
-    return {canonical_name(name, adapters): param for name, param in own.items()}
 
 
 def prompt_encoder(model: Any) -> dict[str, nn.Parameter]:
@@ -252,5 +252,5 @@ def prompt_encoder(model: Any) -> dict[str, nn.Parameter]:
 def ties_its_ends(base: Any) -> bool:
     """Whether a plain model's embedding and head, adapted or not, are one weight."""
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
-    first, second = (getattr(getattr(end, "base_layer", end), "weight", None) for end in ends)
-    return first is not None and first is second
+    embedding, head = (getattr(getattr(end, "base_layer", end), "weight", None) for end in ends)
+    return embedding is not None and embedding is head

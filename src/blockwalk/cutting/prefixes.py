@@ -45,11 +45,12 @@ def keys_and_values(model: Any, tokens: int, seed: int, read: Callable[[str], Va
             else:
                 hidden_BSD = cut.forward(prologue.calls[index - 1], hidden_BSD)
             cut.unbind(index)
-    kept = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
-    whole = [each for each in kept if isinstance(each, Tensor) and each.shape[2] == tokens]
-    return torch.cat(
-        [torch.empty(tokens, 0), *(each[0].transpose(0, 1).flatten(1) for each in whole)], dim=1
-    )
+    states = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    columns = [torch.empty(tokens, 0)]
+    for state_BNTH in states:
+        if isinstance(state_BNTH, Tensor) and state_BNTH.shape[2] == tokens:
+            columns.append(state_BNTH[0].transpose(0, 1).flatten(1))
+    return torch.cat(columns, dim=1)
 
 
 def _in_float32(value: Any, *, lazily: bool) -> Value:

@@ -33,9 +33,8 @@ _LEAVES_BASE = ("orthogonal", "eva")
 """Further ones that leave the base weights as they are, so that a saved adapter is plain LoRA."""
 
 RESIZED = (
-    ": the vocabulary was resized before the adapter was trained; resize the model in the same"
-    " way (resize_token_embeddings),"
-    " save it, and name that one"
+    ": the vocabulary was resized before the adapter was trained; resize the model in the same way"
+    " (resize_token_embeddings), save it, and name that one"
 )
 """The end of a message about an embedding or a head that has another number of rows in an adapter's
 file."""
@@ -60,7 +59,10 @@ def save_adapter(model: Any, state: Mapping[str, Tensor], folder: str | Path) ->
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     if not next(iter(names)).startswith("prompt_encoder."):
-        tied = {name: state[own].detach().to("cpu", copy=name != own) for name, own in kept.items()}
+        tied = {
+            name: state[source].detach().to("cpu", copy=name != source)
+            for name, source in kept.items()
+        }
         tensors = {_in_file(name): tensor.contiguous() for name, tensor in tied.items()}
     else:
         tensors = {"prompt_embeddings": _prompt(model, state)}
@@ -69,23 +71,22 @@ def save_adapter(model: Any, state: Mapping[str, Tensor], folder: str | Path) ->
     }
     write(target / WEIGHTS_FILE, entries, (tensors[name] for name in entries))
     (config,) = model.peft_config.values()
-    was = config.inference_mode
+    inference_mode = config.inference_mode
     config.inference_mode = True
     try:
         config.save_pretrained(str(target))
     finally:
-        config.inference_mode = was
+        config.inference_mode = inference_mode
 
 
 def _in_file(name: str) -> str:
-    """PEFT's name of an adapter's parameter, or of the embeddings that are a prefix, in its
+    """Return PEFT's name of an adapter's parameter, or of the embeddings that are a prefix, in its
     files."""
     if name == "prompt_encoder.embedding.weight":
         return "prompt_embeddings"
-    whole = f"base_model.model.{name}"
-    return (
-        whole.removesuffix(".weight") if whole.endswith(".lora_magnitude_vector.weight") else whole
-    )
+    if name.endswith(".lora_magnitude_vector.weight"):
+        name = name.removesuffix(".weight")
+    return f"base_model.model.{name}"
 
 
 def _prompt(model: Any, state: Mapping[str, Tensor]) -> Tensor:
@@ -136,12 +137,12 @@ def load_adapter(
         raise ValueError(f"{path} is no safetensors file, or truncated: {error}") from None
     refuse_saved(folder, config)
     config.inference_mode = config.prefix_projection = False
-    begun = getattr(config, "init_lora_weights", True)
-    if begun not in STARTS:
+    initialiser = getattr(config, "init_lora_weights", True)
+    if initialiser not in STARTS:
         config.init_lora_weights = True  # it comes with its values
     wrapped = add_adapter(model, config, saved=os.fspath(folder))
-    if begun not in STARTS:
-        wrapped.peft_config["default"].init_lora_weights = begun
+    if initialiser not in STARTS:
+        wrapped.peft_config["default"].init_lora_weights = initialiser
     params = adapter_parameters(wrapped) or prompt_encoder(wrapped)
     if not tensors.keys() >= {_in_file(name) for name in params}:
         tensors = present_names(wrapped, config, tensors)
@@ -159,13 +160,12 @@ def load_adapter(
                 f"{name} is {list(saved[name].shape)} in {path} and {list(param.shape)} in this"
                 f" model{rows}"
             )
-        first = first_name.setdefault(id(param), name)
-        if not torch.equal(saved[first], saved[name]):
+        alias = first_name.setdefault(id(param), name)
+        if not torch.equal(saved[alias], saved[name]):
             raise ValueError(
-                f"{path} has two different copies of one weight, {first} and {name}, which this"
-                " model ties: PEFT trained them"
-                f" apart. Write a model that has both (blockwalk merge MODEL {os.fspath(folder)}"
-                " OUT), and name OUT"
+                f"{path} has two different copies of one weight, {alias} and {name}, which this"
+                " model ties: PEFT trained them apart. Write a model that has both (blockwalk merge"
+                f" MODEL {os.fspath(folder)} OUT), and name OUT"
             )
     refuse_parted(wrapped.get_base_model(), saved, config.to_dict(), path)
     for name, param in params.items():
@@ -196,21 +196,20 @@ def refuse_saved(folder: str | Path, config: Any) -> None:
     if getattr(config, "bias", "none") != "none":
         raise ValueError(
             f"{folder} was trained with bias = {config.bias!r}: it holds biases of the model"
-            " itself. Write a model that has"
-            f" them (blockwalk merge MODEL {folder} OUT), and name OUT"
+            " itself. Write a model that has them"
+            f" (blockwalk merge MODEL {folder} OUT), and name OUT"
         )
     start = getattr(config, "init_lora_weights", True)
     if start not in (*STARTS, None, *_LEAVES_BASE):
         raise ValueError(
             f"{folder} began with init_lora_weights = {start!r}, which changed the model's own"
-            " weights; save it as plain LoRA"
-            " with PEFT: save_pretrained(FOLDER, path_initial_model_for_weight_conversion=...)"
+            " weights; save it as plain LoRA with PEFT: save_pretrained(FOLDER,"
+            " path_initial_model_for_weight_conversion=...)"
         )
     if getattr(config, "trainable_token_indices", None):
         raise ValueError(
             f"{folder} has trainable_token_indices: it trained rows of the embedding beside it."
-            " Merge it with PEFT"
-            " (merge_and_unload), and name the merged model"
+            " Merge it with PEFT (merge_and_unload), and name the merged model"
         )
 
 
@@ -244,7 +243,7 @@ def _without_copies(
         if ".lora_" not in name:
             base[canonical_name(name, adapters)] = param
             first_name.setdefault(id(param), canonical_name(name, adapters))
-    others = {}
+    remaining = {}
     for key, tensor in tensors.items():
         name = re.sub(
             r"\.(base_layer|original_module|modules_to_save)\.",
@@ -252,7 +251,7 @@ def _without_copies(
             key.removeprefix("base_model.model."),
         )
         if name not in base:
-            others[key] = tensor
+            remaining[key] = tensor
             continue
         param = base[name]
         if tensor.shape != param.shape:
@@ -266,10 +265,9 @@ def _without_copies(
         if base_value is not None and not _is_copy(tensor, base_value):
             raise ValueError(
                 f"{path} holds {name} with other values than this model's. Write a model that has"
-                " them"
-                f" (blockwalk merge MODEL {path.parent} OUT), and name OUT"
+                f" them (blockwalk merge MODEL {path.parent} OUT), and name OUT"
             )
-    return others
+    return remaining
 
 
 def _is_copy(tensor: Tensor, value: Value) -> bool:
@@ -277,14 +275,12 @@ def _is_copy(tensor: Tensor, value: Value) -> bool:
     if isinstance(value, Tensor) and value.ndim < 2:
         return torch.equal(tensor.to(value.dtype), value)
     weight = DenseWeight(value) if isinstance(value, Tensor) else value
-    some = max(1, DECODE_BYTES["cpu"] // (tensor.shape[1] * weight.dtype.itemsize))
-    for start, stop in spans(0, tensor.shape[0], some):
-        theirs_ND = tensor[start:stop]
-        ours_ND = weight.rows(start, stop).to("cpu")
-        if not (
-            torch.equal(theirs_ND.to(ours_ND.dtype), ours_ND)
-            or torch.equal(ours_ND.to(theirs_ND.dtype), theirs_ND)
-        ):
+    rows_at_once = max(1, DECODE_BYTES["cpu"] // (tensor.shape[1] * weight.dtype.itemsize))
+    for start, stop in spans(0, tensor.shape[0], rows_at_once):
+        saved_ND = tensor[start:stop]
+        base_ND = weight.rows(start, stop).to("cpu")
+        rounded = torch.equal(saved_ND.to(base_ND.dtype), base_ND)
+        if not rounded and not torch.equal(base_ND.to(saved_ND.dtype), saved_ND):
             return False
     return True
 
@@ -303,12 +299,13 @@ def refuse_parted(
     embedding = ends.get(model.get_input_embeddings())
     head = ends.get(model.get_output_embeddings())
     for factor, other in (("A", "B"), ("B", "A")):
-        left = saved.get(f"{embedding}.lora_embedding_{factor}")
-        right = saved.get(f"{head}.lora_{other}.weight")
-        if left is not None and right is not None and not torch.equal(left.t(), right):
+        of_embedding = saved.get(f"{embedding}.lora_embedding_{factor}")
+        of_head = saved.get(f"{head}.lora_{other}.weight")
+        if of_embedding is None or of_head is None:
+            continue
+        if not torch.equal(of_embedding.t(), of_head):
             raise ValueError(
                 f"{path} has ensure_weight_tying, and its LoRA of {embedding} is not that of"
-                f" {head}: PEFT would take one of"
-                " them for both. Set ensure_weight_tying to false in its adapter_config.json, if"
-                " they were trained apart"
+                f" {head}: PEFT would take one of them for both. Set ensure_weight_tying to false"
+                " in its adapter_config.json, if they were trained apart"
             )

@@ -54,16 +54,16 @@ def model_class(config: Any) -> type[nn.Module]:
     """
     from transformers.models.auto import modeling_auto as auto
 
-    both = (auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-    found: list[Any] = [mapping[type(config)] for mapping in both if type(config) in mapping]
-    if not found:
+    mappings = (auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    rows: list[Any] = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
+    if not rows:
         raise ValueError(
             f"transformers has no causal language model for model_type {config.model_type!r};"
-            " Blockwalk trains decoders that"
-            " AutoModelForCausalLM or AutoModelForImageTextToText knows"
+            " Blockwalk trains decoders that AutoModelForCausalLM or AutoModelForImageTextToText"
+            " knows"
         )
     classes: list[type[nn.Module]] = [
-        one[0] if isinstance(one, list | tuple) else one for one in found
+        row[0] if isinstance(row, list | tuple) else row for row in rows
     ]
     return next(
         (cls for cls in classes if cls.__name__ in (config.architectures or ())), classes[0]
@@ -88,8 +88,8 @@ class _LargeEmptyOnMeta(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.empty and kwargs.get("device") is None:
-            made = func(*args, **{**kwargs, "device": "meta"})
-            return made if made.numel() >= _LARGE else func(*args, **kwargs)
+            on_meta = func(*args, **{**kwargs, "device": "meta"})
+            return on_meta if on_meta.numel() >= _LARGE else func(*args, **kwargs)
         return func(*args, **kwargs)
 
 

@@ -35,8 +35,7 @@ from blockwalk.system import cache
 from blockwalk.system.out_of_memory import is_out_of_memory
 
 _verdicts: dict[str, Anatomy | str] = {}
-"""What this process has found out of each configuration, by key: its anatomy, or the reason to
-refuse it."""
+"""The verdicts of this process on configurations, by key: an anatomy, or the reason to refuse."""
 
 
 def certified(model: nn.Module) -> CutModel:
@@ -46,7 +45,8 @@ def certified(model: nn.Module) -> CutModel:
     Raises:
         ValueError: the model cannot be walked block by block, with the reason.
     """
-    base = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    outer: Any = model
+    base = outer.get_base_model() if hasattr(model, "peft_config") else outer
     refuse_settings(base)
     return CutModel(model, certified_anatomy(base))
 

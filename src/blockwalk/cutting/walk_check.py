@@ -62,10 +62,10 @@ def walk_run(cut: CutModel, params: Mapping[str, Tensor], batch: Mapping[str, Te
 
     ``params`` are the parameters by canonical name, out of the modules; each unit holds its own
     only while at work."""
-    last = cut.epilogue_index
+    epilogue = cut.epilogue_index
     gradients: dict[str, Tensor] = {}
     owned = [[spec.name for spec in unit.params] for unit in cut.spec().units]
-    owned[last] += [cut.head.weight] if cut.head.tied else []
+    owned[epilogue] += [cut.head.weight] if cut.head.tied else []
 
     def bind(unit: int) -> dict[str, Tensor]:
         return cut.bind(unit, {name: params[name] for name in owned[unit]})
@@ -85,11 +85,11 @@ def walk_run(cut: CutModel, params: Mapping[str, Tensor], batch: Mapping[str, Te
             inputs.append(cut.forward(call, inputs[-1], SEED + call.unit))
             cut.unbind(call.unit)
     hidden = inputs.pop().requires_grad_(True)
-    leaves = bind(last)
-    logits = cut.logits(prologue, hidden.detach(), batch, SEED + last).detach()
-    loss = cut.own_loss(prologue, hidden, batch, SEED + last)
+    leaves = bind(epilogue)
+    logits = cut.logits(prologue, hidden.detach(), batch, SEED + epilogue).detach()
+    loss = cut.own_loss(prologue, hidden, batch, SEED + epilogue)
     torch.autograd.backward(loss)
-    cut.unbind(last)
+    cut.unbind(epilogue)
     collect(leaves)
     grad = hidden.grad
     for call in reversed(prologue.calls):
@@ -109,8 +109,11 @@ def walk_run(cut: CutModel, params: Mapping[str, Tensor], batch: Mapping[str, Te
 
 
 def compare(model: Any, anatomy: Anatomy, batch: Mapping[str, Tensor]) -> float:
-    """Return largest relative difference of loss, logits and gradients. Raises ValueError above
-    ``TOLERANCE``, with the figures."""
+    """Return the largest relative difference of loss, logits and gradients.
+
+    Raises:
+        ValueError: it is above ``TOLERANCE``; with the figures.
+    """
     cut = CutModel(copy.deepcopy(model), anatomy)
     control = control_run(model, CutModel(model, anatomy), batch)
     walked = walk_run(cut, cut.take_parameters(), batch)
@@ -120,25 +123,21 @@ def compare(model: Any, anatomy: Anatomy, batch: Mapping[str, Tensor]) -> float:
     }
     largest = max((float(g.norm()) for g in control.gradients.values()), default=0.0)
     for name in control.gradients.keys() | walked.gradients.keys():
-        ours = walked.gradients.get(name)
-        theirs = control.gradients.get(name)
-        if ours is None or theirs is None:
-            only = float((ours if theirs is None else theirs).norm())  # type: ignore[union-attr]
-            figures[name] = only / (largest or 1.0)
-        else:
-            # Rounding noise in a gradient that is zero in exact arithmetic (a key's bias) is no
-            # difference.
-            floor = 1e-4 * largest
-            figures[name] = float((ours.double() - theirs.double()).norm()) / max(
-                float(theirs.norm()), floor
-            )
-    wrong = {name: round(value, 6) for name, value in figures.items() if not value <= TOLERANCE}
-    if wrong:
-        worst = dict(sorted(wrong.items(), key=lambda item: -item[1])[:3])
+        gradients = [run.gradients[name] for run in (walked, control) if name in run.gradients]
+        if len(gradients) == 1:  # the other run has none
+            figures[name] = float(gradients[0].norm()) / (largest or 1.0)
+            continue
+        walk_gradient, control_gradient = (gradient.double() for gradient in gradients)
+        # Rounding noise in a gradient that is zero in exact arithmetic (a key's bias) is no
+        # difference.
+        scale = max(float(control_gradient.norm()), 1e-4 * largest)
+        figures[name] = float((walk_gradient - control_gradient).norm()) / scale
+    excess = {name: round(value, 6) for name, value in figures.items() if not value <= TOLERANCE}
+    if excess:
+        worst = dict(sorted(excess.items(), key=lambda item: -item[1])[:3])
         raise ValueError(
             f"on a small instance, {'training' if model.training else 'evaluation'} mode,"
-            f" {len(wrong)} of {len(figures)} "
-            f"figures differ from the model's own, relatively by {worst} (at most {TOLERANCE} is"
-            " allowed)"
+            f" {len(excess)} of {len(figures)} figures differ from the model's own, relatively by"
+            f" {worst} (at most {TOLERANCE} is allowed)"
         )
     return max(figures.values())

@@ -20,10 +20,10 @@ from torch import nn
 
 from blockwalk.cutting.adapters import adapt, adapter_parameters
 from blockwalk.cutting.skeleton import build_skeleton
-from blockwalk.models.model_source import ModelSource, listed_parts, model_source
+from blockwalk.models.model_source import SINGLE_FILES, ModelSource, listed_parts, model_source
 from blockwalk.numerics.codecs.layout import name_of
 from blockwalk.plan.codecs import CODECS
-from blockwalk.plan.methods import METHODS
+from blockwalk.plan.methods import method
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
@@ -35,8 +35,6 @@ from blockwalk.tiers.model_folder.safetensors import read_header
 
 log = logging.getLogger(__name__)
 
-SINGLE = "model.safetensors"
-"""The file that holds a whole checkpoint, or is cut in parts."""
 SHARE = 0.5
 """The part of the machine's memory that frozen weights may take: the rest is the process's own, and
 other programs'."""
@@ -55,7 +53,7 @@ def with_stored_codec(plan: Plan, model: StrPath | nn.Module) -> Plan:
     stays = (
         isinstance(model, nn.Module) and plan.frozen.tier.facts.resident and not plan.home.gathered
     )
-    unnamed = plan.frozen.codec.facts.chosen_later or plan.frozen == METHODS["mebp"]().frozen
+    unnamed = plan.frozen.codec.facts.chosen_later or plan.frozen == method(plan.method).frozen
     if not unnamed and not (plan.frozen.codec.encoded and stays):
         return plan
     if stays or (not isinstance(model, nn.Module) and _read_as_stored(model_source(model))):
@@ -73,35 +71,33 @@ def refuse_rounded(model: StrPath | nn.Module, plan: Plan, lora: Any) -> None:
     in codes; or where a replay would start from others than rounded ones."""
     origin = f"frozen: {plan.frozen}"
     codec = plan.frozen.codec
-    codec_of_files = stored_codec(model)
     form = str(codec)
-    if isinstance(model, nn.Module):
-        # on the device they stay as they are in memory
-        codec = Codec.RAW if plan.frozen.tier.facts.resident else codec
-    elif codec_of_files is not None:
-        origin = os.fspath(model)
-        codec = codec_of_files
-        form = model_source(model).form
-    if lora is None and not hasattr(model, "peft_config") and codec.encoded:
+    stored = stored_codec(model)
+    if isinstance(model, nn.Module) and plan.frozen.tier.facts.resident:
+        return  # they stay as they are in memory
+    if stored is not None:
+        origin = os.fspath(model)  # type: ignore[arg-type]
+        codec = stored
+        form = model_source(origin).form
+    if not codec.encoded:
+        return
+    if lora is None and not hasattr(model, "peft_config"):
         raise ValueError(
             f"{origin} keeps weights in {form}, and without adapters every weight is trained: it"
             " would start from rounded values; set lora.rank, or the original checkpoint and"
             " frozen: disk × raw"
         )
     options = getattr(lora, "options", {})
-    if codec.encoded and plan.estimator.facts.ledger and options.get("use_dora"):
+    if plan.estimator.facts.ledger and options.get("use_dora"):
         raise ValueError(
             f"{origin} keeps weights in {form}, and DoRA's magnitudes begin as their norms: the"
             f" ledger of method {plan.method!r} would be replayed from those of the original"
             " weights; set frozen: disk × raw, or leave use_dora out"
         )
-    if codec.encoded and options.get("modules_to_save"):
-        skeleton = adapt(
-            build_skeleton(model.config if isinstance(model, nn.Module) else model), lora
-        )
-        trained = adapter_parameters(skeleton).items()
+    if stored is not None and options.get("modules_to_save"):
+        trained = adapter_parameters(adapt(build_skeleton(model), lora)).items()
         rounded = [name for name, param in trained if ".lora_" not in name and param.ndim > 1]
-        if rounded and codec_of_files is not None:
+        if rounded:
             raise ValueError(
                 f"{origin} keeps weights in {form}, and lora.options.modules_to_save trains"
                 f" {rounded[0]}: it would start from rounded values; set model to the original"
@@ -117,8 +113,10 @@ def is_open(plan: Plan) -> bool:
 def chosen(
     plan: Plan, model: StrPath | nn.Module, *, adapters: bool, kept: Codec | None = None
 ) -> tuple[Plan, str]:
-    """Choose the frozen codec of a plan for a model: answer the plan with it, and the reason; none
-    where nothing was open.
+    """Choose the frozen codec of a plan for a model.
+
+    Returns:
+        The plan with it, and the reason; an empty one where nothing was open.
 
     Args:
         adapters: whether adapters are trained or read; without them nothing is rounded.
@@ -194,7 +192,9 @@ def _tensors(model: StrPath | nn.Module) -> Iterator[tuple[tuple[int, ...], str]
     skeleton's."""
     if not isinstance(model, nn.Module):
         folder = model_source(model).folder
-        files = [folder / name for name in listed_parts(folder, SINGLE) or [SINGLE]]
+        files = [
+            folder / name for name in listed_parts(folder, SINGLE_FILES[0]) or SINGLE_FILES[:1]
+        ]
         if all(file.is_file() for file in files):
             stored = (tensor for file in files for tensor in read_header(file).values())
             yield from ((tensor.shape, name_of(tensor.dtype)) for tensor in stored)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,11 +76,12 @@ class ModelHandle:
                 for config in getattr(module, "peft_config", {}).values()
             ]
             if any(dropouts) and not plan.estimator.facts.walks_back:
-                text = (
+                log.warning(
                     "the adapter's lora_dropout is %s; method %s drops nothing, so that losses"
-                    " differ by the noise alone"
+                    " differ by the noise alone",
+                    max(dropouts),
+                    plan.method,
                 )
-                log.warning(text, max(dropouts), plan.method)
         else:
             module.requires_grad_(False)
         self.module = module
@@ -126,7 +128,8 @@ class ModelHandle:
                 if param.is_meta:  # the first name of a tied weight
                     value = torch.empty(param.shape, dtype=param.dtype)
                     unrounded.read_into(name, value)
-                    torch.utils.swap_tensors(param, nn.Parameter(value))  # type: ignore[no-untyped-call]
+                    swap: Any = torch.utils.swap_tensors
+                    swap(param, nn.Parameter(value))
             unrounded.close()
         return adapted
 
@@ -137,11 +140,9 @@ class ModelHandle:
 
     def compute_dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that a parameter is computed with, by its canonical name."""
-        return (
-            torch.promote_types(self.compute_dtype, torch.float32)
-            if name in self._exact
-            else self.compute_dtype
-        )
+        if name not in self._exact:
+            return self.compute_dtype
+        return torch.promote_types(self.compute_dtype, torch.float32)
 
     def stored(self, name: str) -> Value | None:
         """Return a parameter as it came, where it is there in one piece."""
@@ -162,11 +163,12 @@ class ModelHandle:
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a whole parameter; mapped where it lies in one piece."""
-        found = self.stored(name)
-        if not isinstance(found, Tensor):
-            found = torch.empty(shape, dtype=self.compute_dtype_of(name))
-            self.read_into(name, found)
-        return found
+        stored = self.stored(name)
+        if isinstance(stored, Tensor):
+            return stored
+        tensor = torch.empty(shape, dtype=self.compute_dtype_of(name))
+        self.read_into(name, tensor)
+        return tensor
 
     def fill(self, name: str, layout: Layout, out_P: Tensor) -> None:
         """Write a parameter's bytes (CPU uint8) in a layout: copied where it is stored so,
@@ -183,14 +185,13 @@ class ModelHandle:
             if stored.layout.nbytes != layout.nbytes:
                 raise ValueError(
                     f"{name} is packed in groups of {stored.layout.group_size}, and state over"
-                    " ranks has groups of"
-                    f" {layout.group_size}; pack the checkpoint again with --group_size"
-                    f" {layout.group_size}"
+                    f" ranks has groups of {layout.group_size}; pack the checkpoint again with"
+                    f" --group_size {layout.group_size}"
                 )
             stored.together(out_P)
             return
-        whole = self.whole(name, layout.shape)
-        codecs.encode_rows(whole.reshape(layout.rows, layout.columns), out_P, layout, 0, name=name)
+        rows_RD = self.whole(name, layout.shape).reshape(layout.rows, layout.columns)
+        codecs.encode_rows(rows_RD, out_P, layout, 0, name=name)
 
     def _source_value(self, name: str) -> Value:
         return self._source_of(name).weights([name])[name]
@@ -204,14 +205,13 @@ class ModelHandle:
         parameters of no unit, as the model came with them, by name."""
         module = self.module
         walked = {p.name for p in self.spec.params()} | {alias for alias, _ in self.spec.tied}
-        own = {name: module.get_buffer(name) for name in persistent_buffers(module)}
-        own |= {
+        state = {name: module.get_buffer(name) for name in persistent_buffers(module)}
+        state |= {
             name: param.detach() for name, param in module.named_parameters() if name not in walked
         }
-        stored = (
-            {} if self.source is None else self.source.weights(own.keys() & self.source.names())
-        )
-        return {**own, **stored}
+        if self.source is None:
+            return {**state}
+        return {**state, **self.source.weights(state.keys() & self.source.names())}
 
     def close(self) -> None:
         if self.source is not None:

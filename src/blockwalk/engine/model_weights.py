@@ -56,9 +56,8 @@ def open_source(
         if codec not in (Codec.RAW, store.index.codec):
             raise ValueError(
                 f"{path} is packed in {store.index.codec}, and the plan asks for {codec}; set"
-                " frozen to"
-                f" 'disk × {store.index.codec}', or pack the original checkpoint again with"
-                f" --codec {codec}"
+                f" frozen to 'disk × {store.index.codec}', or pack the original checkpoint again"
+                f" with --codec {codec}"
             )
         return store
     if not codec.encoded:
@@ -113,7 +112,8 @@ def open_model(
 def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast a model's parameters to a dtype, but for those that transformers keeps in float32; not
     its buffers, for rotary frequencies stay in float32."""
-    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    outer: Any = model
+    base = outer.get_base_model() if hasattr(model, "peft_config") else outer
     for name, param in model.named_parameters():
         if param.is_floating_point():
             exact = "lora_" not in name and stays_float32(base, dtype, name)
@@ -161,19 +161,19 @@ def _fill_buffers(model: Any, source: WeightSource) -> None:
         ValueError: the source lacks a buffer, or has it in another shape. One that transformers
             lets a checkpoint leave out keeps the value that the constructor gave it.
     """
-    known = set(source.names())
-    done = set()
+    stored = set(source.names())
+    filled = set()
     for name in persistent_buffers(model):
         buffer = model.get_buffer(name)
-        if id(buffer) in done or (name not in known and optional(model, name)):
+        if id(buffer) in filled or (name not in stored and optional(model, name)):
             continue
-        found = source.shape(name) if name in known else "absent"
-        if found != tuple(buffer.shape):
+        shape = source.shape(name) if name in stored else "absent"
+        if shape != tuple(buffer.shape):
             raise ValueError(
                 f"the buffer {name} is {tuple(buffer.shape)} in {type(model).__name__} and"
-                f" {found} in its files"
+                f" {shape} in its files"
             )
-        done.add(id(buffer))  # two modules may share one
+        filled.add(id(buffer))  # two modules may share one
         dtype = torch.float32 if stays_float32(model, model.dtype, name) else buffer.dtype
         value = source.weights([name])[name]
         assert isinstance(value, torch.Tensor), f"{name} is encoded"
@@ -185,7 +185,6 @@ def _compute_dtype(plan: Plan, stored: torch.dtype) -> torch.dtype:
     if dtype != stored and plan.compute_dtype == "auto":
         log.warning(
             "the model is stored in float16, where gradients vanish, and computes in bfloat16"
-            " (compute_dtype: float32 is"
-            " exact, and takes twice the memory)"
+            " (compute_dtype: float32 is exact, and takes twice the memory)"
         )
     return dtype

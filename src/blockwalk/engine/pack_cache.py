@@ -35,20 +35,18 @@ def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
     files = model_source(path)
     if files.codec is not None:
         raise ValueError(
-            f"{path} is in {files.form} already, and the plan asks for {codec}, which would"
-            " round it again; set frozen to"
-            " 'disk × raw', which reads it as it lies"
+            f"{path} is in {files.form} already, and the plan asks for {codec}, which would round"
+            " it again; set frozen to 'disk × raw', which reads it as it lies"
         )
     name = f"{path.resolve().name}-{codec}"
     stores = [folder / f"{name}-{weights_digest(path)}" for folder in workdirs]
     with closing(CheckpointFolder(path, model)) as source, _alone(workdirs[-1]):
-        if (there := next(filter(_is_undamaged, stores), None)) is not None:
-            return there
+        if (store := next(filter(_is_undamaged, stores), None)) is not None:
+            return store
         log.info("packing %s to %s, once, into %s", path, codec, stores[-1])
         for other in workdirs[-1].glob(f"{escape(name)}-{'[0-9a-f]' * 32}"):
-            if (
-                other != stores[-1]
-            ):  # a node that shares the folder may have packed this one, and read it, by now
+            # a node that shares the folder may have packed this one, and read it, by now
+            if other != stores[-1]:
                 discard(other)
         _pack(
             stores[-1],
@@ -62,15 +60,13 @@ def _pack(store: Path, write: Callable[[Path], None]) -> None:
     over a file system without locks pack at once, and the first to end has packed for all. A
     damaged one is put aside first."""
     with suppress(FileNotFoundError):
-        before = store.stat().st_ino
-        if not _is_undamaged(store) and store.stat().st_ino == before:
+        inode = store.stat().st_ino
+        if not _is_undamaged(store) and store.stat().st_ino == inode:
             discard(store)
     try:
         write(store)
-    except (
-        ValueError,
-        OSError,
-    ):  # its name is taken, or its folder was filled between two looks at it
+    # its name is taken, or its folder was filled between two looks at it
+    except (ValueError, OSError):
         if not _is_undamaged(store):
             raise
         log.info("another node has packed %s meanwhile: taking its pack", store)
@@ -78,9 +74,10 @@ def _pack(store: Path, write: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """The time in which no other process packs into a folder. The first of the ranks that share it
-    packs, and the others wait for as long as that one lives; where it dies, the kernel lets the
-    next one go on. A folder that stays empty goes again."""
+    """Keep other processes from packing into a folder meanwhile.
+
+    The first of the ranks that share it packs, and the others wait for as long as that one lives;
+    where it dies, the kernel lets the next one go on. A folder that stays empty goes again."""
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder, os.O_RDONLY)
     try:
