@@ -49,13 +49,14 @@ class LoraSettings:
                 f"lora.rank is {self.rank}; it must be at least 1 (lora: false trains everything)"
             )
         name = self.target_modules
-        if isinstance(name, str) and re.fullmatch(
-            r"\w+", name
-        ):  # as a pattern it would be that of a whole name
+        # as a pattern it would be that of a whole name
+        if isinstance(name, str) and re.fullmatch(r"\w+", name):
             object.__setattr__(self, "target_modules", (name,))
-        for theirs, ours in OF_PEFT.items():
-            if theirs in self.options:
-                raise ValueError(f"lora.options.{theirs} is PEFT's name of lora.{ours}; set that")
+        for name_in_peft, setting in OF_PEFT.items():
+            if name_in_peft in self.options:
+                raise ValueError(
+                    f"lora.options.{name_in_peft} is PEFT's name of lora.{setting}; set that"
+                )
         if not self.target_modules and not self.options.get("modules_to_save"):
             raise ValueError(
                 "lora.target_modules is empty; name some, or set lora.options.modules_to_save"

@@ -87,6 +87,6 @@ def shown(sources: Sequence[Any] | str, name: Callable[[str], str]) -> Any:
     if isinstance(sources, str):
         return name(sources)
     return [
-        {**each, "path": name(each["path"])} if isinstance(each, Mapping) else name(each)
-        for each in sources
+        {**source, "path": name(source["path"])} if isinstance(source, Mapping) else name(source)
+        for source in sources
     ]

@@ -42,8 +42,8 @@ class HomeFacts:
 
 
 def _against_masters(plan: Any) -> Iterator[str]:
-    alone = "one process gathers no parameters that it could keep"
-    yield from must_be(plan, "cache.tier", "none", alone)
+    no_gather = "one process gathers no parameters that it could keep"
+    yield from must_be(plan, "cache.tier", "none", no_gather)
     if plan.mesh.world > 1:
         yield (
             f"it trains on one rank, and there are {plan.mesh.world}; use fcdp or hzp (or zero3,"
@@ -174,12 +174,12 @@ def _against_backprop(plan: Any) -> Iterator[str]:
 
 
 def _against_zeroth_order(plan: Any) -> Iterator[str]:
-    alone = "a step's losses must differ by its perturbation alone"
+    noiseless = "a step's losses must differ by its perturbation alone"
     for setting, value, because in (
         ("cache.tier", "none", "zeroth order has no backward walk to keep parameters for"),
         ("optimizer.lora_b_ratio", 1, "a ledger has one learning rate a step"),
         ("optimizer.decay", "matrices", "zeroth order spares the names that the original spares"),
-        ("neftune_noise_alpha", 0, alone),
+        ("neftune_noise_alpha", 0, noiseless),
     ):
         yield from must_be(plan, setting, value, because)
     if plan.zo.epsilon <= 0:
@@ -247,3 +247,7 @@ class Estimator(RowName):
 
     table = ESTIMATORS
     facts: EstimatorFacts
+
+
+BACKPROP = Estimator("backprop")
+"""The estimator of a plan that names none."""

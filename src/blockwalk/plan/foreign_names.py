@@ -65,10 +65,10 @@ def find(key: str) -> Match | None:
     for candidate in (name, joined):
         if candidate in BY_NAME:
             return Match(BY_NAME[candidate], exact=True)
-    section, _, rest = name.partition(".")
-    while rest:
-        if rest in BY_NAME:
-            row = BY_NAME[rest]
+    section, _, end = name.partition(".")
+    while end:
+        if end in BY_NAME:
+            row = BY_NAME[end]
             return Match(row, exact=row.ours.startswith(f"{section}."))
-        _, _, rest = rest.partition(".")
+        _, _, end = end.partition(".")
     return None

@@ -105,7 +105,8 @@ _STEPS = (
         4,
         hf="per_device_train_batch_size",
         axolotl="micro_batch_size",
-        other="train_micro_batch_size_per_gpu per_gpu_train_batch_size per_device_batch_size device_batch_size",
+        other="train_micro_batch_size_per_gpu per_gpu_train_batch_size per_device_batch_size"
+        " device_batch_size",
     ),
     _taken(
         "batch_size",
@@ -127,7 +128,8 @@ _STEPS = (
         to.same("gradient_accumulation_steps"),
         2,
         mlx="grad_accumulation_steps",
-        other="gradient_accumulation accumulate_grad_batches grad_accum_steps accumulation_steps accumulation",
+        other="gradient_accumulation accumulate_grad_batches grad_accum_steps accumulation_steps"
+        " accumulation",
     ),
     _taken(
         "epochs",
@@ -415,7 +417,8 @@ _RUN = (
         "The environment names a tracker's project, as WANDB_PROJECT does.",
         to.is_off,
         hf="project trackio_space_id trackio_bucket_id trackio_static_space_id",
-        axolotl="wandb_project mlflow_experiment_name comet_project_name wandb_entity wandb_watch wandb_log_model wandb_mode",
+        axolotl="wandb_project mlflow_experiment_name comet_project_name wandb_entity wandb_watch"
+        " wandb_log_model wandb_mode",
         factory="swanlab_project",
     ),
     _taken(
@@ -497,7 +500,8 @@ _RUN = (
     ),
     _none(
         "Curves and logs lie in output_dir, every figure of every step.",
-        hf="logging_dir logging_strategy logging_first_step log_level log_level_replica log_on_each_node"
+        hf="logging_dir logging_strategy logging_first_step log_level log_level_replica"
+        " log_on_each_node"
         " logging_nan_inf_filter disable_tqdm include_num_input_tokens_seen skip_memory_metrics"
         " debug",
         factory="plot_loss",
@@ -515,7 +519,8 @@ _RUN = (
     _none(
         "An evaluation keeps losses, and the accuracies of a task.",
         to.is_off,
-        hf="eval_delay eval_accumulation_steps eval_do_concat_batches eval_use_gather_object include_for_metrics"
+        hf="eval_delay eval_accumulation_steps eval_do_concat_batches eval_use_gather_object"
+        " include_for_metrics"
         " batch_eval_metrics prediction_loss_only",
     ),
     _none("Runs give the same bits again as they are.", _any, hf="full_determinism"),
@@ -600,7 +605,8 @@ _MEMORY = (
         to.is_off,
         trl="use_bnb_nested_quant bnb_4bit_quant_storage",
         factory="double_quantization quantization_method",
-        other="bnb_4bit_use_double_quant llm_int8_threshold llm_int8_skip_modules llm_int8_has_fp16_weight bnb_config"
+        other="bnb_4bit_use_double_quant llm_int8_threshold llm_int8_skip_modules"
+        " llm_int8_has_fp16_weight bnb_config"
         " quantization_config",
     ),
     _other(
@@ -610,7 +616,8 @@ _MEMORY = (
         "cpu",
         idle=is_word("false", "none", "null", "0"),
         axolotl="layer_offloading",
-        other="cpu_offload offload_param offload_param.device zero_optimization.offload_param.device offload blocks_to_swap"
+        other="cpu_offload offload_param offload_param.device"
+        " zero_optimization.offload_param.device offload blocks_to_swap"
         " block_swap fsdp_offload_params fsdp_config.offload_params"
         " llm_int8_enable_fp32_cpu_offload offload_to_cpu"
         " num_layers_to_offload",
@@ -621,7 +628,8 @@ _MEMORY = (
         to.offloaded("optimizer_state"),
         "cpu",
         idle=is_word("false", "none", "null", "0"),
-        other="offload_optimizer offload_optimizer.device zero_optimization.offload_optimizer.device optimizer_offload",
+        other="offload_optimizer offload_optimizer.device"
+        " zero_optimization.offload_optimizer.device optimizer_offload",
     ),
     _other(
         "activation",
@@ -690,9 +698,11 @@ _MEMORY = (
     _none(
         "Attention is PyTorch's own, which chooses the kernel for the device.",
         trl="attn_implementation",
-        axolotl="flash_attention sdp_attention xformers_attention flex_attention eager_attention s2_attention",
+        axolotl="flash_attention sdp_attention xformers_attention flex_attention eager_attention"
+        " s2_attention",
         factory="flash_attn shift_attn use_unsloth",
-        other="use_flash_attention_2 use_flash_attention lora_mlp_kernel lora_qkv_kernel lora_o_kernel",
+        other="use_flash_attention_2 use_flash_attention lora_mlp_kernel lora_qkv_kernel"
+        " lora_o_kernel",
     ),
     _none(
         "The walk's buffers stay from step to step.",
@@ -732,7 +742,8 @@ _RANKS = (
     _none("Buffers need no setting.", to.is_off, trl="ignore_bias_buffers"),
     _none(
         "Processes find one another by themselves; start_timeout and interface are the settings.",
-        hf="ddp_backend ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph"
+        hf="ddp_backend ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb"
+        " ddp_broadcast_buffers ddp_static_graph"
         " local_rank average_tokens_across_devices accelerator_config",
         other="world_size num_gpus",
     ),
@@ -853,7 +864,8 @@ _ADAPTERS = (
     _none(
         "Adapters are LoRA, rsLoRA and DoRA; PEFT's further kinds are not trained here.",
         to.is_off,
-        trl="loftq_config eva_config corda_config lora_ga_config velora_config monteclora_config kasa_config arrow_config"
+        trl="loftq_config eva_config corda_config lora_ga_config velora_config monteclora_config"
+        " kasa_config arrow_config"
         " use_qalora qalora_group_size use_bdlora alora_invocation_tokens layer_replication"
         " megatron_config megatron_core"
         " ensure_weight_tying",
@@ -899,7 +911,8 @@ _DATA = (
         "train.jsonl",
         to.is_text,
         trl="dataset_name",
-        other="train_file train_data training_data train_dataset dataset_path data_path train_path training_file",
+        other="train_file train_data training_data train_dataset dataset_path data_path"
+        " train_path training_file",
     ),
     _other(
         "data.eval",
@@ -908,7 +921,8 @@ _DATA = (
         "eval.jsonl",
         axolotl="test_datasets",
         factory="eval_dataset",
-        other="validation_file eval_file val_file val_dataset eval_data val_data test_file eval_path",
+        other="validation_file eval_file val_file val_dataset eval_data val_data test_file"
+        " eval_path",
     ),
     _taken(
         "data.eval_share",
@@ -947,7 +961,8 @@ _DATA = (
         axolotl="sequence_len",
         factory="cutoff_len",
         mlx="max_seq_length",
-        other="max_seq_len seq_length seq_len sequence_length block_size context_length model_max_length max_len",
+        other="max_seq_len seq_length seq_len sequence_length block_size context_length"
+        " model_max_length max_len",
     ),
     _taken(
         "data.packing",
@@ -961,7 +976,8 @@ _DATA = (
         "Packed rows keep records apart, and nothing is cut: data.packing is the setting.",
         to.is_off,
         trl="packing_strategy padding_free eval_packing",
-        axolotl="eval_sample_packing pad_to_sequence_len sample_packing_group_size sample_packing_bin_size batch_flattening",
+        axolotl="eval_sample_packing pad_to_sequence_len sample_packing_group_size"
+        " sample_packing_bin_size batch_flattening",
     ),
     _taken(
         "data.padding_multiple",
@@ -1071,8 +1087,10 @@ _DATA = (
         "Records are tokenized at the start, and lie in files while the run goes on.",
         to.is_off,
         trl="dataset_streaming dataset_num_proc dataset_kwargs",
-        axolotl="dataset_prepared_path dataset_processes streaming skip_prepare_dataset dataset_keep_in_memory",
-        factory="streaming buffer_size tokenized_path overwrite_cache preprocessing_num_workers preprocessing_batch_size",
+        axolotl="dataset_prepared_path dataset_processes streaming skip_prepare_dataset"
+        " dataset_keep_in_memory",
+        factory="streaming buffer_size tokenized_path overwrite_cache preprocessing_num_workers"
+        " preprocessing_batch_size",
     ),
     _none(
         "Batches are read from memory maps: there are no workers and no columns to remove.",
@@ -1092,7 +1110,8 @@ _DATA = (
         " trains their rows.",
         to.is_off,
         trl="eos_token pad_token",
-        axolotl="special_tokens tokens added_tokens_overrides tokenizer_type tokenizer_config tokenizer_use_fast",
+        axolotl="special_tokens tokens added_tokens_overrides tokenizer_type tokenizer_config"
+        " tokenizer_use_fast",
         factory="resize_vocab new_special_tokens use_fast_tokenizer",
         other="tokenizer_name tokenizer_name_or_path tokenizer",
     ),
@@ -1113,7 +1132,8 @@ _MODEL = (
         trl="model_name_or_path",
         axolotl="base_model",
         factory="model_name_or_path",
-        other="model_name model_id pretrained_model_name_or_path base_model_name_or_path checkpoint_dir model_path",
+        other="model_name model_id pretrained_model_name_or_path base_model_name_or_path"
+        " checkpoint_dir model_path",
     ),
     _other(
         "model",

@@ -61,8 +61,8 @@ def switch(name: str, on: Any, off: Any = None) -> Line:
     write."""
 
     def line(value: Any, given: Mapping[str, Any]) -> Pair | None:
-        ours = off if is_off(value) else on
-        return None if ours is None else (name, ours)
+        answer = off if is_off(value) else on
+        return None if answer is None else (name, answer)
 
     return line
 
@@ -71,8 +71,8 @@ def words(name: str, table: Mapping[str, Any], otherwise: Any = None) -> Line:
     """Return the value of ours by a table of theirs; ``otherwise`` for those that are not in it."""
 
     def line(value: Any, given: Mapping[str, Any]) -> Pair | None:
-        ours = table.get(word(value), otherwise)
-        return None if ours is None else (name, ours)
+        answer = table.get(word(value), otherwise)
+        return None if answer is None else (name, answer)
 
     return line
 
@@ -98,9 +98,9 @@ def _times(given: Mapping[str, Any], *names: str) -> int | float:
 
 def betas(value: Any, given: Mapping[str, Any]) -> Pair:
     """Return Adam's two decays of which a setting of theirs holds one."""
-    first = given.get("adam_beta1", given.get("beta1", 0.9))
-    second = given.get("adam_beta2", given.get("beta2", 0.999))
-    return "optimizer.betas", [number(first), number(second)]
+    beta1 = given.get("adam_beta1", given.get("beta1", 0.9))
+    beta2 = given.get("adam_beta2", given.get("beta2", 0.999))
+    return "optimizer.betas", [number(beta1), number(beta2)]
 
 
 def last_rate(value: Any, given: Mapping[str, Any]) -> Pair:
@@ -243,7 +243,7 @@ CODECS = {
 """Kinds of quantisation elsewhere, and ``frozen.codec``."""
 
 
-TIERS = {
+MEMORIES = {
     "cpu": "host",
     "ram": "host",
     "nvme": "disk",
@@ -256,13 +256,13 @@ TIERS = {
 
 def is_a_part(value: Any) -> bool:
     """Return whether a value names a codec alone, or a memory by another name than a tier's."""
-    return word(value) in {*TIERS, *CODECS, *Codec}
+    return word(value) in {*MEMORIES, *CODECS, *Codec}
 
 
 def placed(value: Any, given: Mapping[str, Any]) -> Pair:
     """Return the part of ``frozen`` that a word names: a tier, or else a codec."""
-    if word(value) in TIERS:
-        return "frozen.tier", TIERS[word(value)]
+    if word(value) in MEMORIES:
+        return "frozen.tier", MEMORIES[word(value)]
     return "frozen.codec", CODECS.get(word(value), word(value))
 
 
@@ -301,7 +301,7 @@ def option(name: str) -> Line:
             return None
         if name == "modules_to_save":
             value = value.split(",") if isinstance(value, str) else value
-            return f"lora.options.{name}", [str(each).strip() for each in value]
+            return f"lora.options.{name}", [str(module).strip() for module in value]
         if word(value) == "true":
             return f"lora.options.{name}", True
         return f"lora.options.{name}", value
@@ -335,17 +335,14 @@ def paths(name: str) -> Line:
             raise ValueError("no source is named")
         if isinstance(value, str) and value[:1] == "[":
             value = ast.literal_eval(value)
-        sources = (
-            value.split(",")
-            if isinstance(value, str)
-            else value
-            if isinstance(value, list)
-            else [value]
-        )
-        named = [
-            str(each["path"] if isinstance(each, Mapping) else each).strip() for each in sources
+        if isinstance(value, str):
+            value = value.split(",")
+        sources = value if isinstance(value, list) else [value]
+        names = [
+            str(source["path"] if isinstance(source, Mapping) else source).strip()
+            for source in sources
         ]
-        return name, named[0] if len(named) == 1 else named
+        return name, names[0] if len(names) == 1 else names
 
     return line
 
@@ -364,9 +361,8 @@ def numbers(name: str) -> Line:
     """Return several numbers, which commas may divide."""
 
     def line(value: Any, given: Mapping[str, Any]) -> Pair:
-        return name, [
-            number(each) for each in (value.split(",") if isinstance(value, str) else value)
-        ]
+        parts = value.split(",") if isinstance(value, str) else value
+        return name, [number(part) for part in parts]
 
     return line
 

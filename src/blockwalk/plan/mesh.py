@@ -59,8 +59,8 @@ class Axis:
 
     def members(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` in this coordinate alone, in its order."""
-        first = rank - self.coordinate(rank) * self.inner
-        return tuple(first + i * self.inner for i in range(self.length))
+        origin = rank - self.coordinate(rank) * self.inner
+        return tuple(origin + i * self.inner for i in range(self.length))
 
 
 @lru_cache
@@ -73,8 +73,8 @@ def group_sizes(mesh: MeshSettings) -> Mapping[str, int]:
     sizes = {NOBODY: 1, NODE: mesh.ranks_per_node}
     for text in mesh.groups:
         name, _, ranks = (word.strip() for word in text.partition("="))
-        taken = name in (*sizes, WORLD, PERTURB, DATA)
-        if not ranks.isdecimal() or not int(ranks) or not name or "×" in name or taken:
+        is_new = name not in (*sizes, WORLD, PERTURB, DATA)
+        if not ranks.isdecimal() or not int(ranks) or not name or "×" in name or not is_new:
             raise ValueError(
                 f"mesh.groups has {text!r}; it takes new names, each with its ranks, such as half=4"
             )
@@ -108,8 +108,12 @@ def make_axes(mesh: MeshSettings) -> tuple[Axis, ...]:
 
 def work_axes(mesh: MeshSettings) -> tuple[Axis, ...]:
     """Return the axes that a zeroth-order step's work is shared over, innermost first."""
-    sizes = ((PERTURB, 1, mesh.perturb), (DATA, mesh.perturb, mesh.perturb * mesh.data))
-    return tuple(Axis(*each, each[2] > mesh.ranks_per_node) for each in sizes if each[1] < each[2])
+    axes = ((PERTURB, 1, mesh.perturb), (DATA, mesh.perturb, mesh.perturb * mesh.data))
+    return tuple(
+        Axis(name, inner, outer, outer > mesh.ranks_per_node)
+        for name, inner, outer in axes
+        if inner < outer
+    )
 
 
 def coordinates_of(mesh: MeshSettings, rank: int) -> Coordinates:
@@ -171,10 +175,10 @@ def forwards_at(mesh: MeshSettings, coordinates: Mapping[str, int], passes: int)
     """Return the forward passes of a zeroth-order step that are run at a place on the axis
     ``perturb``: consecutive ones, as many as at the places before it or one less."""
     place = coordinates.get(PERTURB, 0)
-    most = -(-passes // mesh.perturb)
-    longer = passes - mesh.perturb * (most - 1)
-    first = place * most - max(0, place - longer)
-    return range(first, first + most - (place >= longer))
+    longest = -(-passes // mesh.perturb)
+    longer_shares = passes - mesh.perturb * (longest - 1)
+    start = place * longest - max(0, place - longer_shares)
+    return range(start, start + longest - (place >= longer_shares))
 
 
 def micro_batches_at(mesh: MeshSettings, coordinates: Mapping[str, int], cuts: int) -> range:

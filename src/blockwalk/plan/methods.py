@@ -1,17 +1,17 @@
 """The table: every published system that Blockwalk implements is a row of it, and a row is a Plan.
 
-| method  | estimator      | parameters: tier × codec × group           | activations | update                  |
-|---------|----------------|--------------------------------------------|-------------|-------------------------|
-| plain   | backprop       | device × raw × nobody                      | device      | at step end             |
-| mebp    | backprop, LoRA | disk × int4a × nobody (frozen)             | disk        | at the block's turn     |
-| mezo    | zeroth-order   | device × raw × nobody                      | –           | at step end             |
-| zo2     | zeroth-order   | host or disk × any × nobody                | –           | deferred, at next fetch |
-| distzo2 | zeroth-order   | host slice M/n × any × node                | –           | deferred, at next fetch |
-| zero3   | backprop       | device slice 1/G × raw × world             | device      | sharded over the world  |
-| zeropp  | backprop       | the same, node slices kept on the device   | device      | sharded over the world  |
-| mics    | backprop       | device slice 1/g × raw × node              | device      | sharded in the node     |
-| fcdp    | backprop       | device slice 1/G, node slices on the host  | device      | sharded over the world  |
-| hzp     | backprop       | device slice × raw × any group             | device      | sharded over any group  |
+| method  | estimator      | parameters: tier × codec × group    | activations | update         |
+|---------|----------------|-------------------------------------|-------------|----------------|
+| plain   | backprop       | device × raw × nobody               | device      | at step end    |
+| mebp    | backprop, LoRA | disk × int4a × nobody (frozen)      | disk        | at its turn    |
+| mezo    | zeroth-order   | device × raw × nobody               | –           | at step end    |
+| zo2     | zeroth-order   | host or disk × any × nobody         | –           | at next fetch  |
+| distzo2 | zeroth-order   | host slice M/n × any × node         | –           | at next fetch  |
+| zero3   | backprop       | device slice 1/G × raw × world      | device      | over the world |
+| zeropp  | backprop       | the same, node slices on the device | device      | over the world |
+| mics    | backprop       | device slice 1/g × raw × node       | device      | in the node    |
+| fcdp    | backprop       | slice 1/G, node slices on the host  | device      | over the world |
+| hzp     | backprop       | device slice × raw × any group      | device      | over any group |
 
 Each function below returns a Plan and does nothing else. A setting given to :func:`method` wins
 over the row's."""
@@ -163,7 +163,7 @@ METHODS: Table[Callable[[], Plan]] = Table("method", {row.__name__: row for row 
 
 
 def method(name: str, **settings: Any) -> Plan:
-    """The plan of a named method, with settings changed.
+    """Return the plan of a named method, with settings changed.
 
     Settings are the plan's fields, nested as mappings or dotted.
 
@@ -176,53 +176,44 @@ def method(name: str, **settings: Any) -> Plan:
         >>> method("mebp", **{"optimizer.learning_rate": 2e-4, "prefetch": 2}).prefetch
         2
     """
-    row, rest = _on_mesh(METHODS[name](), settings)
-    plan = override(row, _settled(row, rest))
-    if plan.sharded and not row.sharded:
+    row, meshed = _on_mesh(METHODS[name](), settings)
+    plan = override(row, _timed(row, meshed))
+    if plan.home.gathered and not row.home.gathered:
         raise ValueError(
             f"trainable is {plan.trainable}, and method {name!r} does not spread parameters over"
-            " ranks; choose hzp, or set"
-            f" trainable: {plan.trainable.tier} × {plan.trainable.codec}"
+            f" ranks; choose hzp, or set trainable: {plan.trainable.tier} ×"
+            f" {plan.trainable.codec}"
         )
-    between = row.cache.tier != "none" and plan.trainable.group != plan.optimizer_state.group
-    if between and plan.cache.tier == "none":
+    between = plan.trainable.group != plan.optimizer_state.group
+    if between and row.cache.keeps and not plan.cache.keeps:
         raise ValueError(
             f"cache.tier is none, and method {name!r} keeps slices of parameters over a group of"
-            " ranks"
-            f" (trainable: {plan.trainable}) from one use to the next: set cache.tier: host or"
-            " device, or use zero3, which"
-            " gathers them anew each time"
+            f" ranks (trainable: {plan.trainable}) from one use to the next: set cache.tier: host"
+            " or device, or use zero3, which gathers them anew each time"
         )
     return plan
 
 
 def _on_mesh(row: Plan, settings: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
-    """The row and the settings, once the world is known: all of it is one node unless it says
-    otherwise, a zeroth-order mesh has both its axes, and buckets that cannot be sliced stay whole
-    where the row alone would slice them."""
-    given = flat(settings)
-    if not row.sharded_kinds or "mesh.world" not in given:
+    """Return the row and the settings, once the world is known. All of it is one node unless the
+    settings say otherwise, a zeroth-order mesh has both its axes, and buckets that cannot be sliced
+    stay whole where the row alone would slice them."""
+    dotted = flat(settings)
+    if not row.sharded_kinds or "mesh.world" not in dotted:
         return row, settings
     mesh = {
-        key.removeprefix("mesh."): value for key, value in given.items() if key.startswith("mesh.")
+        key.removeprefix("mesh."): value for key, value in dotted.items() if key.startswith("mesh.")
     }
     mesh.setdefault("ranks_per_node", mesh["world"])
-    others = {key: value for key, value in settings.items() if not key.startswith("mesh")}
-    if row.zeroth_order:
-        whole = replace(
-            row, **{kind: replace(getattr(row, kind), group=NOBODY) for kind in row.sharded_kinds}
-        )
-        alike = override(whole, {**others, "mesh": {**mesh, "data": mesh["world"], "perturb": 1}})
-        _share_passes(alike, mesh)
-        row = replace(
-            row,
-            **{
-                kind: getattr(whole, kind)
-                for kind in row.sharded_kinds
-                if not alike.sliceable(kind)
-            },
-        )
-    return row, {**others, "mesh": mesh}
+    without_mesh = {key: value for key, value in settings.items() if not key.startswith("mesh")}
+    if row.estimator.facts.shares_forwards:
+        unsliced = {kind: replace(getattr(row, kind), group=NOBODY) for kind in row.sharded_kinds}
+        batch_alone = {**mesh, "data": mesh["world"], "perturb": 1}
+        plan = override(replace(row, **unsliced), {**without_mesh, "mesh": batch_alone})
+        _share_passes(plan, mesh)
+        stay_whole = [kind for kind in row.sharded_kinds if not plan.sliceable(kind)]
+        row = replace(row, **{kind: unsliced[kind] for kind in stay_whole})
+    return row, {**without_mesh, "mesh": mesh}
 
 
 def _share_passes(plan: Plan, mesh: dict[str, Any]) -> None:
@@ -234,22 +225,22 @@ def _share_passes(plan: Plan, mesh: dict[str, Any]) -> None:
     world = mesh["world"]
     node = mesh["ranks_per_node"]
     if "perturb" not in mesh:
-        together = 1 if plan.zo.noise == "mezo" else math.gcd(node, plan.forward_passes)
-        mesh["perturb"] = world // max(mesh["data"], 1) if "data" in mesh else together
+        sharing = 1 if plan.noise.in_place else math.gcd(node, plan.forward_passes)
+        mesh["perturb"] = world // max(mesh["data"], 1) if "data" in mesh else sharing
     mesh.setdefault("data", max(1, world // max(mesh["perturb"], 1)))
 
 
-def _settled(row: Plan, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings, with updates at the step's end where a row that updates at the block's turn
-    cannot: clipping needs the norm of all gradients, and walking micro-batch by micro-batch
-    completes them only in the last one."""
-    given = flat(settings)
-    if not row.update.at_turn or "update.timing" in given:
+def _timed(row: Plan, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings, with updates at the step's end where a row cannot update at the block's
+    turn: clipping needs the norm of all gradients, and walking micro-batch by micro-batch completes
+    them only in the last one."""
+    dotted = flat(settings)
+    if not row.update.at_turn or "update.timing" in dotted:
         return settings
-    by_micro_batch = given.get("accumulation_order", row.accumulation_order) == "micro_batch"
+    by_micro_batch = dotted.get("accumulation_order", row.accumulation_order) == "micro_batch"
     steps = "gradient_accumulation_steps"
     norm = "optimizer.max_grad_norm"
-    accumulates = coerce(steps, given.get(steps, row.gradient_accumulation_steps), int) > 1
-    if coerce(norm, given.get(norm, 0), float) > 0 or (accumulates and by_micro_batch):
+    accumulates = coerce(steps, dotted.get(steps, row.gradient_accumulation_steps), int) > 1
+    if coerce(norm, dotted.get(norm, 0), float) > 0 or (accumulates and by_micro_batch):
         return {**settings, "update.timing": Timing.STEP}
     return settings

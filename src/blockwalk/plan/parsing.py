@@ -30,24 +30,22 @@ class Refused(ValueError):
     """A value that its setting does not take, with a message of its own."""
 
 
-def adapter_settings(given: Mapping[str, Any]) -> Adapters:
+def adapter_settings(settings: Mapping[str, Any]) -> Adapters:
     """Return the adapters that a mapping describes: ``{"rank": 8, "options": {"use_rslora":
     True}}``, or a prefix: ``{"num_virtual_tokens": 5}``.
 
     Raises:
         ValueError: an unknown name, or a value that makes no sense.
     """
-    cls, name = (
-        (PrefixSettings, "prefix") if "num_virtual_tokens" in given else (LoraSettings, "lora")
-    )
+    is_prefix = "num_virtual_tokens" in settings
+    cls, name = (PrefixSettings, "prefix") if is_prefix else (LoraSettings, "lora")
     names = [f"{name}.{setting_of(f.name)}" for f in dataclasses.fields(cls)]
-    for key in given:
-        if f"{name}.{key}" not in names:
-            raise ValueError(
-                f"unknown setting '{name}.{key}'{did_you_mean(f'{name}.{key}', names)}"
-            )
-    found: Adapters = section(cls, name, {f"{name}.{key}": value for key, value in given.items()})
-    return found
+    dotted = {f"{name}.{key}": value for key, value in settings.items()}
+    for key in dotted:
+        if key not in names:
+            raise ValueError(f"unknown setting {key!r}{did_you_mean(key, names)}")
+    adapters: Adapters = section(cls, name, dotted)
+    return adapters
 
 
 WHOLE = ("data.train", "data.eval", "data.columns")
@@ -70,25 +68,19 @@ def setting_of(field: str) -> str:
 def section(cls: type, name: str, settings: dict[str, Any]) -> Any:
     """Take the settings of one section out of ``settings`` and build its value."""
     hints = {setting_of(name): hint for name, hint in hints_of(cls).items()}
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key in [k for k in settings if k.startswith(f"{name}.")]:
         value = settings.pop(key)
         short = key.removeprefix(f"{name}.")
         field, _, option = short.partition(".")
-        if (
-            option and f"{name}.{field}" in OPEN
-        ):  # one as a flag: read as YAML, for its type is not ours to know
+        if option and f"{name}.{field}" in OPEN:
+            # as a flag it is read as YAML, for its type is not ours to know
             typed = _as_yaml(key, value) if isinstance(value, str) else value
-            given[field] = {**given.get(field, {}), option: typed}
+            fields[field] = {**fields.get(field, {}), option: typed}
         else:
-            given[short] = coerce(key, value, hints[short])
-    return cls(
-        **{
-            f.name: given[setting_of(f.name)]
-            for f in dataclasses.fields(cls)
-            if setting_of(f.name) in given
-        }
-    )
+            fields[short] = coerce(key, value, hints[short])
+    names = {setting_of(field.name): field.name for field in dataclasses.fields(cls)}
+    return cls(**{names[setting]: value for setting, value in fields.items()})
 
 
 def _as_yaml(key: str, text: str) -> Any:
@@ -143,26 +135,25 @@ def from_plain(hint: Any, value: Any) -> Any:
     """
     if dataclasses.is_dataclass(hint):
         hints = hints_of(hint)
-        return hint(**{name: from_plain(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
+        fields = {name: from_plain(hints[name], part) for name, part in value.items()}
+        return hint(**fields)  # type: ignore[operator]
     if get_origin(hint) is tuple:
         kinds = get_args(hint)
         kinds = kinds[:1] * len(value) if kinds[-1] is ... else kinds
-        return tuple(from_plain(kind, each) for kind, each in zip(kinds, value, strict=True))
+        return tuple(from_plain(kind, part) for kind, part in zip(kinds, value, strict=True))
     return hint(value) if names_words(hint) else value
 
 
 def flat(values: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:
     """Return the values of nested mappings by their joined names; a mapping that is empty is a
     value."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for name, value in values.items():
-        inner = isinstance(value, Mapping) and value
-        found |= (
-            flat(value, separator, f"{prefix}{name}{separator}")
-            if inner
-            else {f"{prefix}{name}": value}
-        )
-    return found
+        if isinstance(value, Mapping) and value:
+            flattened |= flat(value, separator, f"{prefix}{name}{separator}")
+        else:
+            flattened[f"{prefix}{name}"] = value
+    return flattened
 
 
 class NoAliases(yaml.SafeLoader):
@@ -190,23 +181,24 @@ class Loader(NoAliases):
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """Return the patterns of plain scalars, by the first character."""
+    number = r"[0-9]+[eE][-+]?[0-9]+|([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
     table = (
         ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
         ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
         ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
         (
             "float",
-            r"[-+]?([0-9]+[eE][-+]?[0-9]+|([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
+            rf"[-+]?({number}|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
             list("-+.0123456789"),
         ),
     )
-    found: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-    for tag, pattern, firsts in table:
-        for first in firsts:
-            found.setdefault(first, []).append(
-                (f"tag:yaml.org,2002:{tag}", re.compile(rf"^(?:{pattern})$"))
-            )
-    return found
+    resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for tag, pattern, characters in table:
+        resolver = (f"tag:yaml.org,2002:{tag}", re.compile(rf"^(?:{pattern})$"))
+        for character in characters:
+            resolvers.setdefault(character, []).append(resolver)
+    return resolvers
 
 
 Loader.yaml_implicit_resolvers = _resolvers()
@@ -225,10 +217,11 @@ def did_you_mean(key: str, known: list[str], cutoff: float = NEAR) -> str:
     if match is not None and not SETTINGS.isdisjoint(known):
         return f"; did you mean {match.row.ours!r}?" if match.row.ours in known else ""
     leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
-    near = difflib.get_close_matches(key, known, n=1, cutoff=cutoff)
-    if not near and "." not in key:  # the section is missing
-        near = [leaves[leaf] for leaf in difflib.get_close_matches(key, leaves, n=1, cutoff=cutoff)]
-    return f"; did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(key, known, n=1, cutoff=cutoff)
+    if not matches and "." not in key:  # the section is missing
+        near_leaves = difflib.get_close_matches(key, leaves, n=1, cutoff=cutoff)
+        matches = [leaves[leaf] for leaf in near_leaves]
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def parse_bytes(text: str | int) -> int:
@@ -273,21 +266,21 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
     Raises:
         ValueError: it is none; the message says what the setting takes.
     """
-    read: Callable[[Any], Any]
+    reader: Callable[[Any], Any]
     if names_words(hint):
-        wanted = f"one of {', '.join(hint)}"
-        read = hint
+        form = f"one of {', '.join(hint)}"
+        reader = hint
     elif hint not in READERS:
         raise ValueError(f"{key} takes a group of settings, such as {key}.name, not {value!r}")
     else:
-        _, wanted, read = READERS[hint]
+        _, form, reader = READERS[hint]
     try:
-        return read(value)
+        return reader(value)
     except Refused:
         raise
     except (TypeError, ValueError, OverflowError):
         names = {"tiers": TIERS.choices, "codecs": CODECS.choices}
-        raise ValueError(f"{key} is {value!r}; it takes {filled(wanted, names)}") from None
+        raise ValueError(f"{key} is {value!r}; it takes {filled(form, names)}") from None
 
 
 def filled(sentence: str, texts: Mapping[str, str]) -> str:
@@ -341,19 +334,17 @@ def _texts(value: Any) -> tuple[str, ...]:
             shown = ", ".join(map(str, value))
             raise Refused(
                 f"data.columns is {{{shown}}}, which has a field without a column; write"
-                " [prompt=question,"
-                " completion=answer], or {prompt: question} with a space behind the colon"
+                " [prompt=question, completion=answer], or {prompt: question} with a space behind"
+                " the colon"
             ) from None
-    return (
-        tuple(each.strip() for each in value.split(","))
-        if isinstance(value, str)
-        else tuple(map(_text, value))
-    )
+    if isinstance(value, str):
+        return tuple(text.strip() for text in value.split(","))
+    return tuple(map(_text, value))
 
 
 def _pattern_or_texts(value: Any) -> str | tuple[str, ...]:
-    """Names with commas between them are a list, as in every other setting; a pattern stays one
-    text."""
+    """Return names with commas between them as a list, as in every other setting; a pattern stays
+    one text."""
     if isinstance(value, os.PathLike):
         return str(_text(value))
     several = not isinstance(value, str) or re.fullmatch(r"[\w.-]+(\s*,\s*[\w.-]+)+", value)
@@ -365,7 +356,9 @@ def _sources(value: Any) -> str | tuple[str | Source, ...]:
     if isinstance(value, str | os.PathLike):
         return _pattern_or_texts(value)
     listed = [value] if isinstance(value, Mapping) else value
-    return tuple(_source(each) if isinstance(each, Mapping) else _text(each) for each in listed)
+    return tuple(
+        _source(source) if isinstance(source, Mapping) else _text(source) for source in listed
+    )
 
 
 def _source(settings: Mapping[str, Any]) -> Source:
@@ -427,8 +420,8 @@ def _numbers(value: Any) -> tuple[float, ...]:
 
 
 def _pair(value: Any) -> tuple[float, float]:
-    first, second = _numbers(value)
-    return first, second
+    beta1, beta2 = _numbers(value)
+    return beta1, beta2
 
 
 def _size(value: Any) -> int | None:

@@ -23,7 +23,14 @@ from blockwalk.plan.choices import (
     UpdateSettings,
     ZerothOrderSettings,
 )
-from blockwalk.plan.estimators import ESTIMATORS, HOMES, Estimator, EstimatorFacts, HomeFacts
+from blockwalk.plan.estimators import (
+    BACKPROP,
+    ESTIMATORS,
+    HOMES,
+    Estimator,
+    EstimatorFacts,
+    HomeFacts,
+)
 from blockwalk.plan.losses import LOSSES, LossFacts
 from blockwalk.plan.mesh import group_sizes, make_axes
 from blockwalk.plan.noise_kinds import NOISES, NoiseFacts
@@ -47,7 +54,7 @@ class Plan:
     method: str = "plain"
     """The method that every other setting begins from; auto: the planner's best for this
     machine."""
-    estimator: Estimator = Estimator.BACKPROP
+    estimator: Estimator = BACKPROP
     """The source of a step's direction: {choices}. The method decides it."""
     frozen: Placement = Placement()
     """The place and form of weights that are not trained: tier × codec × group. Tiers are {tiers}.
@@ -152,15 +159,16 @@ class Plan:
     def frozen_ranks(self) -> int:
         """Zeroth order: ranks that each hold a slice of the streamed frozen blocks; a file is one
         copy for all who map it."""
-        return group_sizes(self.mesh)[self.frozen.group] if self.frozen.on_host else 1
+        tier = self.frozen.tier.facts
+        return 1 if tier.resident or tier.mapped else group_sizes(self.mesh)[self.frozen.group]
 
     @property
     def cuts(self) -> int:
         """Parts that a step's batch is cut into, each a micro-batch of one rank or of ranks that
         share it."""
-        return self.gradient_accumulation_steps * (
-            self.mesh.data if self.zeroth_order else self.mesh.world
-        )
+        mesh = self.mesh
+        ranks = mesh.data if self.estimator.facts.shares_forwards else mesh.world
+        return self.gradient_accumulation_steps * ranks
 
     @property
     def sums_apart(self) -> bool:
@@ -246,43 +254,38 @@ class Plan:
     def copies_blocks(self) -> bool:
         """True where a zeroth-order step perturbs a block once for all micro-batches of a pass:
         whole, where the noise is made in its size."""
-        noise = NOISES[self.zo.noise]
-        return (
-            self.zeroth_order
-            and not (noise.in_place or noise.beside)
-            and self.gradient_accumulation_steps > 1
-        )
+        drawn = not self.estimator.facts.walks_back and self.noise.drawn_in_forwards
+        return drawn and self.gradient_accumulation_steps > 1
 
     def passes_together(self, tokens: int) -> int:
         """Return forwards of a zeroth-order step, of so many tokens each, that a block computes as
         one batch: its weights are read, and decoded, once for them."""
-        alike = (
-            self.zeroth_order
-            and NOISES[self.zo.noise].beside
-            and self.zo.target == "weights"
-            and not self.compile
-        )
-        return max(1, min(TOGETHER // tokens, THIN_TOGETHER // self.zo.noise_rank)) if alike else 1
+        in_common = not self.estimator.facts.walks_back and self.noise.beside
+        if not in_common or self.target.scales or self.compile:
+            return 1
+        return max(1, min(TOGETHER // tokens, THIN_TOGETHER // self.zo.noise_rank))
 
     def sliceable(self, kind: str) -> bool:
         """Whether ranks can hold one copy of the streamed units' ``frozen`` or ``trainable`` part
         together (zeroth order). A slice of the latter is brought up to date by itself: its updates
         wait for the next fetch, and nothing that a forward reads lies beside the parameters."""
         if kind == "frozen":
-            return not self.frozen.on_device
-        away = not self.trainable.on_device and self.update.deferred
-        return away and not self.kind.states
+            return not self.frozen.tier.facts.resident
+        streamed = not self.trainable.tier.facts.resident
+        return streamed and self.update.deferred and not self.kind.states
 
     def shared(self) -> dict[str, Any]:
         """Return the choices that must be equal on all ranks, nested. A zeroth-order rank that
         holds its weights whole may have tiers, ``prefetch``, ``budget`` and ``resident`` of its
         own: they change no bit."""
-        found = dataclasses.asdict(self)
-        if self.zeroth_order and self.parameter_ranks == self.frozen_ranks == 1:
+        choices = dataclasses.asdict(self)
+        shares = self.estimator.facts.shares_forwards
+        if shares and self.parameter_ranks == self.frozen_ranks == 1:
             for name in ("prefetch", "budget", "resident"):
-                del found[name]
-            del found["frozen"]["tier"], found["trainable"]["tier"]
-        return found
+                del choices[name]
+            del choices["frozen"]["tier"]
+            del choices["trainable"]["tier"]
+        return choices
 
 
 PLACED = ("frozen", "trainable", "gradient", "optimizer_state", "activation")
@@ -294,12 +297,12 @@ def _groups(plan: Plan) -> Iterator[str]:
     other kinds of state."""
     sizes = group_sizes(plan.mesh)
     make_axes(plan.mesh)  # refuses groups that do not nest
-    known = ", ".join(f"{name} ({ranks})" for name, ranks in sizes.items())
+    groups = ", ".join(f"{name} ({ranks})" for name, ranks in sizes.items())
     for kind in PLACED:
         placement: Placement = getattr(plan, kind)
         if placement.group not in sizes:
             yield (
-                f"{kind} is {placement}, and the groups of this mesh are {known}; name one of"
+                f"{kind} is {placement}, and the groups of this mesh are {groups}; name one of"
                 f" them, or set mesh.groups: {placement.group}=RANKS"
             )
         if kind not in plan.sharded_kinds and placement.group != NOBODY:
@@ -336,7 +339,7 @@ def _together(plan: Plan) -> Iterator[str]:
         yield from must_be(
             plan, "update.flush_every", 1, f"update.timing is {timing}, not deferred"
         )
-    if plan.cache.tier != "host":
+    if not plan.cache.off_device:
         elsewhere = (
             "it is of slices that would go to host memory, and cache.tier is"
             f" {plan.cache.tier!r}; set cache.tier: host"

@@ -77,9 +77,9 @@ def beyond(settings: Any, prefix: str = "", *, checked: Collection[str] = ()) ->
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
-            most = SMALLER.get(name, MOST[int if isinstance(number, int) else float])
-            if not abs(number) <= most:  # NaN is not
-                yield f"{name} is {_digits(number)}; it must be a number up to {most:,}"
+            limit = SMALLER.get(name, MOST[int if isinstance(number, int) else float])
+            if not abs(number) <= limit:  # NaN is not
+                yield f"{name} is {_digits(number)}; it must be a number up to {limit:,}"
 
 
 def _digits(number: float) -> str:
@@ -111,8 +111,8 @@ def refusals(plan: Any) -> Iterator[str]:
     for setting, words in CHOICES.items():
         name = operator.attrgetter(setting)(plan)
         if name not in words:
-            near = words.nearest(name) if isinstance(words, Table) else ""
-            yield f"{setting} is {name!r}; it must be one of {', '.join(words)}{near}"
+            hint = words.nearest(name) if isinstance(words, Table) else ""
+            yield f"{setting} is {name!r}; it must be one of {', '.join(words)}{hint}"
     for setting, least in LEAST.items():
         number = operator.attrgetter(setting)(plan)
         if number < least:

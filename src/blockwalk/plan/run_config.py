@@ -13,10 +13,10 @@ from typing import Any
 from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
 from blockwalk.plan.data_source import Source, Sources, listed, weights_of
 from blockwalk.plan.methods import method
-from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.parsing import fields_of, host_and_port, plain_values
 from blockwalk.plan.plan import Plan, refuse_dropout
 from blockwalk.plan.ranges import beyond, by_name
+from blockwalk.plan.table import spoken
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,96 +234,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in PATHS:
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
-        for message in beyond(self, checked=("plan",)):
-            raise ValueError(message)
-        for name, least in LEAST.items():
-            if (value := operator.attrgetter(name)(self)) < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
-        if not 0 < self.epochs < math.inf:
-            raise ValueError(f"epochs is {self.epochs}; it must be above 0, such as 3 or 0.5")
-        if self.start_timeout <= 0:
-            raise ValueError(f"start_timeout is {self.start_timeout}; it must be above 0 seconds")
-        if self.data.eval_limit < 0:
-            raise ValueError(
-                f"data.eval_limit is {self.data.eval_limit}; it must be at least 0, which"
-                " evaluates all records"
-            )
-        if not 0 <= self.data.eval_share < 1:
-            raise ValueError(
-                f"data.eval_share is {self.data.eval_share}; it must be at least 0 and below 1,"
-                " such as 0.05"
-            )
-        if self.data.eval_share and (
-            other := "data.eval" if self.data.eval else "data.task" if self.data.task else ""
-        ):
-            raise ValueError(
-                f"data.eval_share and {other} both say what is evaluated; leave one of them out"
-            )
-        if self.data.eval_share and self.data.shots:
-            raise ValueError(
-                f"data.shots={self.data.shots} are taken of data.train, of which data.eval_share"
-                " holds out a part: set"
-                " data.eval instead of it"
-            )
-        if self.keep_best not in ("", "loss", "accuracy"):
-            raise ValueError(f"keep_best is {self.keep_best!r}; it must be loss or accuracy")
-        if self.data.label_scores not in ("mean", "sum"):
-            raise ValueError(
-                f"data.label_scores is {self.data.label_scores!r}; it must be mean or sum"
-            )
-        if self.data.task and (self.data.template or self.data.format or self.data.packing):
-            raise ValueError(
-                f"data.task={self.data.task} brings its own prompt and format; leave"
-                " data.template, data.format and"
-                " data.packing out"
-            )
-        if self.data.shots and not (self.data.task or (self.data.template and self.data.train)):
-            raise ValueError(
-                f"data.shots={self.data.shots} needs questions and where to take them from: set"
-                " data.task, or data.template and"
-                " data.train"
-            )
-        if self.data.task_part not in ("test", "dev"):
-            raise ValueError(f"data.task_part is {self.data.task_part!r}; it must be test or dev")
-        if self.prefix and self.lora is not None:
-            raise ValueError(
-                "prefix and lora are both given, and a run trains one of them; leave the other out"
-            )
+        for refusals in (_ranges, _sources_against, _evaluation_against, _together):
+            for message in refusals(self):
+                raise ValueError(message)
         refuse_dropout(self.plan, self.adapters)
-        if self.prefix and self.data.packing:
-            raise ValueError(
-                "data.packing begins positions anew in a row, which no prefix allows; leave one out"
-            )
-        sources = len(listed(self.data.train))
-        shares = self.data.shares
-        if shares and (len(shares) != sources or not all(0 < share < math.inf for share in shares)):
-            raise ValueError(
-                f"data.weights is {list(shares)}; data.train has {sources} sources, and each"
-                " needs a weight above 0"
-            )
-        if bool(self.data.template) != bool(self.data.label_words):
-            raise ValueError(
-                "classification needs both data.template and data.label_words; one of them is"
-                " missing"
-            )
-        if self.batch_size % self.plan.gradient_accumulation_steps:
-            raise ValueError(
-                f"batch_size is {self.batch_size} sequences a step, which"
-                " gradient_accumulation_steps="
-                f"{self.plan.gradient_accumulation_steps} does not divide; change one of them"
-            )
         if self.elastic:
             self._require_elastic()
-        mesh = self.plan.mesh
-        steps = self.plan.gradient_accumulation_steps
-        if self.plan.zeroth_order and self.batch_size % (steps * mesh.data):
-            raise ValueError(
-                f"batch_size is {self.batch_size} sequences a step, which mesh.data={mesh.data}"
-                " parts of"
-                f" gradient_accumulation_steps={steps} micro-batches do not divide; change"
-                " batch_size, or share the forwards"
-                f" instead (mesh.perturb: up to {self.plan.forward_passes})"
-            )
 
     def _require_elastic(self) -> None:
         plan = self.plan
@@ -331,24 +247,20 @@ class RunConfig:
             host_and_port(self.elastic)
         except ValueError as error:
             raise ValueError(f"elastic is {error}") from None
-        for wrong, why in (
-            (
-                not plan.zeroth_order,
-                f"method {plan.method!r} differentiates; use mezo, zo2 or distzo2, or leave it out",
-            ),
-            (
-                plan.mesh.world > 1,
+        reason = ""
+        if not plan.estimator.facts.shares_forwards:
+            reason = (
+                f"method {plan.method!r} differentiates; use mezo, zo2 or distzo2, or leave it out"
+            )
+        elif plan.mesh.world > 1:
+            reason = (
                 f"mesh.world is {plan.mesh.world}, and ranks that come and go are one process"
-                " each, with whole weights; start"
-                " one, and others with --join",
-            ),
-            (
-                NOISES[plan.zo.noise].in_place,
-                "zo.noise: mezo perturbs the host's own weights in place; use torch",
-            ),
-        ):
-            if wrong:
-                raise ValueError(f"elastic is {self.elastic!r}: {why}")
+                " each, with whole weights; start one, and others with --join"
+            )
+        elif plan.noise.in_place:
+            reason = "zo.noise: mezo perturbs the host's own weights in place; use torch"
+        if reason:
+            raise ValueError(f"elastic is {self.elastic!r}: {reason}")
 
     @property
     def adapters(self) -> Adapters | None:
@@ -375,13 +287,13 @@ class RunConfig:
         names = [
             f.name for f in dataclasses.fields(self) if f.name not in ("plan", "lora", "named")
         ]
-        own = {name: plain_values(getattr(self, name)) for name in names}
+        settings = {name: plain_values(getattr(self, name)) for name in names}
         lora = False if self.lora is None else plain_values(self.lora)
         plan = {f.name: plain_values(getattr(self.plan, f.name)) for f in dataclasses.fields(Plan)}
         return {
-            "model": own.pop("model"),
+            "model": settings.pop("model"),
             "method": plan.pop("method"),
-            **own,
+            **settings,
             "lora": lora,
             **plan,
         }
@@ -389,12 +301,11 @@ class RunConfig:
     def shared(self) -> dict[str, Any]:
         """Return settings that must be equal on all ranks of a run: every one but the places where
         each finds model, data, output and network, and those of its plan that are its own."""
-        own = {"model", "output_dir", "interface", *(f.name for f in dataclasses.fields(Plan))}
-        found = {name: value for name, value in self.to_mapping().items() if name not in own}
-        data = {
-            name: value for name, value in found["data"].items() if name not in ("train", "eval")
-        }
-        return {**found, "data": data, **self.plan.shared()}
+        of_rank = {"model", "output_dir", "interface", *(f.name for f in dataclasses.fields(Plan))}
+        settings = {name: value for name, value in self.to_mapping().items() if name not in of_rank}
+        for source in ("train", "eval"):
+            del settings["data"][source]
+        return {**settings, **self.plan.shared()}
 
 
 PATHS = ("model", "output_dir", "resume_from_checkpoint")
@@ -412,3 +323,98 @@ LEAST = by_name(
     (2, "data.max_length"),
 )
 """The least that a setting may be."""
+
+
+def _ranges(run: RunConfig) -> Iterator[str]:
+    """Yield the single settings that are out of range, and what each must be."""
+    yield from beyond(run, checked=("plan",))
+    for name, least in LEAST.items():
+        number = operator.attrgetter(name)(run)
+        if number < least:
+            yield f"{name} is {number}; it must be at least {least}"
+    data = run.data
+    if not 0 < run.epochs < math.inf:
+        yield f"epochs is {run.epochs}; it must be above 0, such as 3 or 0.5"
+    if run.start_timeout <= 0:
+        yield f"start_timeout is {run.start_timeout}; it must be above 0 seconds"
+    if data.eval_limit < 0:
+        yield (
+            f"data.eval_limit is {data.eval_limit}; it must be at least 0, which evaluates all"
+            " records"
+        )
+    if not 0 <= data.eval_share < 1:
+        yield (
+            f"data.eval_share is {data.eval_share}; it must be at least 0 and below 1, such as 0.05"
+        )
+    for setting, words in WORDS.items():
+        word = operator.attrgetter(setting)(run)
+        if word not in words:
+            yield f"{setting} is {word!r}; it must be {spoken(filter(None, words))}"
+
+
+def _sources_against(run: RunConfig) -> Iterator[str]:
+    """Yield what settings of the training data ask of each other."""
+    data = run.data
+    if data.task and (data.template or data.format or data.packing):
+        yield (
+            f"data.task={data.task} brings its own prompt and format; leave data.template,"
+            " data.format and data.packing out"
+        )
+    if data.shots and not (data.task or (data.template and data.train)):
+        yield (
+            f"data.shots={data.shots} needs questions and where to take them from: set data.task,"
+            " or data.template and data.train"
+        )
+    sources = len(listed(data.train))
+    shares = data.shares
+    if shares and (len(shares) != sources or not all(0 < share < math.inf for share in shares)):
+        yield (
+            f"data.weights is {list(shares)}; data.train has {sources} sources, and each needs a"
+            " weight above 0"
+        )
+    if bool(data.template) != bool(data.label_words):
+        yield "classification needs both data.template and data.label_words; one of them is missing"
+
+
+def _evaluation_against(run: RunConfig) -> Iterator[str]:
+    """Yield what else speaks against holding out a share of the training data."""
+    data = run.data
+    if not data.eval_share:
+        return
+    other = "data.eval" if data.eval else "data.task" if data.task else ""
+    if other:
+        yield f"data.eval_share and {other} both say what is evaluated; leave one of them out"
+    if data.shots:
+        yield (
+            f"data.shots={data.shots} are taken of data.train, of which data.eval_share holds out"
+            " a part: set data.eval instead of it"
+        )
+
+
+def _together(run: RunConfig) -> Iterator[str]:
+    """Yield what adapters, batch and plan ask of each other."""
+    if run.prefix and run.lora is not None:
+        yield "prefix and lora are both given, and a run trains one of them; leave the other out"
+    if run.prefix and run.data.packing:
+        yield "data.packing begins positions anew in a row, which no prefix allows; leave one out"
+    steps = run.plan.gradient_accumulation_steps
+    parts = run.plan.mesh.data
+    if run.batch_size % steps:
+        yield (
+            f"batch_size is {run.batch_size} sequences a step, which"
+            f" gradient_accumulation_steps={steps} does not divide; change one of them"
+        )
+    if run.plan.estimator.facts.shares_forwards and run.batch_size % (steps * parts):
+        yield (
+            f"batch_size is {run.batch_size} sequences a step, which mesh.data={parts} parts of"
+            f" gradient_accumulation_steps={steps} micro-batches do not divide; change batch_size,"
+            f" or share the forwards instead (mesh.perturb: up to {run.plan.forward_passes})"
+        )
+
+
+WORDS = {
+    "keep_best": ("", "loss", "accuracy"),
+    "data.label_scores": ("mean", "sum"),
+    "data.task_part": ("test", "dev"),
+}
+"""Settings that take one of a few words, and the words."""

@@ -168,15 +168,14 @@ def make_schedule(
     if facts.cools_down and warmup + cooldown > total_steps:
         raise ValueError(
             f"optimizer.warmup_steps and cooldown_steps are {warmup} and {cooldown}, together"
-            f" more than the {total_steps}"
-            " steps of the run; lower one"
+            f" more than the {total_steps} steps of the run; lower one"
         )
     course = Course(warmup, max(1, total_steps - warmup), cooldown, cycles, power)
-    first = min_ratio if facts.floors_warmup else 0.0
+    floor = min_ratio if facts.floors_warmup else 0.0
 
     def factor(step: int) -> float:
         if step < warmup:
-            return step / warmup * (1.0 - first) + first
+            return step / warmup * (1.0 - floor) + floor
         fall = facts.fall(step - warmup, course)
         return fall if facts.fall is _constant else fall * (1.0 - min_ratio) + min_ratio
 

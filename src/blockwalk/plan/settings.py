@@ -21,35 +21,28 @@ def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
     """
     changes: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
-    known = {f.name for f in dataclasses.fields(plan)}
+    fields = {f.name for f in dataclasses.fields(plan)}
     for key, value in settings.items():
-        head, _, rest = key.partition(".")
-        if head not in known:
+        head, _, part = key.partition(".")
+        if head not in fields:
             raise ValueError(f"unknown setting {key!r}{did_you_mean(key, setting_names(plan))}")
-        if rest:
-            nested.setdefault(head, {})[rest] = value
+        if part:
+            nested.setdefault(head, {})[part] = value
         elif isinstance(value, Mapping):
             nested.setdefault(head, {}).update(value)
         else:
-            found = coerce(key, value, hints_of(type(plan))[head])
-            if (
-                isinstance(found, Placement)
-                and not isinstance(value, Placement)
-                and len(placement_parts(value)) < 3
-            ):
-                found = dataclasses.replace(found, group=getattr(plan, head).group)
-            changes[head] = found
+            change = coerce(key, value, hints_of(type(plan))[head])
+            in_words = isinstance(change, Placement) and not isinstance(value, Placement)
+            if in_words and len(placement_parts(value)) < 3:
+                change = dataclasses.replace(change, group=getattr(plan, head).group)
+            changes[head] = change
     for head, inner in nested.items():
         current = changes.get(head, getattr(plan, head))
         if not dataclasses.is_dataclass(current):
             raise ValueError(f"setting {head!r} has no parts; it was given {', '.join(inner)}")
         hints = hints_of(type(current))
-        for key in inner:
-            if key not in hints:
-                raise ValueError(
-                    "unknown setting"
-                    f" '{head}.{key}'{did_you_mean(f'{head}.{key}', setting_names(plan))}"
-                )
+        for key in (f"{head}.{name}" for name in inner if name not in hints):
+            raise ValueError(f"unknown setting {key!r}{did_you_mean(key, setting_names(plan))}")
         typed = {k: coerce(f"{head}.{k}", v, hints[k]) for k, v in inner.items()}
         changes[head] = dataclasses.replace(current, **typed)  # type: ignore[type-var]
     return dataclasses.replace(plan, **changes)

@@ -30,7 +30,7 @@ a processor's cache; 64 MiB on an accelerator, where each part costs two launche
 def spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     """Return the consecutive ranges (first, end) of at most ``size`` that ``start:stop`` is cut
     into."""
-    return ((at, min(at + size, stop)) for at in range(start, stop, size))
+    return ((begin, min(begin + size, stop)) for begin in range(start, stop, size))
 
 
 DECODE_BYTES = ByDevice(cpu=9 << 19, cuda=256 << 20)
@@ -82,14 +82,18 @@ def chunk_sizes(
     products are made."""
     third = budget // 3
     size = itemsize
-    wide, narrow, fewest, step = (
-        (4, size, ROW_TILE, ROW_TILE) if size == 2 else (max(size, 4), 0, 32, 1)
+    in_tiles = size == 2
+    float_size = max(size, 4)
+    copy_size = size if in_tiles else 0
+    step = ROW_TILE if in_tiles else 1
+    fewest = ROW_TILE if in_tiles else 32
+    vocab_rows = min(
+        third // (hidden_size * size), third // (fewest * (2 * float_size + copy_size))
     )
-    vocab_rows = min(third // (hidden_size * size), third // (fewest * (2 * wide + narrow)))
     vocab_chunk = min(vocab_size, max(256, vocab_rows // 256 * 256))
-    logit = wide * (2 if soft_cap else 1) + narrow
+    logit = float_size * (2 if soft_cap else 1) + copy_size
     tokens_that_fit = min(
-        third // (vocab_chunk * logit), third // (hidden_size * (wide + 2 * size))
+        third // (vocab_chunk * logit), third // (hidden_size * (float_size + 2 * size))
     )
     token_chunk = max(fewest, tokens_that_fit // step * step)
     parts = -(-tokens // token_chunk)

@@ -80,8 +80,8 @@ class Table(Mapping[str, Row]):
 
     def nearest(self, name: object) -> str:
         """Return ``"; did you mean 'x'?"`` for the name that is most alike, or nothing."""
-        near = difflib.get_close_matches(str(name), self._rows, n=1, cutoff=LOOSE)
-        return f"; did you mean {near[0]!r}?" if near else ""
+        matches = difflib.get_close_matches(str(name), self._rows, n=1, cutoff=LOOSE)
+        return f"; did you mean {matches[0]!r}?" if matches else ""
 
     def unknown(self, name: object) -> str:
         """Return the message about a name that no row has."""
@@ -104,8 +104,8 @@ def resolved(reference: Reference) -> Any:
 
 def spoken(names: Iterable[str], joint: str = "or") -> str:
     """Return names as a text: ``a, b or c``."""
-    *before, final = names
-    return f"{', '.join(before)} {joint} {final}" if before else str(final)
+    *leading, final = names
+    return f"{', '.join(leading)} {joint} {final}" if leading else str(final)
 
 
 class _Members(type):

@@ -1,4 +1,5 @@
-"""Operations counted by what a machine is fast or slow at: products, element-wise passes, starts."""
+"""Operations counted by what a machine is fast or slow at: products, element-wise passes,
+starts."""
 
 from __future__ import annotations
 
@@ -55,14 +56,14 @@ class Work:
     @property
     def all(self) -> int:
         """Operations that are started."""
-        return self.starts + sum(count for each in self._sized().values() for _, count in each)
+        return self.starts + sum(count for counts in self._sized().values() for _, count in counts)
 
     def _sized(self) -> dict[str, Sizes]:
         return {name: getattr(self, name) for name in _SIZED}
 
     def __add__(self, other: Work) -> Work:
         sized = {
-            name: sizes((*each, *getattr(other, name))) for name, each in self._sized().items()
+            name: sizes((*counts, *getattr(other, name))) for name, counts in self._sized().items()
         }
         return Work(
             **sized, attention=self.attention + other.attention, starts=self.starts + other.starts
@@ -75,8 +76,8 @@ class Work:
     def __mul__(self, times: int) -> Work:
         """Return the work done so many times."""
         sized = {
-            name: tuple((size, n * times) for size, n in each)
-            for name, each in self._sized().items()
+            name: tuple((size, n * times) for size, n in counts)
+            for name, counts in self._sized().items()
         }
         return Work(**sized, attention=self.attention * times, starts=self.starts * times)
 
