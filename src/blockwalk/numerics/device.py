@@ -25,7 +25,8 @@ pages."""
 
 
 BY_NAME = {
-    "mps": "Apple's GPU computes without float64 and without our kernels, and nothing was tried on it"
+    "mps": "Apple's GPU computes without float64 and without our kernels, and nothing was tried on"
+    " it"
 }
 """Types of accelerators that are taken only where somebody names them, with the reason."""
 
@@ -39,30 +40,28 @@ def chosen(named: str | torch.device | None = None) -> torch.device:
     Raises:
         ValueError: torch has no such device here.
     """
-    asked = named or os.environ.get("BLOCKWALK_DEVICE")
-    there = torch.accelerator.current_accelerator(check_available=True)
-    unnamed = "cpu" if there is None or there.type in BY_NAME else there
-    device = torch.device(asked or unnamed)
+    requested = named or os.environ.get("BLOCKWALK_DEVICE")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    unnamed = "cpu" if accelerator is None or accelerator.type in BY_NAME else accelerator
+    device = torch.device(requested or unnamed)
     if device.type == "cpu":
         return torch.device("cpu")
-    count = (
-        torch.accelerator.device_count() if there is not None and there.type == device.type else 0
-    )
-    index = (
-        torch.accelerator.current_device_index()
-        if device.index is None and count
-        else device.index or 0
-    )
+    count = 0
+    if accelerator is not None and accelerator.type == device.type:
+        count = torch.accelerator.device_count()
+    index = device.index or 0
+    if device.index is None and count:
+        index = torch.accelerator.current_device_index()
     if index >= count:
         raise ValueError(
-            f"device {asked} is not here: torch {torch.__version__} finds {count} of its type;"
-            " set --device or BLOCKWALK_DEVICE"
-            " to one that is, or to cpu"
+            f"device {requested} is not here: torch {torch.__version__} finds {count} of its type;"
+            " set --device or BLOCKWALK_DEVICE to one that is, or to cpu"
         )
     return torch.device(device.type, index)
 
 
 def is_cpu(device: torch.device) -> bool:
+    """Return whether a device is the processor."""
     return device.type == "cpu"
 
 
@@ -72,28 +71,21 @@ def described(device: torch.device) -> str:
     if device.type in BY_NAME:
         return f"{device}; {BY_NAME[device.type]}"
     if not is_cpu(device):
-        rocm = (
-            "; ROCm: our kernels compile for it, and nothing was tried on it"
-            if torch.version.hip
-            else ""
-        )
-        return ", ".join(filter(None, (str(device), model_of(device)))) + rocm
+        untried = "; ROCm: our kernels compile for it, and nothing was tried on it"
+        name = ", ".join(filter(None, (str(device), model_of(device))))
+        return name + (untried if torch.version.hip else "")
     if os.environ.get("BLOCKWALK_DEVICE"):  # by its user's wish
         return str(device)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type in BY_NAME:
-        return (
-            f"{device}; {BY_NAME[accelerator.type]}: --device {accelerator.type} takes it all the"
-            " same"
-        )
+        override = f"--device {accelerator.type} takes it all the same"
+        return f"{device}; {BY_NAME[accelerator.type]}: {override}"
     kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
     built = next((kind for kind, version in kinds.items() if version), None)
     if accelerator is None and built is not None:
         container = "; docker run needs --gpus all" if built == "CUDA" else ""
-        return (
-            f"{device}; torch {torch.__version__} is built for {built} and sees no such"
-            f" device{container}"
-        )
+        found_none = f"torch {torch.__version__} is built for {built} and sees no such device"
+        return f"{device}; {found_none}{container}"
     return str(device)
 
 
@@ -144,7 +136,11 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 # ---- host memory ---------------------------------------------------------------------------------
 
 
-def _cuda() -> tuple[Callable[[int, int], object], Callable[[int], object]]:
+Registrar = tuple[Callable[[int, int], object], Callable[[int], object]]
+"""Functions that register pages (address, bytes) with a driver, and that let go of (address)."""
+
+
+def _cuda() -> Registrar:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def register(address: int, nbytes: int) -> None:
@@ -156,28 +152,25 @@ def _cuda() -> tuple[Callable[[int, int], object], Callable[[int], object]]:
     return register, runtime.cudaHostUnregister
 
 
-REGISTRARS: dict[
-    str, Callable[[], tuple[Callable[[int, int], object], Callable[[int], object]]]
-] = {"cuda": _cuda}
-"""Functions, by type of device, that answer how pages (address, bytes) are registered with its
-driver, and (address) let go."""
+REGISTRARS: dict[str, Callable[[], Registrar]] = {"cuda": _cuda}
+"""Registrars by type of device."""
 
 
 def host_buffers(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
     """Return zeroed buffers (CPU uint8) of these sizes in bytes, each at the beginning of a page
     where pages are registered, of a cache line elsewhere, which copies to and from ``device`` need
     not wait for. Their memory goes with the last of them."""
-    out: list[Tensor] = []
+    buffers: list[Tensor] = []
     grain = mmap.PAGESIZE if device.type in REGISTRARS else 64
     rounded = [-(-size // grain) * grain for size in sizes]
     for count in pieces(rounded):
-        first = len(out)
-        whole_P = _piece(sum(rounded[first : first + count]), device)
+        begin = len(buffers)
+        piece_P = _piece(sum(rounded[begin : begin + count]), device)
         start = 0
-        for number in range(first, first + count):
-            out.append(whole_P[start : start + sizes[number]])
+        for number in range(begin, begin + count):
+            buffers.append(piece_P[start : start + sizes[number]])
             start += rounded[number]
-    return out
+    return buffers
 
 
 def pieces(sizes: Sequence[int], most: int = PIECE) -> list[int]:

@@ -49,8 +49,8 @@ recomputes, and of no other."""
 
 @contextmanager
 def unread(weights: Iterable[Weight]) -> Iterator[None]:
-    """Inside, zeros stand for the products with these weights (:mod:`blockwalk.cutting.unread_outputs`
-    tells which they may be); their gradients are those of the products."""
+    """Let zeros stand for the products with these weights inside; their gradients are those of the
+    products. :mod:`blockwalk.cutting.unread_outputs` tells which weights they may be."""
     token = _unread.set(tuple(weights))
     try:
         yield
@@ -73,22 +73,16 @@ def lazy_linear(
 
     Returns:
         [..., N]: ``F.linear`` on the decoded weight, and in backward its gradients with respect to
-            ``x`` and ``bias``.
+        ``x`` and ``bias``.
         Each sum is one product's, as in the undivided layer; its bits are the same wherever the
-            processor's library adds
-        up a product in the same order for every number of outputs. AVX512 with oneDNN does for all
-            but one to three
-        rows of ``x``; AMX does not.
+        processor's library adds up a product in the same order for every number of outputs. AVX512
+        with oneDNN does for all but one to three rows of ``x``; AMX does not.
     """
     if isinstance(weight, LowRankSum):
         return lazy_linear_by_part(x, [weight], [bias], transposed=transposed)
     n_in, n_out = weight.shape if transposed else weight.shape[::-1]
-    assert (x.shape[-1], x.dtype) == (n_in, weight.dtype), (
-        x.shape,
-        x.dtype,
-        weight.shape,
-        weight.dtype,
-    )
+    facts = (x.shape, x.dtype, weight.shape, weight.dtype)
+    assert (x.shape[-1], x.dtype) == (n_in, weight.dtype), facts
     assert bias is None or (bias.shape, bias.dtype) == ((n_out,), x.dtype), (bias.shape, bias.dtype)
     return lora_linear(x, weight, bias, None, None, 1.0, transposed=transposed)
 
@@ -100,22 +94,20 @@ def lazy_linear_by_part(
     *,
     transposed: bool = False,
 ) -> Tensor:
-    """:func:`lazy_linear` of equal parts of ``x`` along its first dimension, each with a weight and
-    a bias of its own, without a graph. The weights are one W, read once, and thin factors of each;
-    None is W alone."""
+    """Return :func:`lazy_linear` of equal parts of ``x`` along its first dimension, each with a
+    weight and a bias of its own, without a graph. The weights are one W, read once, and thin
+    factors of each; None is W alone."""
     base = next(weight.base for weight in weights if weight is not None)
     y = lazy_linear(x, base, transposed=transposed)
     with torch._C.DisableTorchFunction():  # as below
         parts = zip(y.chunk(len(weights)), x.chunk(len(weights)), weights, biases, strict=True)
         for y_part, x_part, weight, bias in parts:
             if weight is not None:
-                into, out_of = (
-                    (weight.a_NR, weight.b_DR) if transposed else (weight.b_DR, weight.a_NR)
-                )
-                thin_PR = row_tiles.product(x_part.reshape(-1, x.shape[-1]), into)
-                row_tiles.add_product(
-                    y_part.view(-1, y.shape[-1]), thin_PR, out_of.t().contiguous()
-                )
+                in_XR = weight.a_NR if transposed else weight.b_DR
+                out_XR = weight.b_DR if transposed else weight.a_NR
+                thin_PR = row_tiles.product(x_part.reshape(-1, x.shape[-1]), in_XR)
+                out_PX = y_part.view(-1, y.shape[-1])
+                row_tiles.add_product(out_PX, thin_PR, out_XR.t().contiguous())
             if bias is not None:
                 y_part += bias
     return y
@@ -142,8 +134,9 @@ def lora_linear(
         weight, bias, transposed: as in :func:`lazy_linear`.
         scaling: PEFT's, α / R (or α / √R).
     """
+    arguments = (x, a_RD, b_NR, bias, weight, scaling, transposed)
     with torch._C.DisableTorchFunction():  # each operation within would ask the mode of row_tiles
-        y: Tensor = _LazyLinear.apply(x, a_RD, b_NR, bias, weight, scaling, transposed)  # type: ignore[no-untyped-call]
+        y: Tensor = _LazyLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -159,8 +152,9 @@ def grouped_linear(
     Returns:
         [S, N]; rows after the last expert's are as they came.
     """
+    arguments = (x_SD, experts, offs_E, transposed)
     with torch._C.DisableTorchFunction():
-        y: Tensor = _GroupedLinear.apply(x_SD, experts, offs_E, transposed)  # type: ignore[no-untyped-call]
+        y: Tensor = _GroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -177,25 +171,21 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        return (
-            _grouped_product(grad_y, ctx.experts, ctx.offs_E, by_rows=ctx.transposed),
-            None,
-            None,
-            None,
-        )
+        grad_x = _grouped_product(grad_y, ctx.experts, ctx.offs_E, by_rows=ctx.transposed)
+        return grad_x, None, None, None
 
 
 def _grouped_product(a_SI: Tensor, experts: Experts, offs_E: Tensor, *, by_rows: bool) -> Tensor:
     """Multiply each expert's rows of ``a_SI`` by its Wᵀ, or by its W."""
-    whole_END = experts.whole()
-    if whole_END is not None:
-        return F.grouped_mm(a_SI.contiguous(), whole_END.mT if by_rows else whole_END, offs=offs_E)
+    weights_END = experts.whole()
+    if weights_END is not None:
+        matrices = weights_END.mT if by_rows else weights_END
+        return F.grouped_mm(a_SI.contiguous(), matrices, offs=offs_E)
     out_SO = a_SI.new_empty(a_SI.shape[0], experts.shape[-2 if by_rows else -1])
     for expert, (start, stop) in enumerate(pairwise([0, *experts.ends(offs_E, a_SI.shape[0])])):
         if stop > start:
-            out_SO[start:stop] = _product(
-                a_SI[start:stop], experts.expert(expert), None, by_rows=by_rows
-            )
+            weight = experts.expert(expert)
+            out_SO[start:stop] = _product(a_SI[start:stop], weight, None, by_rows=by_rows)
     return out_SO
 
 
@@ -221,14 +211,13 @@ class _LazyLinear(torch.autograd.Function):
         ctx.weight = weight
         ctx.scaling = scaling
         ctx.transposed = transposed
-        if skipped := any(weight is each for each in _unread.get()):
+        if skipped := any(weight is unused for unused in _unread.get()):
             y = x.new_zeros(*x.shape[:-1], weight.shape[1 if transposed else 0])
         else:
             y = _product(x, weight, bias, by_rows=not transposed)
         if a_RD is not None and b_NR is not None:
-            t_PR = row_tiles.product(x.reshape(-1, x.shape[-1]), a_RD.t().contiguous()).mul_(
-                scaling
-            )
+            t_PR = row_tiles.product(x.reshape(-1, x.shape[-1]), a_RD.t().contiguous())
+            t_PR.mul_(scaling)
             if not skipped:
                 row_tiles.add_product(y.view(-1, y.shape[-1]), t_PR, b_NR.t().contiguous())
             ctx.save_for_backward(x, a_RD, b_NR, t_PR)
@@ -256,8 +245,8 @@ class _LazyLinear(torch.autograd.Function):
 
 
 def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool) -> Tensor:
-    """a·Wᵀ over chunks of W's rows, or a·W over chunks of its columns, written into slices of one
-    new tensor."""
+    """Return a·Wᵀ over chunks of W's rows, or a·W over chunks of its columns, written into slices
+    of one new tensor."""
     n_in, n_out = weight.shape[::-1] if by_rows else weight.shape
     # An expanded gradient (that of a sum) would be copied again by each product.
     a_PI = a.reshape(-1, n_in).contiguous()
@@ -278,9 +267,8 @@ def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool) -
         return out
     for start, stop in pairwise(_borders(n_in, n_out, a_PI)):
         part_IO = weight.rows(start, stop).t() if by_rows else weight.columns(start, stop)
-        row_tiles.mm(
-            a_PI, part_IO, out_PO[:, start:stop], None if bias is None else bias[start:stop]
-        )
+        part_O = None if bias is None else bias[start:stop]
+        row_tiles.mm(a_PI, part_IO, out_PO[:, start:stop], part_O)
     return out
 
 
@@ -299,16 +287,15 @@ def _multiply(
     if kernels:
         kernels.products.product(a_PI, buffer, layout, bias, out_PO, by_rows)
         return
-    whole = EncodedWeight(buffer, layout, a_PI.dtype).rows(0, shape[0])
-    row_tiles.mm(a_PI, whole.t() if by_rows else whole, out_PO, bias)
+    weight_ND = EncodedWeight(buffer, layout, a_PI.dtype).rows(0, shape[0])
+    row_tiles.mm(a_PI, weight_ND.t() if by_rows else weight_ND, out_PO, bias)
 
 
 register("product_", _multiply, "out_PO")
 
 
 def _borders(n_in: int, n_out: int, a_PI: Tensor) -> list[int]:
-    """Return borders of the chunks of output features: chunk i is features borders[i] … borders[i +
-    1].
+    """Return the borders of the chunks of output features: chunk i begins at feature borders[i].
 
     Chunks are equal where up to half as many more make them so, and nearly equal elsewhere, so that
     a layer has few shapes of product (the BLAS plans each once, and keeps that) and none so narrow

@@ -63,12 +63,12 @@ class LazyParameter(Tensor):
     ) -> LazyParameter:
         *stack, rows, columns = weight.shape
         shape = (*stack, columns, rows) if turned else weight.shape
-        made: LazyParameter = Tensor._make_wrapper_subclass(
+        parameter: LazyParameter = Tensor._make_wrapper_subclass(
             cls, shape, dtype=weight.dtype, device=device
         )
-        made.weight = weight
-        made.turned = turned
-        return made
+        parameter.weight = weight
+        parameter.turned = turned
+        return parameter
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LazyParameter({tuple(self.shape)}, {self.dtype})"
@@ -76,14 +76,16 @@ class LazyParameter(Tensor):
     def decoded(self) -> Tensor:
         """Return the whole weight, freshly allocated (what a provider answers is scratch)."""
         if self.ndim == 3:
-            whole = torch.empty(self.weight.shape, dtype=self.dtype, device=self.device)
-            self.weight.read_into(whole)
+            tensor = torch.empty(self.weight.shape, dtype=self.dtype, device=self.device)
+            self.weight.read_into(tensor)
         else:
-            whole = self.weight.rows(0, self.weight.shape[0]).clone()
-        return whole.mT if self.turned else whole
+            tensor = self.weight.rows(0, self.weight.shape[0]).clone()
+        return tensor.mT if self.turned else tensor
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Refuse the operation: beneath the torch functions there is no data to work on."""
         raise AssertionError(f"{func} reached a lazily decoded weight")
 
@@ -104,8 +106,8 @@ class LazyParameter(Tensor):
                 return lazy_linear(args[1], args[2].weight, args[0], transposed=not args[2].turned)
         if func in _MATMULS and _only(args[1], args[0]):
             return lazy_linear(args[0], args[1].weight, None, transposed=not args[1].turned)
-        given = {name for name, value in kwargs.items() if value is not None}
-        if func in _GROUPED and _only(args[1], args[0]) and given == {"offs"}:
+        named = {name for name, value in kwargs.items() if value is not None}
+        if func in _GROUPED and _only(args[1], args[0]) and named == {"offs"}:
             return grouped_linear(
                 args[0], args[1].weight, kwargs["offs"], transposed=not args[1].turned
             )
@@ -146,8 +148,8 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Return the remaining arguments of ``F.embedding`` concern the gradient, which a frozen weight
-    has not."""
+    """Return ``F.embedding``. Its arguments after ``norm_type`` concern the gradient, which a
+    frozen weight has not."""
     if max_norm is not None or weight.turned:
         return F.embedding(
             input, weight.decoded(), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse

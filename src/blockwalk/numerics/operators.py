@@ -49,15 +49,15 @@ def register(name: str, function: Callable[..., None], *changed: str) -> None:
         changed: the arguments that it writes to.
     """
 
-    def on_cpu(*given: Any) -> None:
-        function(None, *given)
+    def on_cpu(*arguments: Any) -> None:
+        function(None, *arguments)
 
-    def on_accelerator(*given: Any) -> None:
+    def on_accelerator(*arguments: Any) -> None:
         from blockwalk.numerics import kernels
 
         compiled = kernels.loaded()
         try:
-            function(compiled, *given)
+            function(compiled, *arguments)
         except Exception as error:
             if sentence := kernels.missing(error):
                 raise RuntimeError(sentence) from error
@@ -65,11 +65,11 @@ def register(name: str, function: Callable[..., None], *changed: str) -> None:
 
     typed = inspect.signature(partial(function, None), eval_str=True)
     words = {NoiseKind: str, NoiseKind | None: str | None}
-    own = [
-        each.replace(annotation=words.get(each.annotation, each.annotation))
-        for each in typed.parameters.values()
+    parameters = [
+        parameter.replace(annotation=words.get(parameter.annotation, parameter.annotation))
+        for parameter in typed.parameters.values()
     ]
-    on_cpu.__signature__ = typed.replace(parameters=own)  # type: ignore[attr-defined]
+    on_cpu.__signature__ = typed.replace(parameters=parameters)  # type: ignore[attr-defined]
     schema = library.infer_schema(on_cpu, mutates_args=changed)
     LIBRARY.define(name + schema.replace("SymInt", "int"))
     LIBRARY.impl(name, on_cpu, "CPU")

@@ -46,9 +46,8 @@ _NARROW = (torch.bfloat16, torch.float16)
 _THIN_SIDE = 256
 """The most columns (or rows) that a matrix called thin has."""
 
-os.environ.setdefault(
-    "LRU_CACHE_CAPACITY", "1"
-)  # torch's own copy of what oneDNN keeps: half of the memory of a shape
+# torch's own copy of what oneDNN keeps: half of the memory of a shape
+os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
 
 
 @cache
@@ -57,11 +56,11 @@ def multiplied_in(dtype: torch.dtype) -> torch.dtype:
     no instructions for 16 bits."""
     if dtype not in _NARROW:
         return dtype
-    known = torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None  # type: ignore[no-untyped-call]
-    has = getattr(
-        known, f"_is_mkldnn_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_supported", bool
-    )
-    return dtype if has() else torch.float32
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    library = torch.ops.mkldnn if available else None
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    is_supported = getattr(library, f"_is_mkldnn_{name}_supported", bool)
+    return dtype if is_supported() else torch.float32
 
 
 _stands_for: ContextVar[str] = ContextVar("stands for", default="cpu")
@@ -133,14 +132,14 @@ def sum_of_outer(a_PI: Tensor, b_PO: Tensor) -> Tensor:
         return product(a_PI.t(), b_PO)
     if min(a_PI.shape[1], b_PO.shape[1]) > _THIN_SIDE:
         missing = filled(len(a_PI), a_PI.dtype) - len(a_PI)
-        a_PI, b_PO = (F.pad(each, (0, 0, 0, missing)) if missing else each for each in (a_PI, b_PO))
+        if missing:
+            a_PI = F.pad(a_PI, (0, 0, 0, missing))
+            b_PO = F.pad(b_PO, (0, 0, 0, missing))
         return a_PI.t() @ b_PO
     parts = [a_pI.t() @ b_pO for a_pI, b_pO in zip(_cut(a_PI), _cut(b_PO), strict=True)]
-    return (
-        parts[0]
-        if len(parts) == 1
-        else torch.stack(parts).sum(0, dtype=torch.float32).to(a_PI.dtype)
-    )
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack(parts).sum(0, dtype=torch.float32).to(a_PI.dtype)
 
 
 def _in_float32(
@@ -148,17 +147,17 @@ def _in_float32(
 ) -> None:
     """Write ``onto`` ([O], or ``out_PO`` itself) + ``alpha``·a·b into ``out_PO``, a part of b and
     of the rows at a time."""
-    (rows, inner), columns = a_PI.shape, b_IO.shape[1]
+    inner, columns = b_IO.shape
     for start, stop in spans(0, columns, widened_columns(inner)):
         b_Io = b_IO[:, start:stop].float()
-        for first, last in spans(0, rows, WIDENED_ROWS):
-            a_pI = a_PI[first:last].float()
-            out_po = out_PO[first:last, start:stop]
+        for top, bottom in spans(0, len(a_PI), WIDENED_ROWS):
+            a_pI = a_PI[top:bottom].float()
+            out_po = out_PO[top:bottom, start:stop]
             if onto is None:
                 out_po.copy_(a_pI @ b_Io)
             else:
-                above = out_po if onto is out_PO else onto[start:stop]
-                out_po.copy_(torch.addmm(above.float(), a_pI, b_Io, alpha=alpha))
+                addend = out_po if onto is out_PO else onto[start:stop]
+                out_po.copy_(torch.addmm(addend.float(), a_pI, b_Io, alpha=alpha))
 
 
 def _cut(a_PI: Tensor) -> Iterator[Tensor]:
@@ -198,13 +197,13 @@ def _spans(a_PI: Tensor) -> tuple[tuple[int, int], ...]:
 @lru_cache(4096)
 def _split(rows: int) -> tuple[tuple[int, int], ...]:
     """Return spans of :data:`_SIZES`, the largest first, that cover so many rows."""
-    spans = []
-    at = 0
+    tiles = []
+    start = 0
     for size in _SIZES:
-        while rows - at > size - ROW_TILE:
-            spans.append((at, size))
-            at += size
-    return tuple(spans)
+        while rows - start > size - ROW_TILE:
+            tiles.append((start, size))
+            start += size
+    return tuple(tiles)
 
 
 def _filled_up(
@@ -288,10 +287,10 @@ def _attention(
         or key.shape[-2] != length
         or (attn_mask is None and not causal)
     ):
-        whole: Tensor = _of_float32(
+        out: Tensor = _of_float32(
             F.scaled_dot_product_attention, query, key, value, attn_mask, *args, **kwargs
         )
-        return whole
+        return out
     if attn_mask is not None:
         nothing = False if attn_mask.dtype == torch.bool else float("-inf")
         everything = True if attn_mask.dtype == torch.bool else 0.0
@@ -300,24 +299,23 @@ def _attention(
         )
         if attn_mask.shape[-2] == length:
             attn_mask = F.pad(attn_mask, (0, 0, 0, missing), value=everything)
-    query, key, value = (F.pad(each, (0, 0, 0, missing)) for each in (query, key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)[
-        ..., :length, :
-    ]
+    query, key, value = (F.pad(rows, (0, 0, 0, missing)) for rows in (query, key, value))
+    filled_up = F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
+    return filled_up[..., :length, :]
 
 
 def _of_float32(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the answer of ``func``; where this processor multiplies in float32, made of float32
     copies and rounded."""
-    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    dtype = given[0].dtype
-    if not widened(given[0]) or not all(map(_plain, given)):
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    dtype = tensors[0].dtype
+    if not widened(tensors[0]) or not all(map(_plain, tensors)):
         return func(*args, **kwargs)
-    wide = partial(
-        tree_map,
-        lambda each: each.float() if isinstance(each, Tensor) and each.dtype == dtype else each,
-    )
-    return func(*wide(args), **wide(kwargs)).to(dtype)
+
+    def widen(leaf: Any) -> Any:
+        return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype == dtype else leaf
+
+    return func(*tree_map(widen, args), **tree_map(widen, kwargs)).to(dtype)
 
 
 class NarrowProducts(TorchFunctionMode):

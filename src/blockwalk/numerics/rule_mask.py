@@ -33,7 +33,7 @@ class Span:
 
     queries: slice
     keys: slice
-    """From the first key that any of the queries sees to the last."""
+    """Keys up to the last that any query sees, beginning with the first such."""
     seen_by_all: int
     """Keys at the beginning of ``keys`` that every query sees."""
 
@@ -136,8 +136,8 @@ class RuleMask(Tensor):
         return torch.stack([begin, end, seen_by_all.clamp(min=0)])
 
     def of_span(self, span: Span) -> Tensor:
-        """Return the elements of a span, [B, 1, T, K]. The rule answers for the keys alone that some
-        query does not see."""
+        """Return the elements of a span, [B, 1, T, K]. The rule answers only for keys that are hidden
+        from some query."""
         if not span.seen_by_all:
             return self.elements(span.queries, span.keys)
         begin = span.keys.start + span.seen_by_all
@@ -182,7 +182,7 @@ def _as_tensors(value: Any) -> Any:
 
 
 def _is_all_of(mask: Any, index: Any) -> bool:
-    """Whether an index takes all of a mask, as models do that cut it to the length of their keys."""
+    """Return whether an index takes all of a mask, as models do that cut it to their keys."""
     if not isinstance(mask, RuleMask) or not isinstance(index, tuple) or len(index) > mask.ndim:
         return False
     sizes = zip(index, mask.shape, strict=False)
@@ -234,7 +234,8 @@ def _attention(
         return F.scaled_dot_product_attention(
             query, key, value, _as_tensors(attn_mask), dropout_p, is_causal, **options
         )
-    out: Tensor = _Tiled.apply(query, key, value, attn_mask, options)  # type: ignore[no-untyped-call]
+    arguments = (query, key, value, attn_mask, options)
+    out: Tensor = _Tiled.apply(*arguments)  # type: ignore[no-untyped-call]
     return out
 
 

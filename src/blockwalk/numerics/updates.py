@@ -26,7 +26,7 @@ from blockwalk.numerics.noise.noise import stochastic_round
 from blockwalk.numerics.operators import received, register, sent
 from blockwalk.plan.choices import OptimizerSettings
 from blockwalk.plan.sizes import ByDevice, spans
-from blockwalk.plan.update_rules import RULES
+from blockwalk.plan.update_rules import RULES, RuleFacts
 
 UPDATE_CHUNK = 1 << 16
 """Elements updated at a time on a processor, with 256 KiB of scratch: what stays in cache."""
@@ -60,10 +60,15 @@ class Rule:
     settings: OptimizerSettings
 
     def __post_init__(self) -> None:
-        for name in RULES[self.settings.name].settings:
+        for name in self.facts.settings:
             holds, meaning = _RANGES[name]
             if not holds(value := getattr(self.settings, name)):
                 raise ValueError(f"optimizer.{name} is {value}; it must be {meaning}")
+
+    @property
+    def facts(self) -> RuleFacts:
+        """The rule's row."""
+        return RULES[self.settings.name]
 
     def apply_(
         self,
@@ -76,7 +81,7 @@ class Rule:
         rounding: NoiseKey | None = None,
         scale: float = 1.0,
     ) -> None:
-        """One update, in place.
+        """Apply one update, in place.
 
         Args:
             param: contiguous, float32 or 16 bits, any slice of a parameter.
@@ -89,26 +94,18 @@ class Rule:
             scale: on a processor, a factor of the gradient: pages of a file map are not dirtied for
                 it.
         """
-        facts = RULES[self.settings.name]
-        piece = facts.implementation or globals()[self.settings.name]
-        states = [state[name] for name in facts.states]
+        rule = self.facts.implementation or globals()[self.settings.name]
+        states = [state[name] for name in self.facts.states]
         if self.settings.name == "adamw" and not is_cpu(param.device):
             s = self.settings
             numbers = (lr, *s.betas, s.eps, s.weight_decay)
             torch.ops.blockwalk.adamw_(param, *states, grad, step, numbers, sent(rounding))
             return
-        scaled = (
-            torch.empty(min(UPDATE_CHUNK, param.numel()), dtype=torch.float32)
-            if scale != 1.0
-            else param
-        )
-        for work, (rounding_key, gradient, *others) in _chunks(rounding, param, grad, *states):
-            used = (
-                gradient
-                if scale == 1.0
-                else torch.mul(gradient, scale, out=scaled[: len(gradient)])
-            )
-            piece(self.settings, work, rounding_key, used, *others, step=step, lr=lr)
+        scratch = torch.empty(min(UPDATE_CHUNK, param.numel()) if scale != 1.0 else 0)
+        for work, (part, gradient, *kept) in _chunks(rounding, param, grad, *states):
+            if scale != 1.0:
+                gradient = torch.mul(gradient, scale, out=scratch[: len(gradient)])
+            rule(self.settings, work, part, gradient, *kept, step=step, lr=lr)
 
 
 def sgd(
@@ -163,7 +160,7 @@ def adamw(
 
 
 def _decayed(settings: OptimizerSettings, work: Tensor, p: Tensor, g: Tensor) -> Tensor:
-    """g + weight_decay·θ in ``work``; without decay g itself."""
+    """Return g + weight_decay·θ in ``work``; without decay g itself."""
     return torch.add(g, p, alpha=settings.weight_decay, out=work) if settings.weight_decay else g
 
 
@@ -186,14 +183,14 @@ def _adamw(
     numbers: list[float],
     words: list[int],
 ) -> None:
-    """:func:`adamw` of a whole parameter: on an accelerator in one launch, each operation rounded
+    """Apply :func:`adamw` to a parameter: on an accelerator in one launch, each operation rounded
     by itself."""
     lr, beta1, beta2, eps, weight_decay = numbers
     if kernels:
         root = (1 - beta2**step) ** 0.5
         rate = -(lr / (1 - beta1**step))
-        sent_as = (1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, root, eps, rate)
-        kernels.updates.adamw(param, grad, m, v, sent_as, words)
+        factors = (1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, root, eps, rate)
+        kernels.updates.adamw(param, grad, m, v, factors, words)
         return
     settings = OptimizerSettings("adamw", betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
     for work, pieces in _chunks(received(words), param, grad, m, v):
@@ -214,14 +211,13 @@ def square_sums(tensor: Tensor) -> Tensor:
     sums = torch.zeros(-(-flat.numel() // NORM_CHUNK), dtype=torch.float64, device=flat.device)
     at_once = max(min(_NORM_ROWS[flat.device.type], len(sums)), 1)
     work = torch.empty(at_once, NORM_CHUNK, dtype=torch.float64, device=flat.device)
-    for first, last in spans(0, full, at_once):
-        rows = work[: last - first].copy_(
-            flat[first * NORM_CHUNK : last * NORM_CHUNK].view(last - first, NORM_CHUNK)
-        )
-        torch.sum(rows.mul_(rows), 1, out=sums[first:last])
+    for start, stop in spans(0, full, at_once):
+        chunks = flat[start * NORM_CHUNK : stop * NORM_CHUNK].view(stop - start, NORM_CHUNK)
+        rows = work[: stop - start].copy_(chunks)
+        torch.sum(rows.mul_(rows), 1, out=sums[start:stop])
     if full < len(sums):
-        rest = work[0, : flat.numel() - full * NORM_CHUNK].copy_(flat[full * NORM_CHUNK :])
-        sums[full] = rest.mul_(rest).sum()
+        tail = work[0, : flat.numel() - full * NORM_CHUNK].copy_(flat[full * NORM_CHUNK :])
+        sums[full] = tail.mul_(tail).sum()
     return sums
 
 
@@ -233,13 +229,12 @@ def sum_of_squares(gradient: Tensor) -> Tensor:
 
 
 def norm_of_sums(sums: Iterable[Tensor]) -> float:
-    """√(Σ sums). The sum is exactly rounded, so that neither the order of the chunks nor who
+    """Return √(Σ sums). The sum is exactly rounded, so that neither the order of the chunks nor who
     computed them matters."""
     parts = list(sums)
     values: list[float] = torch.cat(parts).tolist() if parts else []
-    return (
-        math.sqrt(math.fsum(values)) if all(map(math.isfinite, values)) else math.sqrt(sum(values))
-    )
+    total = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+    return math.sqrt(total)
 
 
 def global_norm(tensors: Iterable[Tensor]) -> float:
@@ -264,20 +259,20 @@ def _chunks(
     which is written back before the next chunk."""
     for tensor in (grad, *state):
         assert tensor.dtype == torch.float32, f"updates are computed in float32, not {tensor.dtype}"
-        assert tensor.numel() == param.numel(), (
-            f"{tensor.numel()} elements for {param.numel()} of a parameter"
-        )
-    flat = [grad.detach().reshape(-1), *(tensor.detach().view(-1) for tensor in state)]
-    whole = param.detach().view(-1)
-    narrow = param.dtype != torch.float32
-    chunk = UPDATE_CHUNK if param.device.type == "cpu" else DEVICE_UPDATE_CHUNK
+        lengths = f"{tensor.numel()} elements for {param.numel()} of a parameter"
+        assert tensor.numel() == param.numel(), lengths
+    param_P = param.detach().view(-1)
+    tensors = [grad.detach().reshape(-1), *(tensor.detach().view(-1) for tensor in state)]
+    lifts = param.dtype != torch.float32
+    chunk = UPDATE_CHUNK if is_cpu(param.device) else DEVICE_UPDATE_CHUNK
     scratch = torch.empty(min(chunk, param.numel()), dtype=torch.float32, device=param.device)
-    lifted = torch.empty_like(scratch) if narrow else scratch
+    lifted = torch.empty_like(scratch) if lifts else scratch
     for start in range(0, param.numel(), chunk):
-        own, *others = (tensor[start : start + chunk] for tensor in (whole, *flat))
-        exact = lifted[: len(own)].copy_(own) if narrow else own
-        yield scratch[: len(own)], (exact, *others)
-        if narrow and rounding is not None:
-            stochastic_round(exact, own, rounding, start)
-        elif narrow:
-            own.copy_(exact)
+        param_p = param_P[start : start + chunk]
+        float_p = lifted[: len(param_p)].copy_(param_p) if lifts else param_p
+        parts = (tensor[start : start + chunk] for tensor in tensors)
+        yield scratch[: len(param_p)], (float_p, *parts)
+        if lifts and rounding is not None:
+            stochastic_round(float_p, param_p, rounding, start)
+        elif lifts:
+            param_p.copy_(float_p)

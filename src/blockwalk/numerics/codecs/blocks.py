@@ -11,15 +11,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from blockwalk.numerics.codecs.matrix_codec import MatrixCodec
+from blockwalk.numerics.codecs.matrix_codec import Coded, MatrixCodec
 
 
 def block_codec(values_of: Callable[[Tensor], Tensor], native: int | None = None) -> MatrixCodec:
     """Return a codec that is only read: ``values_of`` answers the values, float32 [R, G, elements],
     of blocks, uint8 [R, G, bytes]."""
-    return MatrixCodec(
-        None, lambda coded: coded.columns(values_of(coded.codes[:, coded.groups])), native=native
-    )
+
+    def decode(coded: Coded) -> Tensor:
+        return coded.columns(values_of(coded.codes[:, coded.groups]))
+
+    return MatrixCodec(None, decode, native=native)
 
 
 def half(blocks: Tensor, start: int) -> Tensor:
@@ -54,11 +56,11 @@ def fifth_bits(codes: Tensor) -> Tensor:
 def six_bit_scales(codes: Tensor) -> tuple[Tensor, Tensor]:
     """Return eight scales and eight minima of six bits each out of twelve bytes, [R, G, 8, 1] in
     float32."""
-    low = codes[..., :4]
-    middle = codes[..., 4:8]
-    high = codes[..., 8:]
-    scales = torch.cat((low & 63, (high & 15) | (low >> 6) << 4), dim=-1)
-    minima = torch.cat((middle & 63, high >> 4 | (middle >> 6) << 4), dim=-1)
+    scale_bytes = codes[..., :4]
+    minimum_bytes = codes[..., 4:8]
+    nibbles = codes[..., 8:]
+    scales = torch.cat((scale_bytes & 63, (nibbles & 15) | (scale_bytes >> 6) << 4), dim=-1)
+    minima = torch.cat((minimum_bytes & 63, nibbles >> 4 | (minimum_bytes >> 6) << 4), dim=-1)
     return scales.float().unsqueeze(-1), minima.float().unsqueeze(-1)
 
 

@@ -51,13 +51,12 @@ def _piece(where: Tensor, columns: int) -> int:
 
 
 def decode_whole(buffer: Bytes, layout: Layout, out: Tensor) -> None:
-    """The whole parameter into ``out`` (contiguous, of its shape; any float dtype)."""
+    """Decode the whole parameter into ``out`` (contiguous, of its shape; any float dtype)."""
     if layout.parts is not None and len(layout.shape) > 2:
+        matrix = dataclasses.replace(layout, shape=layout.shape[1:])
         for expert, out_RD in enumerate(out):
-            own = tuple(part[expert] for part in layout.split(buffer))
-            decode_rows(
-                own, dataclasses.replace(layout, shape=layout.shape[1:]), 0, len(out_RD), out_RD
-            )
+            parts = tuple(part[expert] for part in layout.split(buffer))
+            decode_rows(parts, matrix, 0, len(out_RD), out_RD)
     else:
         decode_rows(buffer, layout, 0, layout.rows, out.view(layout.rows, layout.columns))
 
@@ -86,27 +85,14 @@ def encode_rows(
             they are. ``check=False`` leaves the look at the values out, which on CUDA is a
             synchronisation.
     """
-    assert (buffer.dtype, buffer.shape) == (torch.uint8, (layout.nbytes,)), (
-        name,
-        buffer.dtype,
-        buffer.shape,
-        layout,
-    )
+    facts = (name, buffer.dtype, buffer.shape, layout)
+    assert (buffer.dtype, buffer.shape) == (torch.uint8, (layout.nbytes,)), facts
     stop = start + len(rows_RD)
     assert rows_RD.shape == (stop - start, layout.columns), (name, rows_RD.shape, layout)
     assert 0 <= start <= stop <= layout.rows, (name, start, stop, layout)
     assert layout.order is None, f"{name} is only read: its rows stand in another order"
-    if layout.groups and matrix_codec(layout.codec).encode is None:
-        written = ", ".join(name for name in CODECS.written if CODECS[name].encoded)
-        raise ValueError(
-            f"{layout.codec} is read from files that have it, and not written; choose of {written}"
-        )
-    if rounding is not None and layout.groups and not layout.codec.facts.trainable:
-        trained = ", ".join(name for name, facts in CODECS.items() if facts.trains)
-        raise ValueError(
-            f"{layout.codec} is for frozen parameters: it has no stochastic rounding; choose of"
-            f" {trained}"
-        )
+    if layout.groups:
+        _require_written(layout, rounded=rounding is not None)
     if not rows_RD.numel():
         return buffer
     codes = layout.codes(buffer)
@@ -118,17 +104,40 @@ def encode_rows(
         x_RD = rows_RD[a - start : b - start].contiguous()
         if check and layout.code_dtype != torch.float32:
             _check_values(x_RD, layout, a, name)
+        place = origin + a * layout.columns
         if layout.groups:
-            draws = None if rounding is None else Rounding(rounding, origin + a * layout.columns)
-            if not _encode_native(x_RD.float(), scales[a:b], codes[a:b], layout, draws):
-                encode = matrix_codec(layout.codec).encode
-                assert encode is not None
-                encode(x_RD.float(), scales[a:b], codes[a:b], layout, draws)
+            draws = None if rounding is None else Rounding(rounding, place)
+            _encode_groups(x_RD.float(), scales[a:b], codes[a:b], layout, draws)
         elif rounding is not None and layout.code_dtype in (torch.bfloat16, torch.float16):
-            stochastic_round(x_RD.float(), codes[a:b], rounding, origin + a * layout.columns)
+            stochastic_round(x_RD.float(), codes[a:b], rounding, place)
         else:
             codes[a:b].copy_(x_RD)
     return buffer
+
+
+def _require_written(layout: Layout, *, rounded: bool) -> None:
+    """Raise ValueError for a codec of groups that nothing writes, or not with these roundings."""
+    if matrix_codec(layout.codec).encode is None:
+        written = ", ".join(name for name in CODECS.written if CODECS[name].encoded)
+        raise ValueError(
+            f"{layout.codec} is read from files that have it, and not written; choose of {written}"
+        )
+    if rounded and not layout.codec.facts.trainable:
+        trained = ", ".join(name for name, facts in CODECS.items() if facts.trains)
+        raise ValueError(
+            f"{layout.codec} is for frozen parameters: it has no stochastic rounding; choose of"
+            f" {trained}"
+        )
+
+
+def _encode_groups(
+    x_RD: Tensor, scales: Tensor, codes: Tensor, layout: Layout, rounding: Rounding | None
+) -> None:
+    """Encode rows of a codec with groups, by the C kernel where it can."""
+    if not _encode_native(x_RD, scales, codes, layout, rounding):
+        encode = matrix_codec(layout.codec).encode
+        assert encode is not None
+        encode(x_RD, scales, codes, layout, rounding)
 
 
 def decode_rows(
@@ -140,45 +149,47 @@ def decode_rows(
     *,
     columns: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Return rows ``start:stop`` of an encoded parameter into ``out``, [stop − start, D], any float
+    """Decode rows ``start:stop`` of an encoded parameter into ``out``, [stop − start, D], any float
     dtype; returns ``out``.
 
-    ``columns`` (first, last) decodes these columns only: ``out`` is [stop − start, last − first].
+    ``columns`` (begin, end) decodes these columns only: ``out`` is [stop − start, end − begin].
     Nothing is allocated where the C kernel serves."""
-    first, last = columns or (0, layout.columns)
+    begin, end = columns or (0, layout.columns)
     assert 0 <= start <= stop <= layout.rows, (start, stop, layout)
-    assert 0 <= first <= last <= layout.columns, (columns, layout)
-    assert out.shape == (stop - start, last - first), (out.shape, start, stop, first, last)
+    assert 0 <= begin <= end <= layout.columns, (columns, layout)
+    assert out.shape == (stop - start, end - begin), (out.shape, start, stop, begin, end)
     if not isinstance(buffer, Tensor) or layout.parts is not None:
-        return _read(buffer, layout, slice(start, stop), slice(first, last), out)
+        return _read(buffer, layout, slice(start, stop), slice(begin, end), out)
     if has_kernel(layout, buffer) and out.is_contiguous():
-        decode_on_device(buffer, layout, out, first_row=start, first_column=first)
+        decode_on_device(buffer, layout, out, first_row=start, first_column=begin)
         return out
     order = None if layout.order is None else layout.order[start:stop]
-    if _decode_native(buffer, layout, order, start, first, last, out):
+    if _decode_native(buffer, layout, order, start, begin, end, out):
         return out
     codes = layout.codes(buffer)
     scales = layout.scales(buffer)
     if not layout.groups:
-        return out.copy_(codes[:, first:last][slice(start, stop) if order is None else order])
-    for a, b in spans(start, stop, _piece(out, last - first)):
+        return out.copy_(codes[:, begin:end][slice(start, stop) if order is None else order])
+    for a, b in spans(start, stop, _piece(out, end - begin)):
         rows = slice(a, b) if order is None else order[a - start : b - start]
-        coded = Coded(scales[rows], codes[rows], layout, first, last)
+        coded = Coded(scales[rows], codes[rows], layout, begin, end)
         out[a - start : b - start].copy_(matrix_codec(layout.codec).decode(coded))
     return out
 
 
 def gather_rows(buffer: Bytes, layout: Layout, index: Tensor, out: Tensor) -> Tensor:
-    """Return the rows named by ``index`` (int64, 1-D, contiguous, in any order) into ``out``,
+    """Decode the rows named by ``index`` (int64, 1-D, contiguous, in any order) into ``out``,
     [len(index), D]; returns ``out``.
 
     Raises:
         IndexError: on a CPU, an index outside 0 … R − 1 (torch's own kernels check on CUDA).
     """
     if index.numel() and is_cpu(index.device):
-        low, high = (int(value) for value in torch.aminmax(index))
-        if low < 0 or high >= layout.rows:
-            raise IndexError(f"rows {low} to {high} are asked of a parameter of {layout.rows} rows")
+        least, largest = (int(value) for value in torch.aminmax(index))
+        if least < 0 or largest >= layout.rows:
+            raise IndexError(
+                f"rows {least} to {largest} are asked of a parameter of {layout.rows} rows"
+            )
     if not isinstance(buffer, Tensor) or layout.parts is not None:
         return _read(buffer, layout, index, slice(0, layout.columns), out)
     if has_kernel(layout, buffer):
@@ -198,12 +209,12 @@ def gather_rows(buffer: Bytes, layout: Layout, index: Tensor, out: Tensor) -> Te
 
 
 def _read(buffer: Bytes, layout: Layout, rows: Index, columns: slice, out: Tensor) -> Tensor:
-    """Return rows and columns of a parted codec into ``out``, some rows at a time."""
+    """Read rows and columns of a parted codec into ``out``, some rows at a time."""
     assert layout.parts is not None
     reader = layout.parts.reader(layout.split(buffer))
     for a, b in spans(0, out.shape[0], _piece(out, out.shape[1])):
-        some = slice(rows.start + a, rows.start + b) if isinstance(rows, slice) else rows[a:b]
-        out[a:b].copy_(reader(some, columns))
+        part = slice(rows.start + a, rows.start + b) if isinstance(rows, slice) else rows[a:b]
+        out[a:b].copy_(reader(part, columns))
     return out
 
 
@@ -227,9 +238,9 @@ def decode_on_device(
     kind: NoiseKind | None = None,
     origin: int = 0,
 ) -> Tensor:
-    """Return ``out`` [n, m], contiguous, = cast(value + scale·z) of the rows that begin at
-    ``first_row``, or that ``rows`` names, from ``first_column`` on; returns it. ``origin`` is the
-    place of the layout's first element in its parameter."""
+    """Write cast(value + scale·z) into ``out`` [n, m], contiguous: of the rows that begin at
+    ``first_row``, or that ``rows`` names, from ``first_column`` on. ``origin`` is the place of the
+    layout's first element in its parameter. Returns ``out``."""
     order = None if layout.order is None else to_device(layout.order, buffer.device)
     bytes_of = (buffer, order, rows, layout.codec, (layout.rows, layout.columns), layout.group_size)
     torch.ops.blockwalk.decode_(
@@ -245,20 +256,20 @@ def _check_values(x_RD: Tensor, layout: Layout, start: int, name: str) -> None:
     limit = (
         matrix_codec(layout.codec).limit if layout.groups else torch.finfo(layout.code_dtype).max
     )
-    low, high = (value.item() for value in torch.aminmax(x_RD))
-    if -limit <= low and high <= limit:
+    least, largest = (value.item() for value in torch.aminmax(x_RD))
+    if -limit <= least and largest <= limit:
         return
     magnitude_R = x_RD.abs().amax(dim=1)
     row = int((~(magnitude_R <= limit)).nonzero()[0])
     value = magnitude_R[row].item()
-    where = f"{name}, row {start + row}"
+    place = f"{name}, row {start + row}"
     if not math.isfinite(value):
         raise ValueError(
-            f"{where} holds a value that is not finite: only raw and fp32 can store it"
+            f"{place} holds a value that is not finite: only raw and fp32 can store it"
         )
     raise ValueError(
-        f"{where} holds {value:.6g}; {layout.codec} goes to {limit:.6g}: choose codec bf16 or"
-        " fp32 for it"
+        f"{place} holds {value:.6g}; {layout.codec} goes to {limit:.6g}: choose codec bf16 or fp32"
+        " for it"
     )
 
 
@@ -294,11 +305,12 @@ def _decode_native(
     layout: Layout,
     index: Tensor | None,
     start: int,
-    first: int,
-    last: int,
+    begin: int,
+    end: int,
     out: Tensor,
 ) -> bool:
-    """Decode with the C kernel where it can: False, and nothing written, where torch must."""
+    """Decode columns ``begin:end`` with the C kernel where it can: False, and nothing written,
+    where torch must."""
     codec = matrix_codec(layout.codec).native if layout.groups else None
     dtype = _NATIVE_DTYPE.get(out.dtype)
     if codec is None or dtype is None or buffer.device.type != "cpu" or not out.is_contiguous():
@@ -321,8 +333,8 @@ def _decode_native(
         None if index is None else index.data_ptr(),
         start,
         out.shape[0],
-        first,
-        last,
+        begin,
+        end,
         out.data_ptr(),
         native_code.team(),
         threads,

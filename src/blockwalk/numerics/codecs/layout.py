@@ -5,13 +5,13 @@ the leading dimensions; a 1-D parameter is one row). Its bytes are the scales of
 codes of all rows, with no padding between: exactly
 :func:`blockwalk.plan.model_spec.encoded_nbytes`. All numbers are little-endian.
 
-    codec             scales                    codes                        value
-    raw               –                         R × D, the model's dtype     itself
-    fp32, bf16, fp16  –                         R × D                        itself
-    fp8, int8         float32 [R]               [R, D]                       scale · code
-    int4, nf4         [R, G]                    uint8 [R, G, group/2]        see :mod:`blockwalk.numerics.codecs.int4`, ``nf4``
-    int4a             float16 [R, G, 2]         uint8 [R, G, 16]             see :mod:`blockwalk.numerics.codecs.int4a`
-    q8_0, q4_0, ...   –                         uint8 [R, G, block]          see :mod:`blockwalk.numerics.codecs.blocks`
+    codec             scales              codes                      value
+    raw               –                   R × D, the model's dtype   itself
+    fp32, bf16, fp16  –                   R × D                      itself
+    fp8, int8         float32 [R]         [R, D]                     scale · code
+    int4, nf4         [R, G]              uint8 [R, G, group/2]      its own file's, beside this one
+    int4a             float16 [R, G, 2]   uint8 [R, G, 16]           its own file's
+    q8_0, q4_0, ...   –                   uint8 [R, G, block]        ``blocks.py``
 
 Codecs with groups have G = ⌈D / group⌉ groups of consecutive elements in a row, the last one padded
 with zeros. An interleaved codec (int4a) puts each group's scales directly before its codes instead;
@@ -36,7 +36,6 @@ from blockwalk.plan.sizes import side_by_side
 
 FORMAT_VERSION = 1
 """The version of the layout above; it stands in every file that holds encoded parameters."""
-
 
 Bytes = Tensor | tuple[Tensor, ...]
 """The bytes of a parameter: uint8 [nbytes], or the tensors of a parted codec where each lies by
@@ -77,8 +76,10 @@ class Layout:
     def __post_init__(self) -> None:
         sizes = self.codec.facts.group_sizes
         if sizes and self.group_size not in sizes:
-            known = " or ".join(map(str, sizes))
-            raise ValueError(f"group_size is {self.group_size}; {self.codec} has groups of {known}")
+            choices = " or ".join(map(str, sizes))
+            raise ValueError(
+                f"group_size is {self.group_size}; {self.codec} has groups of {choices}"
+            )
 
     @property
     def columns(self) -> int:
@@ -103,17 +104,16 @@ class Layout:
 
     @property
     def code_dtype(self) -> torch.dtype:
-        return dtype_of(
-            self.codec.facts.codes if self.codec.encoded else self.codec.dtype_of(self.dtype)
-        )
+        facts = self.codec.facts
+        return dtype_of(facts.codes if self.codec.encoded else self.codec.dtype_of(self.dtype))
 
     @property
     def code_columns(self) -> int:
         """Elements of ``code_dtype`` in a row."""
         facts = self.codec.facts
-        return (
-            self.groups * self.group_size * facts.bits // 8 if facts.group_sizes else self.columns
-        )
+        if not facts.group_sizes:
+            return self.columns
+        return self.groups * self.group_size * facts.bits // 8
 
     @property
     def scale_bytes(self) -> int:
@@ -134,11 +134,7 @@ class Layout:
             part = self._blocks(buffer)[..., : scales * self.scale_dtype.itemsize]
             return part.view(self.scale_dtype) if scales else part
         flat = buffer[: self.scale_bytes].view(self.scale_dtype)
-        return (
-            flat.view(self.rows, self.groups)
-            if scales < 2
-            else flat.view(self.rows, self.groups, scales)
-        )
+        return flat.view(self.rows, self.groups, *([scales] if scales > 1 else []))
 
     def codes(self, buffer: Tensor) -> Tensor:
         """Return the codes in an encoded parameter's bytes as a view: [R, code_columns], or
@@ -146,11 +142,8 @@ class Layout:
         if self.codec.facts.interleaved:
             scales = len(self.codec.facts.scales) * self.scale_dtype.itemsize
             return self._blocks(buffer)[..., scales:].view(self.code_dtype)
-        return (
-            buffer[self.scale_bytes : self.nbytes]
-            .view(self.code_dtype)
-            .view(self.rows, self.code_columns)
-        )
+        codes = buffer[self.scale_bytes : self.nbytes].view(self.code_dtype)
+        return codes.view(self.rows, self.code_columns)
 
     def split(self, buffer: Bytes) -> tuple[Tensor, ...]:
         """Return the tensors of a parted codec in its bytes."""
@@ -172,11 +165,11 @@ class Layout:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Torch's name of a dtype, without its ``torch.``."""
+    """Return torch's name of a dtype, without its ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Torch's dtype by its name."""
+    """Return torch's dtype of a name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype

@@ -35,19 +35,19 @@ rows' bytes."""
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """Rows of scales and codes, and the columns ``first:last`` of them that are asked for."""
+    """Rows of scales and codes, and the columns ``start:stop`` of them that are asked for."""
 
     scales: Tensor
     codes: Tensor
     layout: Layout
-    first: int
-    last: int
+    start: int
+    stop: int
 
     @property
     def groups(self) -> slice:
         """The groups of a row that the columns touch."""
         size = self.layout.group_size
-        return slice(self.first // size, -(-self.last // size))
+        return slice(self.start // size, -(-self.stop // size))
 
     def bytes_of_groups(self) -> Tensor:
         """Return the codes of four bits of those groups, uint8 [R, groups, group / 2]."""
@@ -57,13 +57,13 @@ class Coded:
         ]
 
     def columns(self, values_RGK: Tensor) -> Tensor:
-        """Return the columns out of the values of those groups, [R, last − first]."""
-        start = self.groups.start * self.layout.group_size
-        return values_RGK.flatten(1)[:, self.first - start : self.last - start]
+        """Return the columns out of the values of those groups, [R, stop − start]."""
+        begin = self.groups.start * self.layout.group_size
+        return values_RGK.flatten(1)[:, self.start - begin : self.stop - begin]
 
 
 Decode = Callable[[Coded], Tensor]
-"""The values of the columns that are asked for, float32 [R, last − first]."""
+"""The values of the columns that are asked for, float32 [R, stop − start]."""
 
 
 @dataclass(frozen=True, slots=True)

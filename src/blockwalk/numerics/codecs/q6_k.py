@@ -10,9 +10,9 @@ from blockwalk.numerics.codecs.blocks import bits, block_codec, half, halves, pa
 
 
 def values(blocks: torch.Tensor) -> torch.Tensor:
-    low = halves(parts(blocks[..., :128], 2))
-    high = bits(parts(blocks[..., 128:192], 2), 2)
-    codes = parts((low | high << 4).flatten(-2), 16).float().sub_(32)
+    nibbles = halves(parts(blocks[..., :128], 2))
+    upper_bits = bits(parts(blocks[..., 128:192], 2), 2)
+    codes = parts((nibbles | upper_bits << 4).flatten(-2), 16).float().sub_(32)
     scales = blocks[..., 192:208].view(torch.int8).float()
     return (codes * (half(blocks, 208) * scales).unsqueeze(-1)).flatten(-2)
 

@@ -25,11 +25,10 @@ Order = Callable[[Tensor], Tensor]
 
 def numbers(tensor: Tensor) -> Reader:
     """Return the elements of a tensor [R, D]."""
-    if (
-        tensor.dtype.is_floating_point and tensor.itemsize == 1
-    ):  # an index does not know float8, and its casts are slow
-        every = torch.arange(256, dtype=torch.uint8, device=tensor.device).view(tensor.dtype)
-        return looked_up(numbers(tensor.view(torch.uint8)), every.float())
+    if tensor.dtype.is_floating_point and tensor.itemsize == 1:
+        # an index does not know float8, and its casts are slow
+        levels = torch.arange(256, dtype=torch.uint8, device=tensor.device).view(tensor.dtype)
+        return looked_up(numbers(tensor.view(torch.uint8)), levels.float())
     return lambda rows, columns: tensor[rows][:, columns]
 
 
@@ -37,26 +36,26 @@ def packed(tensor: Tensor, bits: int, dim: int = 1, order: Order | None = None) 
     """Return codes of ``bits`` bits, several side by side in each element of an integer tensor
     along ``dim``; ``order`` answers the place in it of each, counted from the lowest bits, where it
     is not their own number."""
-    each = 8 * tensor.itemsize // bits
-    places = torch.arange(each, dtype=tensor.dtype, device=tensor.device)
+    per_element = 8 * tensor.itemsize // bits
+    places = torch.arange(per_element, dtype=tensor.dtype, device=tensor.device)
     shifts = (order(places) if order else places) * bits
+
+    def shifted(elements: Tensor, by: Tensor) -> Tensor:
+        return elements >> (by[:, None] if dim == 0 else by) & (1 << bits) - 1
+
+    def elements_of(index: Index, rows: Index, columns: Index) -> Tensor:
+        return tensor[index][:, columns] if dim == 0 else tensor[rows][:, index]
 
     def read(rows: Index, columns: Index) -> Tensor:
         index = (rows, columns)[dim]
-        if isinstance(
-            index, slice
-        ):  # whole elements are taken apart, and what is asked for is cut out
-            whole = slice(index.start // each, -(-index.stop // each))
-            part = (tensor[whole][:, columns] if dim == 0 else tensor[rows][:, whole]).unsqueeze(
-                dim + 1
-            )
-            apart = part >> (shifts[:, None] if dim == 0 else shifts) & (1 << bits) - 1
-            return apart.flatten(dim, dim + 1).narrow(
-                dim, index.start % each, index.stop - index.start
-            )
-        part = tensor[index // each][:, columns] if dim == 0 else tensor[rows][:, index // each]
-        shift = shifts[index % each]
-        return part >> (shift[:, None] if dim == 0 else shift) & (1 << bits) - 1
+        if not isinstance(index, slice):
+            elements = elements_of(index // per_element, rows, columns)
+            return shifted(elements, shifts[index % per_element])
+        # elements are taken apart whole, and what is asked for is cut out
+        span = slice(index.start // per_element, -(-index.stop // per_element))
+        codes = shifted(elements_of(span, rows, columns).unsqueeze(dim + 1), shifts)
+        start = index.start % per_element
+        return codes.flatten(dim, dim + 1).narrow(dim, start, index.stop - index.start)
 
     return read
 
@@ -70,9 +69,9 @@ def looked_up(codes: Reader, levels: Tensor) -> Reader:
     """Return the levels (1-D) that codes stand for."""
 
     def read(rows: Index, columns: Index) -> Tensor:
-        found = codes(rows, columns)
-        # a third of the time of ``levels[found]``
-        return levels.index_select(0, found.flatten().int()).view(found.shape)
+        places = codes(rows, columns)
+        # a third of the time of ``levels[places]``
+        return levels.index_select(0, places.flatten().int()).view(places.shape)
 
     return read
 
@@ -82,21 +81,15 @@ def above(upper: Reader, lower: Reader, height: int) -> Reader:
 
     def read(rows: Index, columns: Index) -> Tensor:
         if isinstance(rows, Tensor):
-            found = (
-                upper(rows.clamp(max=height - 1), columns),
-                lower((rows - height).clamp(min=0), columns),
-            )
-            return torch.where((rows < height).unsqueeze(1), *found)
+            of_upper = upper(rows.clamp(max=height - 1), columns)
+            of_lower = lower((rows - height).clamp(min=0), columns)
+            return torch.where((rows < height).unsqueeze(1), of_upper, of_lower)
         if rows.stop <= height:
             return upper(rows, columns)
         if rows.start >= height:
             return lower(slice(rows.start - height, rows.stop - height), columns)
-        return torch.cat(
-            [
-                upper(slice(rows.start, height), columns),
-                lower(slice(0, rows.stop - height), columns),
-            ]
-        )
+        of_upper = upper(slice(rows.start, height), columns)
+        return torch.cat([of_upper, lower(slice(0, rows.stop - height), columns)])
 
     return read
 
@@ -141,11 +134,10 @@ def scaled(
     def read(rows: Index, columns: Index) -> Tensor:
         def spread(of_blocks: Reader, less: float = 0.0) -> Tensor:
             down = _blocks(rows, block[0]) if group_of is None else slice(0, groups)
-            found = of_blocks(down, _blocks(columns, block[1])).to(torch.float32) + less
-            found = (
-                _for_each(found, rows, block[0], 0) if group_of is None else found[group_of[rows]]
-            )
-            return _for_each(found, columns, block[1], 1)
+            values = of_blocks(down, _blocks(columns, block[1])).to(torch.float32) + less
+            if group_of is None:
+                return _for_each(_for_each(values, rows, block[0], 0), columns, block[1], 1)
+            return _for_each(values[group_of[rows]], columns, block[1], 1)
 
         values = codes(rows, columns).to(torch.float32)
         if zeros is not None:
@@ -160,11 +152,9 @@ def scaled(
 def _blocks(index: Index, size: int) -> Index:
     """Return the blocks of ``size`` rows or columns that some touch: once where these are
     neighbours, else one for each."""
-    return (
-        slice(index.start // size, -(-index.stop // size))
-        if isinstance(index, slice)
-        else index // size
-    )
+    if not isinstance(index, slice):
+        return index // size
+    return slice(index.start // size, -(-index.stop // size))
 
 
 def _for_each(of_blocks: Tensor, index: Index, size: int, dim: int) -> Tensor:
@@ -172,5 +162,5 @@ def _for_each(of_blocks: Tensor, index: Index, size: int, dim: int) -> Tensor:
     as many blocks, as they are."""
     if size == 1 or not isinstance(index, slice) or of_blocks.shape[dim] == 1:
         return of_blocks
-    whole = of_blocks.repeat_interleave(size, dim)
-    return whole.narrow(dim, index.start % size, index.stop - index.start)
+    repeated = of_blocks.repeat_interleave(size, dim)
+    return repeated.narrow(dim, index.start % size, index.stop - index.start)

@@ -65,4 +65,4 @@ def _round_stochastically(steps_RD: Tensor, grid: Grid, rounding: Rounding) -> T
 
 
 def _decode(coded: Coded) -> Tensor:
-    return coded.codes[:, coded.first : coded.last].float().mul_(coded.scales)
+    return coded.codes[:, coded.start : coded.stop].float().mul_(coded.scales)

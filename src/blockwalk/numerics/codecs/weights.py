@@ -88,11 +88,8 @@ class EncodedWeight:
         span: tuple[int, int] | None = None,
     ) -> None:
         if isinstance(buffer, Tensor):
-            assert (buffer.dtype, buffer.shape) == (torch.uint8, (layout.nbytes,)), (
-                buffer.dtype,
-                buffer.shape,
-                layout,
-            )
+            facts = (buffer.dtype, buffer.shape, layout)
+            assert (buffer.dtype, buffer.shape) == (torch.uint8, (layout.nbytes,)), facts
         self.buffer = buffer
         self.layout = layout
         self.dtype = dtype
@@ -109,18 +106,16 @@ class EncodedWeight:
 
     def expert(self, index: int) -> EncodedWeight:
         if self.layout.parts is not None:
-            own = tuple(part[index] for part in self.layout.split(self.buffer))
-            return EncodedWeight(own, replace(self.layout, shape=self.layout.shape[1:]), self.dtype)
+            parts = tuple(part[index] for part in self.layout.split(self.buffer))
+            matrix = replace(self.layout, shape=self.layout.shape[1:])
+            return EncodedWeight(parts, matrix, self.dtype)
         rows = self.layout.shape[-2]
-        return EncodedWeight(
-            self.buffer, self.layout, self.dtype, (index * rows, (index + 1) * rows)
-        )
+        span = (index * rows, (index + 1) * rows)
+        return EncodedWeight(self.buffer, self.layout, self.dtype, span)
 
     def whole(self) -> Tensor | None:
-        if (
-            not has_kernel(self.layout, self.buffer)
-            or math.prod(self.shape) * self.dtype.itemsize > EXPERTS_BYTES
-        ):
+        nbytes = math.prod(self.shape) * self.dtype.itemsize
+        if not has_kernel(self.layout, self.buffer) or nbytes > EXPERTS_BYTES:
             return None
         out = self._take(self.layout.rows, self.layout.columns)
         return decode_rows(self.buffer, self.layout, 0, self.layout.rows, out).view(self.shape)
@@ -148,13 +143,13 @@ class EncodedWeight:
                 self.expert(index).read_into(out[index - start].view(self.shape[1:]))
             return out
         out = self._take(stop - start, self.layout.columns)
-        first = self._span[0]
-        return decode_rows(self.buffer, self.layout, first + start, first + stop, out)
+        origin = self._span[0]
+        return decode_rows(self.buffer, self.layout, origin + start, origin + stop, out)
 
     def columns(self, start: int, stop: int) -> Tensor:
-        first, last = self._span
-        out = self._take(last - first, stop - start)
-        return decode_rows(self.buffer, self.layout, first, last, out, columns=(start, stop))
+        top, bottom = self._span
+        out = self._take(bottom - top, stop - start)
+        return decode_rows(self.buffer, self.layout, top, bottom, out, columns=(start, stop))
 
     def gather(self, index: Tensor) -> Tensor:
         out = torch.empty(index.numel(), self.layout.columns, dtype=self.dtype, device=self.device)
@@ -186,10 +181,10 @@ class JoinedWeight:
         self.shape = (left.shape[0], left.shape[1] + right.shape[1])
 
     def rows(self, start: int, stop: int) -> Tensor:
-        left = self.left.rows(start, stop)
-        out = left.new_empty(stop - start, self.shape[1])
-        out[:, : left.shape[1]] = left
-        out[:, left.shape[1] :] = self.right.rows(start, stop)
+        left_nD = self.left.rows(start, stop)
+        out = left_nD.new_empty(stop - start, self.shape[1])
+        out[:, : left_nD.shape[1]] = left_nD
+        out[:, left_nD.shape[1] :] = self.right.rows(start, stop)
         return out
 
     def columns(self, start: int, stop: int) -> Tensor:
@@ -257,19 +252,18 @@ class DenseWeight:
     def _as_used(self, part: Tensor) -> Tensor:
         if part.dtype == self.dtype:
             return part
-        return (
-            shared_arena(part.device)
-            .take("weight", *part.shape, like=part, dtype=self.dtype)
-            .copy_(part)
-        )
+        scratch = shared_arena(part.device).take("weight", *part.shape, like=part, dtype=self.dtype)
+        return scratch.copy_(part)
 
 
 def opened(
     layout: Layout, bytes_P: Bytes, dtype: torch.dtype | None = None
 ) -> Tensor | EncodedWeight:
-    """A parameter over its bytes (uint8 [nbytes]), wherever they are: the numbers themselves where
-    they are plain, an encoded matrix or a layer's encoded experts as a Weight; an encoded vector is
-    decoded afresh. ``dtype`` is that of decoded numbers, the layout's unless given."""
+    """Return a parameter over its bytes (uint8 [nbytes]), wherever they are.
+
+    Plain numbers are themselves; an encoded matrix, or a layer's encoded experts, are a Weight; an
+    encoded vector is decoded afresh. ``dtype`` is that of decoded numbers, the layout's unless
+    given."""
     if isinstance(bytes_P, Tensor) and not layout.codec.encoded:
         return layout.codes(bytes_P).view(layout.shape)
     weight = EncodedWeight(bytes_P, layout, dtype or dtype_of(layout.dtype))

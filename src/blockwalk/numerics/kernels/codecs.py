@@ -28,7 +28,7 @@ from blockwalk.numerics.kernels.noise import (
     _values,
     options,
 )
-from blockwalk.numerics.noise.numpy_words import DRAWS, KINDS
+from blockwalk.numerics.noise.numpy_words import DRAWS, KIND_NUMBERS
 from blockwalk.plan.placement import Codec
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def decode(
 ) -> None:
     """``out`` [n, m] = cast(value + scale·z) of rows ``first_row`` …, or of those that ``rows``
     names, from ``first_column`` on."""
-    code = KINDS[kind]
+    code = KIND_NUMBERS[kind]
     draws = DRAWS[kind] if kind else 16
     tiles = _programs(out.shape[1], draws, _COUNTERS[code], kind is None)
     whole_groups = (

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockwalk.numerics.device import is_cpu
-from blockwalk.numerics.noise.numpy_words import DRAWS, KINDS, cubic_coefficients
+from blockwalk.numerics.noise.numpy_words import DRAWS, KIND_NUMBERS, cubic_coefficients
 
 if TYPE_CHECKING:
     from blockwalk.numerics.noise.key import Key, Write
@@ -38,17 +38,16 @@ def options(device: torch.device) -> dict[str, Any]:
     """Give these options as many threads as a program has counters: two wavefronts of 64 threads
     (ROCm's GPUs for servers) in place of Triton's four warps of 32, of which four would draw all
     noise twice."""
-    wide = not is_cpu(device) and _threads_together(device) == 64
-    return {**COMPILE_OPTIONS, "num_warps": 2} if wide else COMPILE_OPTIONS
+    wavefronts = not is_cpu(device) and _threads_together(device) == 64
+    return {**COMPILE_OPTIONS, "num_warps": 2} if wavefronts else COMPILE_OPTIONS
 
 
 @functools.cache
 def _threads_together(device: torch.device) -> int:
     """Ask torch for the threads of a warp: 32 where it does not tell."""
-    properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(
-        device
-    )
-    return int(getattr(properties, "warp_size", 32))
+    module = torch.get_device_module(device)
+    properties_of = getattr(module, "get_device_properties", lambda _: None)
+    return int(getattr(properties_of(device), "warp_size", 32))
 
 
 _KEYS = ("k0", "k1", "r0", "r1", "u0", "u1", "start")
@@ -222,7 +221,7 @@ def write(w: Write) -> Tensor:
     source = w.source
     out = w.out
     place = w.place
-    code = KINDS[w.kind]
+    code = KIND_NUMBERS[w.kind]
     draws = DRAWS[w.kind] if w.kind else 16
     aligned = w.start % draws == 0 and place.pitch % draws == 0
     tiles = _programs(place.width, draws, _COUNTERS[code], aligned)

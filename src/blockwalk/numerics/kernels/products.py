@@ -87,19 +87,15 @@ def _product_kernel(
             )
             w = tl.where(inside, w, 0.0)
         w = w.to(x.dtype.element_ty)
-        there = (at_m < m)[:, None] & (at_k < depth)[None, :]
-        part = tl.load(
-            x + at_m.to(tl.int64)[:, None] * depth + at_k[None, :], mask=there, other=0.0
-        )
+        reads = (at_m < m)[:, None] & (at_k < depth)[None, :]
+        places = at_m.to(tl.int64)[:, None] * depth + at_k[None, :]
+        part = tl.load(x + places, mask=reads, other=0.0)
         total = tl.dot(part, w, total, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(bias + at_n, mask=at_n < n, other=0.0).to(tl.float32)[None, :]
-    there = (at_m < m)[:, None] & (at_n < n)[None, :]
-    tl.store(
-        out + at_m.to(tl.int64)[:, None] * out_stride + at_n[None, :],
-        total.to(out.dtype.element_ty),
-        mask=there,
-    )
+    writes = (at_m < m)[:, None] & (at_n < n)[None, :]
+    outs = at_m.to(tl.int64)[:, None] * out_stride + at_n[None, :]
+    tl.store(out + outs, total.to(out.dtype.element_ty), mask=writes)
 
 
 def product(
@@ -110,13 +106,28 @@ def product(
     out_MN: Tensor,
     by_rows: bool,
 ) -> None:
-    """``out`` = x·Wᵀ + bias where ``by_rows``, else x·W, for W [R, D] encoded in ``buffer``, ``x``
-    contiguous."""
-    (m, depth), n = x_MK.shape, out_MN.shape[1]
+    """Write x·Wᵀ + bias into ``out`` where ``by_rows``, else x·W, for W [R, D] encoded in
+    ``buffer``, ``x`` contiguous."""
+    m, depth = x_MK.shape
+    n = out_MN.shape[1]
     with _on(x_MK):
         _product_kernel[(triton.cdiv(m, _TILE["M"]) * triton.cdiv(n, _TILE["N"]),)](
-            x_MK, buffer, x_MK if bias_N is None else bias_N, nf4_levels(x_MK.device), out_MN, m, n, depth, out_MN.stride(0),
-            layout.rows, layout.groups, layout.columns,
-            FORMAT=FORMATS[layout.codec], GROUP=layout.group_size, BY_ROWS=by_rows, HAS_BIAS=bias_N is not None,
-            **_TILE, **PRODUCT_OPTIONS,
-        )  # fmt: skip
+            x_MK,
+            buffer,
+            x_MK if bias_N is None else bias_N,
+            nf4_levels(x_MK.device),
+            out_MN,
+            m,
+            n,
+            depth,
+            out_MN.stride(0),
+            layout.rows,
+            layout.groups,
+            layout.columns,
+            FORMAT=FORMATS[layout.codec],
+            GROUP=layout.group_size,
+            BY_ROWS=by_rows,
+            HAS_BIAS=bias_N is not None,
+            **_TILE,
+            **PRODUCT_OPTIONS,
+        )

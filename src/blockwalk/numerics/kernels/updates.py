@@ -29,7 +29,7 @@ from blockwalk.numerics.kernels.noise import (
     _values,
     options,
 )
-from blockwalk.numerics.noise.numpy_words import DRAWS, KINDS
+from blockwalk.numerics.noise.numpy_words import DRAWS, KIND_NUMBERS
 
 if TYPE_CHECKING:
     from blockwalk.numerics.noise.key import NoiseKind
@@ -68,34 +68,35 @@ def _advance_kernel(
     program = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, SEGMENTS)
     firsts = tl.load(table + every * row, mask=every < segments, other=9223372036854775807)
-    own = table + (tl.sum((firsts <= program).to(tl.int32), 0) - 1).to(tl.int64) * row
-    tile = program - tl.load(own)
-    master = tl.load(own + 1).to(tl.pointer_type(MASTER))
-    count = tl.load(own + 3)
-    start = tl.load(own + 4)
+    segment = table + (tl.sum((firsts <= program).to(tl.int32), 0) - 1).to(tl.int64) * row
+    tile = program - tl.load(segment)
+    master = tl.load(segment + 1).to(tl.pointer_type(MASTER))
+    count = tl.load(segment + 3)
+    start = tl.load(segment + 4)
     position = tile * SIZE + tl.arange(0, SIZE) - start % DRAWS
     inside = (position >= 0) & (position < count)
     counter = start // DRAWS + tile * COUNTERS
     x = tl.load(master + position, mask=inside, other=0.0).to(tl.float32)
-    at = own + 5
+    entry = segment + 5
     for _ in range(entries):
-        x *= _number(at, 2)
+        x *= _number(entry, 2)
         for query in tl.static_range(QUERIES):
-            k0 = tl.load(at + 3 + 3 * query)
-            k1 = tl.load(at + 4 + 3 * query)
-            x += _values(counter, k0, k1, cubics, KIND, COUNTERS) * _number(at, 5 + 3 * query)
-        x = _cast(x, counter * DRAWS, tl.load(at), tl.load(at + 1), MASTER, ROUNDING, SIZE).to(
-            tl.float32
-        )
-        at += 3 + 3 * QUERIES
+            k0 = tl.load(entry + 3 + 3 * query)
+            k1 = tl.load(entry + 4 + 3 * query)
+            x += _values(counter, k0, k1, cubics, KIND, COUNTERS) * _number(entry, 5 + 3 * query)
+        r0 = tl.load(entry)
+        r1 = tl.load(entry + 1)
+        x = _cast(x, counter * DRAWS, r0, r1, MASTER, ROUNDING, SIZE).to(tl.float32)
+        entry += 3 + 3 * QUERIES
     if PERTURBS:
-        out = tl.load(own + 2).to(tl.pointer_type(OUT))
-        x += _values(counter, tl.load(at), tl.load(at + 1), cubics, KIND, COUNTERS) * _number(at, 2)
+        out = tl.load(segment + 2).to(tl.pointer_type(OUT))
+        k0 = tl.load(entry)
+        k1 = tl.load(entry + 1)
+        x += _values(counter, k0, k1, cubics, KIND, COUNTERS) * _number(entry, 2)
         tl.store(out + position, _cast(x, 0, 0, 0, OUT, False, SIZE), mask=inside)
     else:
-        tl.store(
-            master + position, _cast(x, 0, 0, 0, MASTER, False, SIZE), mask=inside
-        )  # its own bits
+        # the master's own bits
+        tl.store(master + position, _cast(x, 0, 0, 0, MASTER, False, SIZE), mask=inside)
 
 
 def _numbers(words: Sequence[int], factors: Sequence[float], tensors: int) -> npt.NDArray[np.int64]:
@@ -119,12 +120,14 @@ def advance(
 ) -> None:
     """The operator ``advance_`` (:mod:`blockwalk.numerics.operators`), a launch for each pair of
     dtypes."""
-    code = KINDS[kind]
+    code = KIND_NUMBERS[kind]
     draws = DRAWS[kind]
-    pairs = [(each.dtype, outs[n].dtype if outs else each.dtype) for n, each in enumerate(masters)]
+    pairs = [
+        (master.dtype, outs[n].dtype if outs else master.dtype) for n, master in enumerate(masters)
+    ]
     numbers = _numbers(words, factors, len(masters))
     for pair in dict.fromkeys(pairs):
-        chosen = [n for n, each in enumerate(pairs) if each == pair]
+        chosen = [n for n, dtypes in enumerate(pairs) if dtypes == pair]
         rows = []
         tiles = 0
         for n in chosen:
@@ -226,20 +229,20 @@ def _advance_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     codes += row * width
     begin = origin.to(tl.int64) + row * width
-    at = table
+    entry = table
     for _ in range(entries):
         scale = tl.load(scales + row)
-        most = tl.zeros([SIZE], tl.float32)
+        largest_magnitude = tl.zeros([SIZE], tl.float32)
         for tile in range(tiles):
             x, position, inside = _advanced(
-                codes, scale, begin, tile, width, at, cubics, QUERIES, FP8, KIND, COUNTERS, DRAWS
+                codes, scale, begin, tile, width, entry, cubics, QUERIES, FP8, KIND, COUNTERS, DRAWS
             )
-            most = tl.maximum(most, tl.where(inside, tl.abs(x), 0.0))
-        new = tl.math.div_rn(tl.max(most, 0), largest)
+            largest_magnitude = tl.maximum(largest_magnitude, tl.where(inside, tl.abs(x), 0.0))
+        new = tl.math.div_rn(tl.max(largest_magnitude, 0), largest)
         divisor = tl.where(new == 0, float("inf"), new)
         for tile in range(tiles):
             x, position, inside = _advanced(
-                codes, scale, begin, tile, width, at, cubics, QUERIES, FP8, KIND, COUNTERS, DRAWS
+                codes, scale, begin, tile, width, entry, cubics, QUERIES, FP8, KIND, COUNTERS, DRAWS
             )
             steps = tl.math.div_rn(x, tl.zeros([SIZE], tl.float32) + divisor)
             if ROUNDING:
@@ -249,17 +252,18 @@ def _advance_rows_kernel(
                     exponent = tl.maximum(magnitude.to(tl.int32, bitcast=True) >> 23, 121)
                     grid = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
                 units = tl.math.div_rn(magnitude, grid)
-                whole = tl.floor(units)
+                floor = tl.floor(units)
                 draws = _draws(
                     (begin // DRAWS + tile * COUNTERS) * (DRAWS // 16),
-                    tl.load(at),
-                    tl.load(at + 1),
+                    tl.load(entry),
+                    tl.load(entry + 1),
                     SIZE // 16,
                 )
-                up = _nearest((units - whole) * 65536.0).to(tl.int32) + draws.to(tl.int32) >= 65536
-                whole = (whole + up.to(tl.float32)) * grid
+                remainder = _nearest((units - floor) * 65536.0).to(tl.int32)
+                up = remainder + draws.to(tl.int32) >= 65536
+                rounded = (floor + up.to(tl.float32)) * grid
                 sign = steps.to(tl.uint32, bitcast=True) & 0x80000000
-                steps = (whole.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+                steps = (rounded.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
             elif not FP8:
                 steps = _nearest(steps)
             steps = tl.minimum(tl.maximum(steps, -largest), largest)
@@ -271,7 +275,7 @@ def _advance_rows_kernel(
             tl.store(codes + position, code, mask=inside)
         tl.store(scales + row, new)
         tl.debug_barrier()  # the next entry's reads may be other threads'
-        at += 3 + 3 * QUERIES
+        entry += 3 + 3 * QUERIES
 
 
 def advance_rows(
@@ -286,7 +290,9 @@ def advance_rows(
     kind: NoiseKind,
 ) -> None:
     """The operator ``advance_rows_``: a matrix in fp8 or int8, scales [R] and codes [R, D]."""
-    code, draws, (rows, width) = KINDS[kind], DRAWS[kind], codes.shape
+    code = KIND_NUMBERS[kind]
+    draws = DRAWS[kind]
+    rows, width = codes.shape
     table = sent(torch.from_numpy(_numbers(words, factors, 1)[0]), codes.device)
     fp8 = codes.dtype.is_floating_point
     with _on(codes):

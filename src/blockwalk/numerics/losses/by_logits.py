@@ -1,5 +1,5 @@
-"""Any loss of one token's logits, over chunks of tokens: the logits [n, V] of a chunk are whole, those
-of all tokens never are. Shapes and logits are those of :mod:`blockwalk.numerics.losses.head`."""
+"""Any loss of one token's logits, over chunks of tokens: those of all tokens are never in memory at
+once. Shapes and logits are those of :mod:`blockwalk.numerics.losses.head`."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ def _parts(
     head: Head, hidden_ND: Tensor, labels_N: Tensor, tokens: int | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield places and labels of the tokens that count, a chunk at a time, on the head's device."""
-    most = tokens or token_chunk(
+    chunk = tokens or token_chunk(
         head.weight.shape[0], head.accumulates_in.itemsize, head.device.type
     )
-    for places_n, labels_n in head.counting(hidden_ND, labels_N, most):
+    for places_n, labels_n in head.counting(hidden_ND, labels_N, chunk):
         yield sent(places_n, head.device), sent(labels_n, head.device)
 
 

@@ -135,11 +135,11 @@ def _build(name: str) -> ctypes.CDLL | None:
     source = Path(__file__).with_name(f"{name}.c")
     compiler = _compiler()
     if compiler is None:
-        known = set(_processor().split())
-        levels = [level for level, has in LEVELS.items() if known.issuperset(has.split())]
-        brought = [source.with_name(f"{name}-{level}.so") for level in levels]
-        if found := next(filter(Path.exists, brought), None):
-            return ctypes.CDLL(str(found))
+        flags = set(_processor().split())
+        levels = [level for level, needs in LEVELS.items() if flags.issuperset(needs.split())]
+        brought = (source.with_name(f"{name}-{level}.so") for level in levels)
+        if library_of_wheel := next(filter(Path.exists, brought), None):
+            return ctypes.CDLL(str(library_of_wheel))
         _say_no_compiler()
         return None
     parts = (
@@ -152,14 +152,12 @@ def _build(name: str) -> ctypes.CDLL | None:
     library = cache.folder() / "native" / f"{name}-{digest}.so"
     library.parent.parent.mkdir(parents=True, exist_ok=True)
     library.parent.mkdir(mode=0o755, exist_ok=True)
-    if exposed := [
-        path for path in (library.parent, library) if path.exists() and not _is_safe(path)
-    ]:
+    paths = (library.parent, library)
+    if exposed := [path for path in paths if path.exists() and not _is_safe(path)]:
         warnings.warn(
             f"{exposed[0]} is another user's, or others may write to it: {name!r} is compiled for"
-            " this process alone, which"
-            " takes seconds. Give it to you or root, writable by its owner alone;"
-            " BLOCKWALK_CACHE moves the cache folder",
+            " this process alone, which takes seconds. Give it to you or root, writable by its"
+            " owner alone; BLOCKWALK_CACHE moves the cache folder",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -173,8 +171,7 @@ def _say_no_compiler() -> None:
     """Say once in a process what the want of a compiler costs."""
     log.warning(
         "no C compiler was found (cc, gcc, clang, or the one that CC names): noise and 4-bit"
-        " decoding take torch's slower"
-        " paths, with the same results"
+        " decoding take torch's slower paths, with the same results"
     )
 
 
@@ -198,10 +195,9 @@ def _compile(compiler: tuple[str, ...], source: Path, library: Path) -> Path:
 
 def _is_safe(path: Path) -> bool:
     """Whether only this user, or root, can have written a file or a folder's entries."""
-    found = path.stat()
-    return (found.st_uid == 0 or found.st_uid == os.geteuid()) and not found.st_mode & (
-        stat.S_IWGRP | stat.S_IWOTH
-    )
+    facts = path.stat()
+    of_others = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return facts.st_uid in (0, os.geteuid()) and not of_others
 
 
 def _compiler() -> tuple[str, ...] | None:
@@ -229,5 +225,5 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # where platform.processor() starts no program of its own
         return f"{text} {platform.processor()}"
-    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-    return "\n".join([text, *sorted({line for line in lines if line.startswith(wanted)})])
+    keys = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join([text, *sorted({line for line in lines if line.startswith(keys)})])

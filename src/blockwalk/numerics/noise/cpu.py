@@ -11,7 +11,7 @@ from torch import Tensor
 from blockwalk.numerics import native as native_code
 from blockwalk.numerics.noise import numpy_words
 from blockwalk.numerics.noise.key import Key, Write
-from blockwalk.numerics.noise.numpy_words import KINDS, cubic_coefficients, gaussian_table
+from blockwalk.numerics.noise.numpy_words import KIND_NUMBERS, cubic_coefficients, gaussian_table
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint16: 3, torch.int32: 4}
 _THREAD_ELEMENTS = 1 << 14
@@ -81,7 +81,7 @@ def _write_native(library: ctypes.CDLL, w: Write) -> None:
         w.start,
         place.pitch,
         index.data_ptr() if index is not None else None,
-        KINDS[w.kind],
+        KIND_NUMBERS[w.kind],
         *(w.key.philox_key() if w.key is not None else (0, 0)),
         w.scale,
         w.rounding is not None,
@@ -94,30 +94,27 @@ def _write_native(library: ctypes.CDLL, w: Write) -> None:
 
 
 def _write_numpy(w: Write) -> None:
-    """The words row by row through numpy's Philox: bit for bit those of the kernels."""
+    """Write the words row by row through numpy's Philox: bit for bit those of the kernels."""
     source = w.source
     place = w.place
     for r in range(place.rows):
-        first = w.start + (int(w.rows[r]) if w.rows is not None else r) * place.pitch
-        into = w.out[r] if place.pitch else w.out.view(-1)
+        start = w.start + (int(w.rows[r]) if w.rows is not None else r) * place.pitch
+        out = w.out[r] if place.pitch else w.out.view(-1)
         x = torch.zeros(place.width)
         if source is not None:
             x.copy_(source[r] if place.pitch else source.view(-1))
         if w.key is not None:
             values = numpy_words.gaussian if w.kind == "gaussian" else numpy_words.rademacher
-            x += torch.from_numpy(values(w.key.philox_key(), first, place.width)).mul_(w.scale)
-        if w.rounding is None or into.dtype == torch.float32:
-            into.copy_(x)
+            x += torch.from_numpy(values(w.key.philox_key(), start, place.width)).mul_(w.scale)
+        if w.rounding is None or out.dtype == torch.float32:
+            out.copy_(x)
         else:
-            rounded = (
-                numpy_words.round_bfloat16
-                if into.dtype == torch.bfloat16
-                else numpy_words.round_float16
-            )
-            half = rounded(
-                x.numpy(), numpy_words.draws(w.rounding.philox_key(), first, place.width)
-            )
-            into.view(torch.int16).copy_(torch.from_numpy(half.view("int16")))
+            draws = numpy_words.draws(w.rounding.philox_key(), start, place.width)
+            patterns = _ROUND[out.dtype](x.numpy(), draws)
+            out.view(torch.int16).copy_(torch.from_numpy(patterns.view("int16")))
+
+
+_ROUND = {torch.bfloat16: numpy_words.round_bfloat16, torch.float16: numpy_words.round_float16}
 
 
 def _thread_count(elements: int) -> int:

@@ -28,7 +28,7 @@ from torch import Tensor
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.noise import cpu
 from blockwalk.numerics.noise.key import Key, NoiseKey, NoiseKind, Write, window
-from blockwalk.numerics.noise.numpy_words import KINDS
+from blockwalk.numerics.noise.numpy_words import KIND_NUMBERS
 from blockwalk.numerics.operators import received, register, sent
 
 
@@ -78,7 +78,8 @@ def perturbed(
     ``source`` (None: zeros) and ``out`` are float32, bfloat16 or float16, of one shape, and may be
     one tensor; ``rows`` names the noise's rows, the source has them gathered. Without a key, and
     with kind None, it only rounds."""
-    assert kind in KINDS, f"noise {kind!r} is not counter-based; choose gaussian or rademacher"
+    choices = f"noise {kind!r} is not counter-based; choose gaussian or rademacher"
+    assert kind in KIND_NUMBERS, choices
     assert start >= 0, f"start is {start}; elements are counted from 0"
     place = window(out if source is None else source, out, pitch, rows)
     if place.rows * place.width == 0:
