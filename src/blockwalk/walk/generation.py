@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -61,75 +62,113 @@ def generate(
     Raises:
         ValueError: no token to start from, or settings out of range.
     """
-    from transformers import DynamicCache
-
-    module: Any = self.engine.module
-    device = self.device
-    shape = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-    if len(shape) != 2 or 0 in shape or isinstance(shape, str):
-        raise ValueError(
-            f"input_ids must be a tensor [batch, sequence] with at least one token, not {shape}"
-        )
     if max_new_tokens < 1 or temperature < 0:
         raise ValueError(
             f"max_new_tokens is {max_new_tokens} and temperature {temperature}; give at least 1"
             " and 0"
         )
-    prefixed = any(
-        config.is_prompt_learning for config in getattr(module, "peft_config", {}).values()
-    )
-    cache = (
-        {}
-        if prefixed
-        else {"past_key_values": DynamicCache(config=module.config), "use_cache": True}
-    )
-    if padded := attention_mask is not None and not bool(attention_mask.all()):
-        # one by one: PEFT takes no positions, and padding would move the text away from the prefix
-        if prefixed:
-            settings: dict[str, Any] = {
-                "temperature": temperature,
-                "stop_ids": sorted(stop_ids),
-                "shared": shared,
-            }
-            written = [
-                generate(self, ids[mask.bool()][None], max_new_tokens, seed=seed + i, **settings)[
-                    0, int(mask.sum()) :
-                ]
-                for i, (ids, mask) in enumerate(zip(input_ids, attention_mask, strict=True))
-            ]
-            first = min(settings["stop_ids"], default=0)
-            new = torch.nn.utils.rnn.pad_sequence(written, batch_first=True, padding_value=first)
-            return torch.cat([input_ids.to(device), new], dim=1)
-        mask_BS = attention_mask.to(device)
+    shape = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+    if isinstance(shape, str) or len(shape) != 2 or 0 in shape:
+        raise ValueError(
+            f"input_ids must be a tensor [batch, sequence] with at least one token, not {shape}"
+        )
+    padded = attention_mask is not None and not bool(attention_mask.all())
+    text = _Text.of(self, input_ids, attention_mask if padded else None)
+    if padded and text.prefixed:
+        assert attention_mask is not None
+        settings: dict[str, Any] = {
+            "temperature": temperature,
+            "stop_ids": sorted(stop_ids),
+            "shared": shared,
+        }
+        return _one_by_one(self, input_ids, attention_mask, max_new_tokens, seed, settings)
+    generator = torch.Generator(device=self.device).manual_seed(seed)
+    stops = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=self.device)
+    stopped_B = torch.zeros(len(text.written_BS), dtype=torch.bool, device=self.device)
+    for _ in range(max_new_tokens):
+        logits_BV = self.next_logits(text.batch())
+        if temperature == 0.0:
+            token_B1 = logits_BV.argmax(1, keepdim=True)
+        else:
+            chances_BV = (logits_BV / temperature).softmax(1)
+            token_B1 = torch.multinomial(chances_BV, 1, generator=generator)
+        if len(stops):  # a sequence that has stopped repeats its stop token
+            token_B1 = torch.where(stopped_B.unsqueeze(1), stops[:1], token_B1)
+            stopped_B |= torch.isin(token_B1.squeeze(1), stops)
+        text.append(token_B1)
+        ended = len(stops) > 0 and bool(stopped_B.all())
+        if watch is not None and watch(token_B1.squeeze(1)) is True:
+            ended = True
+        if all(rank for (rank,) in self.ranks.exchange([ended])) if shared else ended:
+            break
+    return text.written_BS
+
+
+@dataclass(slots=True)
+class _Text:
+    """Sequences that grow by a token each, and what the next walk is given of them."""
+
+    written_BS: Tensor
+    fed_BS: Tensor
+    """What the cache does not hold yet."""
+    cache: Mapping[str, Any]
+    prefixed: bool
+    """True where every walk sees the whole text."""
+    mask_BS: Tensor | None = None
+    """1 for a token, 0 where a prompt is padding; None where nothing is."""
+    placed: bool = False
+    """True where the model takes positions."""
+
+    @classmethod
+    def of(cls, walker: Speaks, input_ids: Tensor, mask: Tensor | None) -> _Text:
+        """Return prompts on the walker's device, with an empty cache."""
+        from transformers import DynamicCache
+
+        module: Any = walker.engine.module
+        configs = getattr(module, "peft_config", {}).values()
+        prefixed = any(config.is_prompt_learning for config in configs)
+        cache: dict[str, Any] = {}
+        if not prefixed:
+            cache = {"past_key_values": DynamicCache(config=module.config), "use_cache": True}
+        ids_BS = input_ids.to(walker.device)
+        if mask is None:
+            return cls(ids_BS, ids_BS, cache, prefixed)
         base = module.get_base_model() if hasattr(module, "peft_config") else module
         placed = "position_ids" in inspect.signature(base.forward).parameters
-    draw = torch.Generator(device=device).manual_seed(seed)
-    stops = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
-    written_BS = fed_BS = input_ids.to(device)
-    stopped_B = torch.zeros(len(fed_BS), dtype=torch.bool, device=device)
-    for _ in range(max_new_tokens):
-        batch = {"input_ids": written_BS if prefixed else fed_BS, **cache}
-        if padded:
-            positions_BS = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, -fed_BS.shape[1] :]
-            batch |= {
-                "attention_mask": mask_BS,
-                **({"position_ids": positions_BS} if placed else {}),
-            }
-            mask_BS = torch.nn.functional.pad(mask_BS, (0, 1), value=1)
-        logits_BV = self.next_logits(batch)
-        if temperature == 0.0:
-            fed_BS = logits_BV.argmax(1, keepdim=True)
-        else:
-            fed_BS = torch.multinomial((logits_BV / temperature).softmax(1), 1, generator=draw)
-        if len(
-            stops
-        ):  # a sequence that has stopped repeats its stop token until the longest is done
-            fed_BS = torch.where(stopped_B.unsqueeze(1), stops[:1], fed_BS)
-            stopped_B |= torch.isin(fed_BS.squeeze(1), stops)
-        written_BS = torch.cat([written_BS, fed_BS], dim=1)
-        ended = len(stops) > 0 and bool(stopped_B.all())
-        if watch is not None and watch(fed_BS.squeeze(1)) is True:
-            ended = True
-        if all(each for (each,) in self.ranks.exchange([ended])) if shared else ended:
-            break
-    return written_BS
+        return cls(ids_BS, ids_BS, cache, prefixed, mask.to(walker.device), placed)
+
+    def batch(self) -> dict[str, Any]:
+        """Return the model inputs of the next walk."""
+        batch = {"input_ids": self.written_BS if self.prefixed else self.fed_BS, **self.cache}
+        if self.mask_BS is None:
+            return batch
+        positions_BS = (self.mask_BS.cumsum(1) - 1).clamp(min=0)[:, -self.fed_BS.shape[1] :]
+        batch["attention_mask"] = self.mask_BS
+        return {**batch, "position_ids": positions_BS} if self.placed else batch
+
+    def append(self, token_B1: Tensor) -> None:
+        """Add a token to every sequence."""
+        self.fed_BS = token_B1
+        self.written_BS = torch.cat([self.written_BS, token_B1], dim=1)
+        if self.mask_BS is not None:
+            self.mask_BS = torch.nn.functional.pad(self.mask_BS, (0, 1), value=1)
+
+
+def _one_by_one(
+    walker: Speaks,
+    input_ids: Tensor,
+    mask: Tensor,
+    max_new_tokens: int,
+    seed: int,
+    settings: Mapping[str, Any],
+) -> Tensor:
+    """Continue prompts of unequal length after a prefix: PEFT takes no positions, and padding would
+    move the text away from the prefix."""
+    continuations = []
+    for number, (ids, kept) in enumerate(zip(input_ids, mask.bool(), strict=True)):
+        prompt = ids[kept][None]
+        text = generate(walker, prompt, max_new_tokens, seed=seed + number, **settings)
+        continuations.append(text[0, prompt.shape[1] :])
+    stop = min(settings["stop_ids"], default=0)
+    new = torch.nn.utils.rnn.pad_sequence(continuations, batch_first=True, padding_value=stop)
+    return torch.cat([input_ids.to(walker.device), new], dim=1)
