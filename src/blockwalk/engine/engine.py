@@ -190,12 +190,12 @@ class Engine:
         rank 0 has written those before it."""
         weights = self.trained.weights()
         if hasattr(self.module, "peft_config"):
-            whole = {
+            tensors = {
                 name: w if isinstance(w, Tensor) else w.rows(0, w.shape[0])
                 for name, w in weights.items()
             }
             if self.rank == 0:
-                save_adapter(self.module, whole, folder)
+                save_adapter(self.module, tensors, folder)
             return
         weights = {**self.homes[StateKind.FROZEN].weights(), **weights}
         weights = {p.name: weights[p.name] for p in self.spec.params()}

@@ -41,6 +41,3 @@ class Losses:
 @dataclass(frozen=True, slots=True)
 class NextLogits:
     """The logits after each sequence's last position."""
-
-
-WalkRequest = Step | Losses | NextLogits

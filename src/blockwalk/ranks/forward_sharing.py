@@ -108,10 +108,10 @@ class MeshSharing:
     ) -> list[list[float]]:
         ranks = self.ranks
         cuts = len(counted)
-        most = -(-passes // ranks.mesh.perturb) * len(self.micro_batches_of(0, cuts)) * rows
+        longest = -(-passes // ranks.mesh.perturb) * len(self.micro_batches_of(0, cuts)) * rows
         counts = [counted[cut] for cut in self.micro_batches_of(ranks.rank, cuts)]
         facts = (ranks.batch_digest, self._last_entry_digest, float(ranks.own_stop_signal()))
-        padding = [0.0] * (most - len(own))
+        padding = [0.0] * (longest - len(own))
         everyone = ranks.exchange([*own, *padding, *map(float, counts), *facts])
         ranks.stop_signal_of_any_rank = max(int(values.pop()) for values in everyone)
         entry_digests = [values.pop() for values in everyone]
@@ -129,8 +129,8 @@ class MeshSharing:
             for p, cut, row in itertools.product(forwards, parts, range(rows)):
                 table[p][cut * rows + row] = next(numbers)
             expected = [counted[cut] for cut in parts]
-            assert values[most:] == expected, (
-                f"step {step}: rank {rank} counts {values[most:]} tokens of one batch, not"
+            assert values[longest:] == expected, (
+                f"step {step}: rank {rank} counts {values[longest:]} tokens of one batch, not"
                 f" {expected}"
             )
         return table

@@ -166,12 +166,12 @@ def started(mesh: MeshSettings) -> int:
         )
     if world == 1:
         return world
-    rank_place = place()
-    if rank_place.world == world and rank_place.ranks_per_node % mesh.ranks_per_node:
+    local = place()
+    if local.world == world and local.ranks_per_node % mesh.ranks_per_node:
         raise ValueError(
             f"mesh.ranks_per_node is {mesh.ranks_per_node} (mesh.world unless given), and"
-            f" {rank_place.ranks_per_node} ranks were started on this node; set mesh.ranks_per_node:"
-            f" {rank_place.ranks_per_node}"
+            f" {local.ranks_per_node} ranks were started on this node; set mesh.ranks_per_node:"
+            f" {local.ranks_per_node}"
         )
     return world
 

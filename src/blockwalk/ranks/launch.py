@@ -170,13 +170,13 @@ def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:
     causes = [failure for failure in failures if failure[2] not in effects]
     lost = [failure for failure in failures if failure[2] == LOST]
     rank, process, code = min(causes or lost or failures)
-    who = f"rank {rank} (process {process})"
+    culprit = f"rank {rank} (process {process})"
     if code > 0 and code != LOST:
         said = "what it says is above, and in output_dir/logs"
-        return f"{who} ended with exit code {code}, so the run ended; {said}", code
+        return f"{culprit} ended with exit code {code}, so the run ended; {said}", code
     how = "lost the others" if code > 0 else f"was killed by {signal.Signals(-code).name}"
     again = "go on with --resume_from_checkpoint latest, with as many ranks as you like"
-    text = f"{who} {how}, so the run ended. Every rank's log is in output_dir/logs; {again}"
+    text = f"{culprit} {how}, so the run ended. Every rank's log is in output_dir/logs; {again}"
     return text, code if code > 0 else 128 - code
 
 
@@ -308,7 +308,7 @@ def _store(here: Place, timeout: float) -> Any:
 
 
 def key_store(
-    address: str, port: int, timeout: float, serves: bool, who: str, host: str, setting: str
+    address: str, port: int, timeout: float, serves: bool, role: str, host: str, setting: str
 ) -> Any:
     """Return a store of keys at an address: served there by this process, ``who``, or reached
     within ``timeout`` seconds where ``host`` serves it; ``setting`` is what says the address.
@@ -321,7 +321,7 @@ def key_store(
 
     dist: Any = torch.distributed
     port_of(str(port), setting)
-    who = f"{who} on {platform.node()}"
+    role = f"{role} on {platform.node()}"
     deadline = time.monotonic() + timeout
     while not serves:  # torch's own client would print a page for each attempt
         try:
@@ -330,39 +330,41 @@ def key_store(
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LostRank(
-                    f"{who} could not reach {host} at {address}:{port} for {timeout:g} s"
+                    f"{role} could not reach {host} at {address}:{port} for {timeout:g} s"
                     f" ({error}): start every rank with {host}'s {setting}, or give it longer"
                     " (start_timeout)"
                 ) from None
             time.sleep(0.2)
-    made: list[Any] = []
+    outcomes: list[Any] = []
 
     def make() -> None:
         try:
             # torch's own listens on every address
             listens = {"master_listen_fd": _listening(address, port)} if serves else {}
             limit = timedelta(seconds=timeout)
-            made.append(
+            outcomes.append(
                 dist.TCPStore(address, port, None, serves, limit, wait_for_workers=False, **listens)
             )
         except Exception as error:
-            made.append(error)
+            outcomes.append(error)
 
     # torch's client waits for the first answer without a limit: where another program listens, for
     # ever
     maker = threading.Thread(target=make, name="blockwalk store", daemon=True)
     maker.start()
     maker.join(max(1.0, deadline - time.monotonic()))
-    if not made:
+    if not outcomes:
         raise LostRank(
-            f"{who} reached {address}:{port}, which has not answered for {timeout:g} s: it is"
+            f"{role} reached {address}:{port}, which has not answered for {timeout:g} s: it is"
             f" another program's port, or {host} is stopped; change {setting}, or give it longer"
             " (start_timeout)"
         )
-    if isinstance(made[0], Exception):
-        reason = str(made[0]).splitlines()[0]
-        raise LostRank(f"{who}: {address}:{port} is no store of ranks ({reason}); change {setting}")
-    return made[0]
+    if isinstance(outcomes[0], Exception):
+        reason = str(outcomes[0]).splitlines()[0]
+        raise LostRank(
+            f"{role}: {address}:{port} is no store of ranks ({reason}); change {setting}"
+        )
+    return outcomes[0]
 
 
 def _listening(address: str, port: int) -> int:
@@ -407,8 +409,8 @@ def parse_cores(text: str) -> set[int]:
 
 
 def have_their_own(store: Any, here: Place, own: str) -> bool:
-    """Return whether every rank has a device of its own, by the names of devices that all ranks call
-    this with together: a task may see one device alone, its own or everybody's."""
+    """Return whether every rank has a device of its own, by the names of devices that all ranks
+    call this with together: a task may see one device alone, its own or everybody's."""
     store.set(f"device/{here.rank}", own)
     return len({store.get(f"device/{rank}") for rank in range(here.world)}) == here.world
 

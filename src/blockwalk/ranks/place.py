@@ -211,8 +211,8 @@ def meeting_point(here: Place, environment: Mapping[str, str] = os.environ) -> t
     if not address:
         said = "is not set" if address is None else "is set and empty"
         raise ValueError(
-            f"MASTER_ADDR {said}, and {purpose}: set it to the first node's name or address on every"
-            " rank"
+            f"MASTER_ADDR {said}, and {purpose}: set it to the first node's name or address on"
+            " every rank"
         )
     port = environment.get("MASTER_PORT")
     if port is None and "SLURM_JOB_ID" in environment:

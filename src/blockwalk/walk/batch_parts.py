@@ -72,8 +72,8 @@ def cut_batch(
     parts = share(batch, count, world, rank) if split else micro_batches(batch, cuts)
     shape = Shape(rows, -(-parts[0]["input_ids"].numel() // rows))
     parts = [cut_padding(part, unmask=plan.loss_facts.by_chunks) for part in parts]
-    for read in [batch] if split else parts:
-        require_ids(read["input_ids"], vocab_size)
+    for inputs in [batch] if split else parts:
+        require_ids(inputs["input_ids"], vocab_size)
     return BatchParts(parts, shape, loss_tokens(batch) if split else None)
 
 

@@ -86,12 +86,7 @@ def generate(
     stops = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=self.device)
     stopped_B = torch.zeros(len(text.written_BS), dtype=torch.bool, device=self.device)
     for _ in range(max_new_tokens):
-        logits_BV = self.next_logits(text.batch())
-        if temperature == 0.0:
-            token_B1 = logits_BV.argmax(1, keepdim=True)
-        else:
-            chances_BV = (logits_BV / temperature).softmax(1)
-            token_B1 = torch.multinomial(chances_BV, 1, generator=generator)
+        token_B1 = _drawn(self.next_logits(text.batch()), temperature, generator)
         if len(stops):  # a sequence that has stopped repeats its stop token
             token_B1 = torch.where(stopped_B.unsqueeze(1), stops[:1], token_B1)
             stopped_B |= torch.isin(token_B1.squeeze(1), stops)
@@ -102,6 +97,13 @@ def generate(
         if all(rank for (rank,) in self.ranks.exchange([ended])) if shared else ended:
             break
     return text.written_BS
+
+
+def _drawn(logits_BV: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    """Return the next token of each sequence [B, 1]: the likeliest, or one that is drawn."""
+    if temperature == 0.0:
+        return logits_BV.argmax(1, keepdim=True)
+    return torch.multinomial((logits_BV / temperature).softmax(1), 1, generator=generator)
 
 
 @dataclass(slots=True)

@@ -644,7 +644,7 @@ def _digest(config: Any, lora: Any, device: str, padded: bool, cut: bool) -> str
     }
     settings["dtype"] = str(config.dtype)
     adapter = asdict(lora) if is_dataclass(lora) else _folder_digest(lora)  # type: ignore[arg-type]
-    here = [
+    roundings = [
         str(row_tiles.multiplied_in(dtype))
         for dtype in (torch.bfloat16, torch.float16)
         if device == "cpu"
@@ -654,7 +654,7 @@ def _digest(config: Any, lora: Any, device: str, padded: bool, cut: bool) -> str
         settings,
         adapter,
         device,
-        here,
+        roundings,
         padded,
         cut,
         torch.__version__,

@@ -335,7 +335,7 @@ class Walker:
     def _train(self, step_kind: StepKind, batch: Batch, step: Step) -> Program:
         """Run a step, or its gradients alone, and return its program; a step that fails changes
         nothing."""
-        (whole,) = micro_batches(batch, 1)
+        (checked,) = micro_batches(batch, 1)
         targets = {} if step.words is None else {"targets": step.words.targets_B}
         facts = {**batch, **targets}
         self.ranks.read(facts)
@@ -344,7 +344,7 @@ class Walker:
         if split:
             self.ranks.begin(step.number)
         parts = cut_batch(
-            whole,
+            checked,
             self.plan,
             count=self.plan.gradient_accumulation_steps,
             split=split,
@@ -394,12 +394,12 @@ class Walker:
         """Return summed losses of the batch, in its order: of each sequence, or of each rank's
         share of each part where the model's own loss is asked for."""
         self.flush()
-        (whole,) = micro_batches(batch, 1)
+        (checked,) = micro_batches(batch, 1)
         if self.ranks.world > 1:
             self.ranks.read({**batch, "parts": torch.tensor([batches, by_row])})
             self.ranks.begin(self.steps_done + 1)
         parts = cut_batch(
-            whole,
+            checked,
             self.plan,
             count=batches,
             split=True,
@@ -429,8 +429,8 @@ class Walker:
         if is_cpu(batch["input_ids"].device):  # a token that was just drawn is the model's
             require_ids(batch["input_ids"], self.spec.vocab_size)
         ids_BS = batch["input_ids"].to(self.device)
-        whole = {**batch, "input_ids": ids_BS, "labels": torch.full_like(ids_BS, -100)}
-        self._forward.begin([whole], [whole["labels"].to("cpu")], NextLogits())
+        inputs = {**batch, "input_ids": ids_BS, "labels": torch.full_like(ids_BS, -100)}
+        self._forward.begin([inputs], [inputs["labels"].to("cpu")], NextLogits())
         program = self.program(StepKind.EVALUATE, Shape(*ids_BS.shape))
         self._executor.run(program, self._forward, self.timeline)
         assert self._forward.logits_BV is not None
@@ -570,8 +570,8 @@ class Walker:
         ends = {name: t.aminmax() for name, t in self.engine.state_dict().items() if t.numel()}
         infinite = [
             name.replace("\0", ".")
-            for name, both in ends.items()
-            if not all(map(math.isfinite, both))
+            for name, extremes in ends.items()
+            if not all(map(math.isfinite, extremes))
         ]
         if any(count for (count,) in self.ranks.exchange([float(len(infinite))])):
             raise FloatingPointError(

@@ -274,6 +274,6 @@ def elastic(address: str, timeout: float, *, joins: bool) -> Elastic:
         LostRank: the address is taken; or nobody answers there within ``timeout`` seconds.
     """
     host, port = host_and_port(address)
-    who = "the rank that joins" if joins else "the run's host"
-    store = key_store(host, port, timeout, not joins, who, "the run's host", "elastic")
+    role = "the rank that joins" if joins else "the run's host"
+    store = key_store(host, port, timeout, not joins, role, "the run's host", "elastic")
     return Elastic(store, number=store.add("ranks", 1) if joins else 0)

@@ -56,8 +56,8 @@ class Elementwise:
 class LowRank:
     """Noise A·Bᵀ/√r of a parameter with ``columns`` elements in a row."""
 
-    left: NoiseKey
-    right: NoiseKey
+    row_key: NoiseKey
+    column_key: NoiseKey
     rank: int
     columns: int
 
@@ -68,10 +68,10 @@ class LowRank:
         a_Rr = torch.empty(len(rows), self.rank, device=device)
         b_Dr = torch.empty(len(columns), self.rank, device=device)
         if isinstance(rows, range):
-            fill_(a_Rr, self.left, rows.start * self.rank)
+            fill_(a_Rr, self.row_key, rows.start * self.rank)
         else:
-            fill_(a_Rr, self.left, 0, pitch=self.rank, rows=rows)
-        return a_Rr.mul_(self.rank**-0.5), fill_(b_Dr, self.right, columns.start * self.rank)
+            fill_(a_Rr, self.row_key, 0, pitch=self.rank, rows=rows)
+        return a_Rr.mul_(self.rank**-0.5), fill_(b_Dr, self.column_key, columns.start * self.rank)
 
     def fill_(self, out: Tensor, start: int = 0, **where: Unpack[Where]) -> Tensor:
         return add_low_rank_(out.zero_(), [self], [1.0], start, **where)

@@ -281,19 +281,19 @@ class ZerothOrder:
         These are a pass on all micro-batches, for which the head is perturbed once. Where the noise
         lies beside W they are all passes on one micro-batch instead, as one batch; with a bias,
         which differs from pass to pass, each forward is by itself."""
-        beside = self.plan.noise.beside
+        is_beside = self.plan.noise.beside
         _, _, bias = state.factors[key]
         shared = slice(1, 2)
-        if beside:
+        if is_beside:
             shared = slice(1) if bias is None else slice(None)
         if any(other[shared] == key[shared] for other in state.hidden):
             return
         keys = [other for other in state.factors if other[shared] == key[shared]]
         of_passes = {k: state.factors.pop(k) for k in keys}
         batches = [(factors, state.labels[m]) for (m, _), factors in of_passes.items()]
-        if beside:
-            together = joined({p: it for (_, p), it in of_passes.items()}, len(state.passes))
-            batches = [(together, state.labels[key[0]].repeat(len(keys), 1))]
+        if is_beside:
+            joined_factors = joined({p: it for (_, p), it in of_passes.items()}, len(state.passes))
+            batches = [(joined_factors, state.labels[key[0]].repeat(len(keys), 1))]
         losses_R = torch.cat(loss.of_passes(self.engine.cut.head, batches, self.loss_scratch))
         rows = [len(state.labels[m]) for m, _ in keys]
         for k, losses_B in zip(keys, torch.split(losses_R, rows), strict=True):

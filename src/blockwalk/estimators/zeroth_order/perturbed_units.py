@@ -59,8 +59,8 @@ class PerturbedUnits:
         all whole, for many of them."""
         key = tuple(perturbations)
         if self._made is None or self._made[:2] != (unit, key):
-            made = [self._values(unit, perturbation, copies) for perturbation in key]
-            self._made = (unit, key, made)
+            values = [self._values(unit, perturbation, copies) for perturbation in key]
+            self._made = (unit, key, values)
         return self._made[2]
 
     def _values(self, unit: int, perturbation: Perturbation, copies: bool) -> dict[str, Value]:
@@ -68,7 +68,7 @@ class PerturbedUnits:
         copies. Those of a compiled block are all whole, in buffers that blocks share."""
         compiled = self.engine.plan.compile
         block = 0 < unit < self.engine.cut.epilogue_index
-        whole = block and (compiled or copies)
+        copied = block and (compiled or copies)
         trainables = self.engine.trainables(unit)
         values: dict[str, Value] = {}
         if (
@@ -83,7 +83,7 @@ class PerturbedUnits:
             values |= perturbed_at_once(vectors)
         for number, p in enumerate(trainables):
             if p.name not in values:
-                values[p.name] = self._value(p, perturbation, f"whole {number}" if whole else None)
+                values[p.name] = self._value(p, perturbation, f"whole {number}" if copied else None)
         return values
 
     def _value(self, param: ParamSpec, perturbation: Perturbation, buffer: str | None) -> Value:
@@ -123,7 +123,7 @@ class PerturbedUnits:
     def weight(self, name: str, perturbation: Perturbation) -> PerturbedWeight:
         """Return one trainable under a perturbation."""
         tensors = self.buckets.tensors[self.buckets.home[name]][name]
-        beside = {state: tensors[state] for state in self.engine.plan.kind.states}
+        states = {state: tensors[state] for state in self.engine.plan.kind.states}
         noise = perturbation.noise(self.rule.draws, name)
         master = tensors[""]
         scale = perturbation.scale
@@ -136,7 +136,7 @@ class PerturbedUnits:
             scale,
             self.engine.compute_dtype_of(name),
             self.scratch,
-            beside,
+            states,
             self.rule.kind.direction_,
             perturbation.rounding(name),
         )

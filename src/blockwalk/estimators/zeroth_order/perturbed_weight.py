@@ -54,9 +54,9 @@ class PerturbedWeight:
     """One 2-D parameter under a perturbation, materialised a range at a time in ``dtype`` (a
     :class:`Weight`).
 
-    ``master`` lies on the device, ``beside`` the states that the kind's direction reads. Ranges are
-    scratch of ``scratch``, shared by all weights of a walk: they hold until the next range of any
-    of them."""
+    ``master`` lies on the device, ``states`` are the tensors beside it that the kind's direction
+    reads. Ranges are scratch of ``scratch``, shared by all weights of a walk: they hold until the
+    next range of any of them."""
 
     master: BucketTensor
     noise: Noise
@@ -64,7 +64,7 @@ class PerturbedWeight:
     """The factor of the noise; with 0 none is drawn."""
     dtype: torch.dtype
     scratch: ScratchArena
-    beside: Mapping[str, BucketTensor] = field(default_factory=dict)
+    states: Mapping[str, BucketTensor] = field(default_factory=dict)
     direction_: Direction | None = None
     rounding: NoiseKey | None = None
     """The draws by which a range is rounded to 16 bits; None rounds to nearest."""
@@ -175,7 +175,7 @@ class PerturbedWeight:
         z = noise.fill_(take("z"), start, **place_of)
         if self.direction_ is not None:
             self.direction_(
-                z, {state: read(tensor, state) for state, tensor in self.beside.items()}, take
+                z, {state: read(tensor, state) for state, tensor in self.states.items()}, take
             )
         return self._rounded(z.mul_(scale).add_(source), out, start, **place_of)
 
