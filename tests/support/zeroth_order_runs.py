@@ -13,7 +13,7 @@ RATE = 3e-2
 def trained(walker: Walker) -> dict[str, torch.Tensor]:
     """Every trainable as it stands on its tier."""
     walker.flush()
-    weights = walker.engine.buckets.weights()
+    weights = walker.engine.trained.weights()
     return {
         name: w.clone() if isinstance(w, torch.Tensor) else w.rows(0, w.shape[0]).clone()
         for name, w in weights.items()
