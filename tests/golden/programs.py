@@ -69,7 +69,7 @@ CASES: dict[str, list[Case]] = {
     "plain": [
         Case("llama", steps=("first", "gradients", "evaluate")),
         Case("opt", MICRO_BATCHES | CLIPPED),
-        Case("opt", {"compute_dtype": "float32"}),
+        Case("opt", {"compute_dtype": "float32"}, device="cuda"),
         Case("mixtral", BY_BLOCK),
         Case("llama", {"recompute": "auto", "budget": 533_000}),
         Case("opt", MAPPED | MICRO_BATCHES | {"recompute": "all"}, steps=("first", "gradients")),
@@ -86,7 +86,8 @@ CASES: dict[str, list[Case]] = {
         Case("opt", AT_END | CLIPPED, device="cuda"),
         Case("llama", {"prefetch": 0}, device="cuda"),
         Case("llama", {"resident": 1}, device="cuda"),
-        Case("opt", {"recompute": "none"}),
+        Case("llama", {"recompute": "none"}),
+        Case("llama", {"recompute": "none"}, device="cuda"),
         Case("opt", {"trainable": "device × raw"}, device="cuda"),
         Case("llama", {"activation": "device", "budget": 212_000}, device="cuda"),
     ],
@@ -131,7 +132,7 @@ CASES: dict[str, list[Case]] = {
         Case("llama", ON_2X2, steps=STEPS),
         Case("opt", ON_2X2 | MICRO_BATCHES, steps=("steady",)),
         Case("opt", ON_2X2 | AT_TURN, steps=("steady",)),
-        Case("llama", ON_2X2 | {"cache.threshold": 0.8, "budget": 560_000}, steps=("steady",)),
+        Case("llama", ON_2X2 | {"cache.threshold": 0.8, "budget": 540_000}, steps=("steady",)),
     ],
     "hzp": [
         Case("opt", ON_2X2, steps=("first", "steady")),
