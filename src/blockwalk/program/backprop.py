@@ -134,10 +134,10 @@ class _Backprop:
         deps += self._leave(places.plan.prefetch)
         backwards = [self._backward(unit, m, deps) for m in group]
         complete = group[-1] == self.final
-        done = backwards[-1]
+        gradients = backwards[-1]  # the op after which they are where they wait
         if places.maps_gradients:
-            done = self._store_gradients(unit, done, complete=complete)
-        return backwards + self._finish(unit, done, complete=complete)
+            gradients = self._store_gradients(unit, gradients, complete=complete)
+        return backwards + self._finish(unit, gradients, complete=complete)
 
     def _backward(self, unit: int, micro_batch: int, after: Sequence[int]) -> int:
         """Emit the loss, or a backward, of one micro-batch."""
@@ -228,8 +228,8 @@ class _Backprop:
         waits for: no update is among them."""
         landings = list[int]()
         while len(self.leaving) > limit:
-            unit, done = self.leaving.pop(0)
-            landings.append(self.b.land(unit, [done]))
+            unit, gradients = self.leaving.pop(0)
+            landings.append(self.b.land(unit, [gradients]))
             self.b.update_on_host(unit, landings[-1])
         return landings
 

@@ -30,8 +30,8 @@ class UnitCost:
     backward: Work = NOTHING
     unread: Work = NOTHING
     """The operations of a forward that a recomputation leaves out
-    (:mod:`blockwalk.cutting.unread_outputs`). They are already subtracted from ``backward``: add them back
-    for a kept graph, which recomputes nothing."""
+    (:mod:`blockwalk.cutting.unread_outputs`). They are already subtracted from ``backward``: add
+    them back for a kept graph, which recomputes nothing."""
 
 
 @dataclass(frozen=True)

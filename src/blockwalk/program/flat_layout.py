@@ -113,8 +113,8 @@ def buffer_pools(plan: Plan, model: ModelSpec) -> Buffers:
 
     blocks_at_once = plan.prefetch + 1
     gradients_at_once = min(blocks_at_once, 2)
-    both = (model.prologue, model.epilogue)
-    ends = [(unit,) for unit in both] if model.tied else [both]
+    pair = (model.prologue, model.epilogue)
+    ends = [(unit,) for unit in pair] if model.tied else [pair]
     waiting = [model.blocks] * gradients_at_once
     return Buffers(
         slots=(*[slot(model.blocks)] * blocks_at_once, *map(slot, ends)),

@@ -46,15 +46,15 @@ def used_unfetched(program: Program) -> list[str]:
             continue
         name = program.unit_names[op.unit]
         text = f"{name}: op {op.index} {op.kind}"
-        done = done_before[op.index]
+        earlier = done_before[op.index]
         fetches = live.get(op.unit, [])
-        late = [fetch for fetch in fetches if not done >> fetch & 1]
+        late = [fetch for fetch in fetches if not earlier >> fetch & 1]
         if op.kind in _FILLS and op.slot >= 0:
             same_part = [fetch for fetch in late if ops[fetch].part is op.part]
             breaches += [f"{text} completes what op {f} has not brought yet" for f in same_part]
             live.setdefault(op.unit, []).append(op.index)
         elif op.kind is OpKind.EVICT:
-            busy = [user for user in users.pop(op.unit, []) if not done >> user & 1]
+            busy = [user for user in users.pop(op.unit, []) if not earlier >> user & 1]
             breaches += [
                 f"{name}: op {op.index} evicts it before op {user} is done with it" for user in busy
             ]
@@ -132,13 +132,13 @@ def shared_buffers(program: Program) -> list[str]:
         if op.buffer < 0:
             continue
         text = f"{program.unit_names[op.unit]}: op {op.index}"
-        done = done_before[op.index]
+        earlier = done_before[op.index]
         if op.kind is OpKind.REDUCE:
             breaches += [
                 f"{text} reduces buffer {op.buffer}, which op {fill.index} fills and it does not"
                 " wait for"
                 for fill in fills.get(op.buffer, [])
-                if fill.unit != op.unit or not done >> fill.index & 1
+                if fill.unit != op.unit or not earlier >> fill.index & 1
             ]
             reductions.setdefault(op.buffer, []).append(op)
             continue
@@ -147,7 +147,7 @@ def shared_buffers(program: Program) -> list[str]:
         breaches += [
             f"{text} fills buffer {op.buffer} before op {reader.index} is done with it"
             for reader in readers
-            if not done >> reader.index & 1
+            if not earlier >> reader.index & 1
         ]
         fills.setdefault(op.buffer, []).append(op)
     return breaches

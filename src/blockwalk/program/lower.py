@@ -88,7 +88,7 @@ class Builder:
                 for unit in self._needs(turn)
                 if unit in self.residency.occupants
             }
-            users = turn.work(tuple(op for held in occupants.values() for op in held.ready))
+            users = turn.work(tuple(op for occupant in occupants.values() for op in occupant.ready))
             next_units = self._next_units(turns, k + 1)
             for unit in occupants:
                 if next_units.get(self._slot_key(unit)) != unit:

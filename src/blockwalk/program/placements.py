@@ -94,8 +94,8 @@ class Placements:
     def host_is_device(self) -> bool:
         """True where trainables that are rewritten are on the device as they lie on their tier,
         whole: on a processor, whose memory is both."""
-        whole = self.home.rewritten and self.ranks(StateKind.TRAINABLE) == 1
-        return whole and self.plan.trainable.tier.facts.is_device(self.device)
+        unsliced = self.home.rewritten and self.ranks(StateKind.TRAINABLE) == 1
+        return unsliced and self.plan.trainable.tier.facts.is_device(self.device)
 
     # ---- what travels ----------------------------------------------------------------------------
 
@@ -336,8 +336,8 @@ class Placements:
         codec = self.plan.frozen.codec
         dense = [p for p in unit.part(False) if not p.stored_in(codec).encoded]
         experts = [p for p in dense if p.assembled or len(p.shape) > 2]
-        others = replace(unit, params=tuple(p for p in unit.params if p not in experts))
-        return self._computed(experts) + others.nbytes(codec, trainable=False)
+        without = replace(unit, params=tuple(p for p in unit.params if p not in experts))
+        return self._computed(experts) + without.nbytes(codec, trainable=False)
 
     def made_gradients(self, unit: int) -> int:
         """Float32 bytes of the gradients that are first made at a unit's backward turn; a tied

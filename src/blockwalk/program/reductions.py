@@ -62,8 +62,8 @@ class Reductions:
         self._latest = (self._latest + 1) % of_ends[0]
         return self._latest
 
-    def reduce(self, unit: int, done: int, *, complete: bool) -> list[int]:
-        """Sum a unit's gradients over their group; where they are complete, over the optimizer's
+    def reduce(self, unit: int, gradients: int, *, complete: bool) -> list[int]:
+        """Sum a unit's gradients, made by that op, over their group; where they are complete, over the optimizer's
         and its replicas as well. Return the ops that do so."""
         if unit not in self._open:
             return []
@@ -76,26 +76,26 @@ class Reductions:
             inner, outer = reach(axes)
             times = 2 if sums_replicas(plan, axes) else 1  # every replica needs the sum
             reads_buffer = inner < plan.gradient_ranks or k == 0 or not accumulates(plan)
-            done = self.b.op(
+            gradients = self.b.op(
                 OpKind.REDUCE,
                 unit,
                 Lane.INTER_SUMS if lane is Lane.INTER and plan.sums_apart else lane,
-                [done],
+                [gradients],
                 part=StateKind.GRADIENT,
                 axes=names_of(axes),
                 buffer=buffer if reads_buffer else -1,
                 nbytes=times * gather_bytes(axes, 4 * numel // inner),
                 last=complete and k == len(pieces) - 1,
             )
-            ops.append(done)
+            ops.append(gradients)
             if outer == plan.gradient_ranks or not accumulates(plan):
-                self._emptied[buffer] = done
+                self._emptied[buffer] = gradients
         if complete and self._scattered:
             gather = self.b.op(
                 OpKind.GATHER,
                 unit,
                 Lane.INTRA,
-                [done],
+                [gradients],
                 part=StateKind.GRADIENT,
                 axes=names_of(self._scattered),
                 nbytes=gather_bytes(self._scattered, 4 * numel // plan.optimizer_ranks),

@@ -1,5 +1,5 @@
-"""Bytes that one rank holds between steps, pool by pool: parameters on their tiers, what lies beside
-them, and the slices of sharded state."""
+"""Bytes that one rank holds between steps, pool by pool: parameters on their tiers, what lies
+beside them, and the slices of sharded state."""
 
 from __future__ import annotations
 

@@ -155,16 +155,19 @@ def _notes(
 ) -> Iterator[str]:
     """Yield a sentence on each tier of the kinds that were free. ``pinned``: the host bytes of the
     first plan that was tried and of the one that was chosen, and the most that may be."""
-    tried, taken, limit = map(human_bytes, pinned)
+    pinned_at_best, pinned_as_chosen, limit = map(human_bytes, pinned)
     bound = f"{limit} may be, {PINNED} of what is free"
     moved = [kind for kind in free if getattr(chosen, kind).tier != getattr(plan, kind).tier]
     stays = [kind for kind in free if kind not in moved]
     if moved:
         kind = moved[0]
         yield (
-            f"{' and '.join(moved)} begin from the {getattr(chosen, kind).tier}: {taken} lie there,"
-            f" {bound} ({kind}.tier: {getattr(plan, kind).tier} leaves it there)"
+            f"{' and '.join(moved)} begin from the {getattr(chosen, kind).tier}:"
+            f" {pinned_as_chosen} lie there, {bound}"
+            f" ({kind}.tier: {getattr(plan, kind).tier} leaves it there)"
         )
     if stays:
-        tier = getattr(plan, stays[0]).tier
-        yield f"{' and '.join(stays)} begin from the {tier}: the host would hold {tried}, and {bound}"
+        yield (
+            f"{' and '.join(stays)} begin from the {getattr(plan, stays[0]).tier}: the host would"
+            f" hold {pinned_at_best}, and {bound}"
+        )

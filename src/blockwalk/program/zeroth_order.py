@@ -76,13 +76,13 @@ def batches(b: Builder, unit: int, pieces: Sequence[Piece]) -> list[tuple[int, i
     pieces: consecutive passes on a micro-batch, where all its trainables are matrices and
     vectors."""
     trained = b.places.model.units[unit].part(True)
-    together = b.places.plan.passes_together(b.shape.tokens)
-    if together == 1 or b.pieces or any(len(p.shape) > 2 for p in trained):
+    batch = b.places.plan.passes_together(b.shape.tokens)
+    if batch == 1 or b.pieces or any(len(p.shape) > 2 for p in trained):
         return [(forward_pass, micro_batch, 1) for forward_pass, micro_batch in pieces]
     passes, cuts = (list(dict.fromkeys(numbers)) for numbers in zip(*pieces, strict=True))
-    starts = range(0, len(passes), together)
+    starts = range(0, len(passes), batch)
     return [
-        (passes[start], cut, min(together, len(passes) - start)) for start in starts for cut in cuts
+        (passes[start], cut, min(batch, len(passes) - start)) for start in starts for cut in cuts
     ]
 
 

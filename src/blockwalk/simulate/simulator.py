@@ -154,8 +154,8 @@ def schedule(programs: Sequence[Program], seconds_of: Callable[[Op], float]) -> 
     for place, earlier in begins.items():
         leader = meets.get(place, [place])[0]
         waits[leader] += len(earlier)
-        for before in earlier:
-            followers[before].append(leader)
+        for wait in earlier:
+            followers[wait].append(leader)
     leaders = (meets.get(place, [place])[0] for place in begins)
     queue = [(0.0, place) for place in dict.fromkeys(leaders) if not waits[place]]
     free: Counter[tuple[int, Lane]] = Counter()
