@@ -34,7 +34,8 @@ def brought(
     assert here == before.takes(UNIT, 1)
     assert [op.index for op in ops] == list(range(10, 10 + len(ops)))
     words = [
-        f"{op.kind} {','.join(op.axes)}".strip() + (" on device" if op.kept else "") for op in ops
+        f"{op.kind} {','.join(op.axes)}".strip() + (" on device" if op.device_slice else "")
+        for op in ops
     ]
     return words, ops, after
 

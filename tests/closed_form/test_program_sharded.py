@@ -264,8 +264,8 @@ def test_the_adaptive_cache_keeps_what_the_threshold_allows() -> None:
             "fcdp", 2, 2, prefetch=0, activation="host", budget=budget, **{"cache.threshold": 0.5}
         )
         program = steady(plan, model)
-        kept = [op for op in program.ops if op.kind is OpKind.CACHE and op.kept]
-        written = [op for op in program.ops if op.kind is OpKind.CACHE and not op.kept]
+        kept = [op for op in program.ops if op.kind is OpKind.CACHE and op.device_slice]
+        written = [op for op in program.ops if op.kind is OpKind.CACHE and not op.device_slice]
         assert len(kept) == fewer
         assert len(kept) + len(written) == 8
         assert not {op.unit for op in kept} & {
@@ -353,10 +353,12 @@ def test_the_adaptive_cache_counts_what_ops_hold_while_they_run() -> None:
     )
     program = compile(plan, model, StepKind.TRAIN, shape, costs=costs)
     assert program.peaks()[Pool.DEVICE] == peak
-    assert not [op for op in program.ops if op.kept]
+    assert not [op for op in program.ops if op.device_slice]
     roomy = dataclasses.replace(plan, budget=2 * peak)
     kept = {
-        op.unit for op in compile(roomy, model, StepKind.TRAIN, shape, costs=costs).ops if op.kept
+        op.unit
+        for op in compile(roomy, model, StepKind.TRAIN, shape, costs=costs).ops
+        if op.device_slice
     }
     assert kept == {1, 2, 3, 4, 5}  # the others are fetched once a step: nothing to save
 

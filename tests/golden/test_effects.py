@@ -182,7 +182,11 @@ def _compared(walker: Walker, effects: Effects) -> Iterator[OpKind]:
             assert found == expected(op, program, walker, trained), where
             if walker.plan.sharded and op.kind in (OpKind.GATHER, OpKind.REDUCE):
                 assert effects.bytes_of_ops[at] == op.nbytes, where
-            if walker.plan.sharded and op.kind in (OpKind.FETCH, OpKind.CACHE) and not op.kept:
+            if (
+                walker.plan.sharded
+                and op.kind in (OpKind.FETCH, OpKind.CACHE)
+                and not op.device_slice
+            ):
                 assert ("copy", op.nbytes) in effects.of_ops[at], where
             at += 1
             yield op.kind

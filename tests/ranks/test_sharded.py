@@ -177,7 +177,7 @@ def _adaptive(rank: int) -> tuple[bool, int, list[str]]:
         walker.timeline = []
         walker.step(batch)
         ran = walker.timeline[0][0]
-    return ran.ops == foreseen.ops, sum(op.kept for op in ran.ops), over_budget(ran, budget)
+    return ran.ops == foreseen.ops, sum(op.device_slice for op in ran.ops), over_budget(ran, budget)
 
 
 def test_the_adaptive_cache_runs_as_foreseen() -> None:

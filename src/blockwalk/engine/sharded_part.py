@@ -149,10 +149,10 @@ class ShardedPart:
                 return partial(_copy, slot_P, node)
             case OpKind.CACHE:  # and back, or to where it stays for the rest of the step
                 node, slot_P = self._node_in_slot(op)
-                if op.kept:
+                if op.device_slice:
                     node = self._kept[op.unit] = torch.empty_like(slot_P)
                 return self._cache(node, slot_P)
-            case OpKind.EVICT if op.kept:
+            case OpKind.EVICT if op.device_slice:
                 self._kept.pop(op.unit, None)
         return lambda: None
 
@@ -179,7 +179,7 @@ class ShardedPart:
             return lambda: self.groups.gather_(refreshed, axes, op.lane)
         bucket_P = self._enter(op)
         begin: Tensor | None = None
-        if op.kept:
+        if op.device_slice:
             begin = self._kept[op.unit]
         elif outer == self.plan.optimizer_ranks:
             begin = slices.source

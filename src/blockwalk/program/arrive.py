@@ -191,7 +191,7 @@ def _gathered(
     gather = partial(_gather, ways, unit, part, draft)
     node_slice = list(occupant.emptied)  # the ops after which it may be read
     if key in residency.kept:
-        whole_part = gather(node_slice, (1, plan.parameter_ranks), occupant.slot, kept=True)
+        whole_part = gather(node_slice, (1, plan.parameter_ranks), occupant.slot, from_device=True)
         return residency.arrived(unit, whole_part)
     caches = []
     if has_node_slice(plan) and trains and unit in residency.dirty:
@@ -210,7 +210,9 @@ def _gathered(
     if key in ways.keeps:
         residency = replace(residency, kept=residency.kept | {key})
         takes = ((Pool.DEVICE, nbytes),)
-        caches.append(op(OpKind.CACHE, lane=Lane.STORE, deps=node_slice, takes=takes, kept=True))
+        caches.append(
+            op(OpKind.CACHE, lane=Lane.STORE, deps=node_slice, takes=takes, device_slice=True)
+        )
     whole_part = gather(node_slice, (1, plan.parameter_ranks), occupant.slot)
     return residency.arrived(unit, whole_part, *caches)
 
@@ -224,7 +226,7 @@ def _gather(
     span: tuple[int, int],
     slot: int,
     *,
-    kept: bool = False,
+    from_device: bool = False,
 ) -> int:
     """Gather slices over groups of the second size of a span into those over its first, outermost
     axes first, and return the op that completes them."""
@@ -242,7 +244,7 @@ def _gather(
             nbytes=gather_bytes(axes, nbytes // inner),
             slot=slot,
             axes=names_of(axes),
-            kept=kept and outer == span[1],
+            device_slice=from_device and outer == span[1],
         )
         deps = [op]
     return deps[0]

@@ -158,7 +158,7 @@ class Builder:
             [*users, *occupant.fills],
             slot=occupant.slot,
             frees=tuple((pool, nbytes) for pool, nbytes in sizes if nbytes),
-            kept=bool(freed),
+            device_slice=bool(freed),
         )
         self.residency = self.residency.left(unit, op, freed)
         return occupant.slot

@@ -161,9 +161,9 @@ class Op:
     from there, a REDUCE's sums go there, and every rank's scalars are exchanged."""
     buffer: int = -1
     """The gradient buffer that a backward op fills and a REDUCE empties."""
-    kept: bool = False
-    """True for a CACHE that keeps a node slice on the device for the rest of the step, for a GATHER
-    that begins with that slice, and for an EVICT that frees it."""
+    device_slice: bool = False
+    """True where the node slice that the adaptive cache keeps on the device is written (CACHE), read
+    (GATHER) or freed (EVICT)."""
     entries: int = 0
     """Entries of the ledger that an UPDATE or a REPLAY applies."""
     keep_graph: bool = False
@@ -303,7 +303,7 @@ def _detail(op: Op) -> str:
         f"slot {op.slot}" if op.slot >= 0 else "",
         f"over {', '.join(op.axes)}" if op.axes else "",
         f"buffer {op.buffer}" if op.buffer >= 0 else "",
-        "on device" if op.kept else "",
+        "on device" if op.device_slice else "",
         f"{op.entries} pending" if op.entries else "",
         ("keeps graph" if op.kind is OpKind.FORWARD else "graph kept") if op.keep_graph else "",
         "graph" if op.of_graph else "",
