@@ -6,15 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blockwalk.cutting.adapters import (
-    adapt,
-    add_adapter,
-    as_adapters,
-    load_adapter,
-    lora_config,
-    save_adapter,
-)
+from blockwalk.cutting.adapters import adapt, as_adapters
 from blockwalk.cutting.anatomy import canonical_name
+from blockwalk.cutting.peft_models import add_adapter, lora_config
+from blockwalk.cutting.saved_adapters import load_adapter, save_adapter
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified
 from tests.support.control import assert_same, control, tiny_batch, tiny_config, tiny_model, walk

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from blockwalk.cutting.adapters import add_adapter, lora_config
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.cut_model import CutModel
+from blockwalk.cutting.peft_models import add_adapter, lora_config
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.small_instance import TOLERANCE, difference
 from blockwalk.cutting.verify import certified

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from blockwalk.cutting.adapters import add_adapter, lora_config
+from blockwalk.cutting.peft_models import add_adapter, lora_config
 from blockwalk.engine.pack import pack
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method

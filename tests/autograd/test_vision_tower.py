@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from blockwalk import Walker, method
-from blockwalk.cutting.adapters import load_adapter
+from blockwalk.cutting.saved_adapters import load_adapter
 from blockwalk.plan.choices import LoraSettings
 from tests.models import random_batch
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from blockwalk.cutting.adapters import load_adapter
+from blockwalk.cutting.saved_adapters import load_adapter
 from blockwalk.cutting.skeleton import load_config
 from blockwalk.data.corpus import held_out_set, training_set
 from blockwalk.data.encode import encode

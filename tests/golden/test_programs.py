@@ -49,7 +49,7 @@ def test_the_models_are_those_that_a_cut_finds(name: str) -> None:
     import torch
     from transformers import AutoConfig
 
-    from blockwalk.cutting.adapters import add_adapter, lora_config
+    from blockwalk.cutting.peft_models import add_adapter, lora_config
     from blockwalk.cutting.skeleton import build_skeleton
     from blockwalk.cutting.verify import certified
 

@@ -17,7 +17,7 @@ from tests.support.control import tiny_config
 PROBE = """
 import json, sys
 from transformers import AutoConfig
-from blockwalk.cutting.adapters import add_adapter, lora_config
+from blockwalk.cutting.peft_models import add_adapter, lora_config
 from blockwalk.cutting.skeleton import build_skeleton
 import peft
 

@@ -11,7 +11,7 @@ import torch
 from peft.optimizers import create_loraplus_optimizer
 from transformers.integrations.neftune import activate_neftune
 
-from blockwalk.cutting.adapters import adapter_parameters, add_adapter, lora_config
+from blockwalk.cutting.peft_models import adapter_parameters, add_adapter, lora_config
 from blockwalk.numerics.noise.key import derive_seed
 from blockwalk.plan.methods import method
 from blockwalk.walk.walker import Walker

@@ -12,7 +12,6 @@ from typing import Any
 
 from blockwalk.cli.adapters import opened_adapter, trained_by
 from blockwalk.cli.reading import packed_model, plan_to_read
-from blockwalk.models.positions import positions_of
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.system.terminal import say
 
@@ -128,7 +127,7 @@ def opened(run: RunConfig, arguments: argparse.Namespace) -> Iterator[Speaker]:
                 file=sys.stderr,
             )
         with Walker(packed_model(run, plan), plan, lora=adapter, training=False) as walker:
-            yield Speaker(walker, tokenizer, stops, positions_of(run.model), run.model)
+            yield Speaker(walker, tokenizer, stops, model_source(run.model).positions, run.model)
 
 
 def note_unlearnt_chat(data: DataSettings) -> None:

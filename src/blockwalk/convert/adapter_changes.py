@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blockwalk.cutting.adapters import RESIZED, present_names, refuse_parted
+from blockwalk.cutting.saved_adapters import RESIZED, present_names, refuse_parted
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
 

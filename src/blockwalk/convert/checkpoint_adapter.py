@@ -11,8 +11,9 @@ from torch import Tensor
 
 from blockwalk.checkpoints import pieces, run_checkpoint
 from blockwalk.checkpoints.ledger import NAME as LEDGER
-from blockwalk.cutting.adapters import adapt, save_adapter
+from blockwalk.cutting.adapters import adapt
 from blockwalk.cutting.anatomy import canonical_name
+from blockwalk.cutting.saved_adapters import save_adapter
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.models.model_source import model_source
 from blockwalk.models.stops import GENERATION, with_stops

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from blockwalk.checkpoints.ledger import NAME, LedgerEntry, read_ledger, write_exported
-from blockwalk.cutting.adapters import adapt, save_adapter
+from blockwalk.cutting.adapters import adapt
+from blockwalk.cutting.saved_adapters import save_adapter
 from blockwalk.cutting.skeleton import build_skeleton, persistent_buffers
 from blockwalk.cutting.verify import certified
 from blockwalk.engine.bucket_tensors import BucketTensors, Initial, fill, tensors_in, trainable_spec

@@ -18,19 +18,9 @@ from torch import Tensor, nn
 
 from blockwalk.cutting.adapter_names import Places, require_matches, require_patterns
 from blockwalk.cutting.anatomy import canonical_name
-from blockwalk.cutting.lora_forward import unfuse as unfuse
 from blockwalk.cutting.lora_forward import weight_norms
-from blockwalk.cutting.peft_models import adapter_parameters as adapter_parameters
-from blockwalk.cutting.peft_models import add_adapter as add_adapter
-from blockwalk.cutting.peft_models import lora_config as lora_config
-from blockwalk.cutting.peft_models import prompt_encoder, refuse_config
-from blockwalk.cutting.saved_adapters import RESIZED as RESIZED
-from blockwalk.cutting.saved_adapters import WEIGHTS_FILE as WEIGHTS_FILE
-from blockwalk.cutting.saved_adapters import load_adapter as load_adapter
-from blockwalk.cutting.saved_adapters import present_names as present_names
-from blockwalk.cutting.saved_adapters import refuse_parted as refuse_parted
-from blockwalk.cutting.saved_adapters import refuse_saved as refuse_saved
-from blockwalk.cutting.saved_adapters import save_adapter as save_adapter
+from blockwalk.cutting.peft_models import add_adapter, lora_config, prompt_encoder, refuse_config
+from blockwalk.cutting.saved_adapters import load_adapter
 from blockwalk.cutting.skeleton import persistent_buffers
 from blockwalk.numerics.codecs.weights import DenseWeight, Value
 from blockwalk.plan.choices import OF_PEFT, Adapters, LoraSettings, PrefixSettings

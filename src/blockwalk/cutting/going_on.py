@@ -9,7 +9,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from blockwalk.cutting.adapters import WEIGHTS_FILE, as_adapters, lora_config, refuse_saved
+from blockwalk.cutting.adapters import as_adapters
+from blockwalk.cutting.peft_models import lora_config
+from blockwalk.cutting.saved_adapters import WEIGHTS_FILE, refuse_saved
 from blockwalk.models.run_folder import ADAPTER_CONFIG, adapter_of
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.system.atomic_files import reading

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from blockwalk.cutting.adapters import save_adapter, unfuse
+from blockwalk.cutting.lora_forward import unfuse
+from blockwalk.cutting.saved_adapters import save_adapter
 from blockwalk.engine.home import Home, Job
 from blockwalk.engine.homes import Homes
 from blockwalk.engine.model_handle import ModelHandle

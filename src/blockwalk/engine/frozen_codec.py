@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from blockwalk.cutting.adapters import adapt, adapter_parameters
+from blockwalk.cutting.adapters import adapt
+from blockwalk.cutting.peft_models import adapter_parameters
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.models.model_source import SINGLE_FILES, ModelSource, listed_parts, model_source
 from blockwalk.numerics.codecs.layout import name_of

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blockwalk.cutting.adapters import adapt, adapter_parameters, refuse_tied_lora
+from blockwalk.cutting.adapters import adapt, refuse_tied_lora
+from blockwalk.cutting.peft_models import adapter_parameters
 from blockwalk.cutting.skeleton import persistent_buffers
 from blockwalk.cutting.verify import certified
 from blockwalk.engine.frozen_codec import refuse_rounded

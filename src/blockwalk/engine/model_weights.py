@@ -11,11 +11,7 @@ import torch
 from torch import nn
 
 from blockwalk.checkpoints import marks
-from blockwalk.cutting.adapters import (
-    adapt_alike,
-    base_tensors,
-    refuse_copies,
-)
+from blockwalk.cutting.adapters import adapt_alike, base_tensors, refuse_copies
 from blockwalk.cutting.skeleton import (
     build_skeleton,
     persistent_buffers,

@@ -186,6 +186,25 @@ class ModelSource(str):
         with reading(self.config_file):
             return dict(read_json(self.config_file))
 
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The configuration of the text decoder, as its file has it."""
+        values: dict[str, Any] = self.config_values.get("text_config", self.config_values)
+        return values
+
+    @property
+    def positions(self) -> int:
+        """The tokens of the longest sequence that the model was made for; 0 where its configuration
+        does not say."""
+        config = self.text_config
+        positions = int(config.get("max_position_embeddings") or config.get("n_positions") or 0)
+        rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kind = rotary.get("rope_type", rotary.get("type"))
+        if kind not in ("linear", "dynamic", "yarn"):  # other kinds name all of them
+            return positions
+        unscaled = rotary.get("original_max_position_embeddings") or positions
+        return max(positions, int(unscaled * rotary.get("factor", 1)))
+
     def configuration(self) -> Any:
         """Return a copy of the model's configuration as ``transformers`` has it.
 

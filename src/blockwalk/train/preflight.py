@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from blockwalk.data.sources import read_records
-from blockwalk.models.positions import positions_of, text_config
+from blockwalk.models.model_source import model_source
 from blockwalk.plan.choices import OptimizerSettings
 from blockwalk.plan.data_source import names_of
 from blockwalk.plan.run_config import RunConfig
@@ -48,7 +48,7 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
             f"note: cache.tier is {plan.cache.tier}, and {ranks}: nothing is cached, parameters"
             " are gathered as under zero3; on several nodes each keeps its slices"
         )
-    positions = positions_of(run.model)
+    positions = model_source(run.model).positions
     prefix = run.prefix.num_virtual_tokens
     if positions and longest + prefix > positions:
         part = f", {prefix} of a prefix," if prefix else ""
@@ -57,7 +57,7 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
             " positions that the model was made for: lower data.max_length to"
             f" {positions - prefix}"
         )
-    architecture = text_config(run.model)
+    architecture = model_source(run.model).text_config
     width = architecture.get("hidden_size") or architecture.get("n_embd")
     if run.lora is not None and width and run.lora.rank > width:
         yield (

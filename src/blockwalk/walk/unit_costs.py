@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from blockwalk.cutting.adapters import adapt, add_adapter
+from blockwalk.cutting.adapters import adapt
 from blockwalk.cutting.batch_facts import BatchFacts, note
 from blockwalk.cutting.calls import BlockCall, Handed, Prologue, rebuild
 from blockwalk.cutting.cut_model import CutModel
+from blockwalk.cutting.peft_models import add_adapter
 from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class, model_config
 from blockwalk.cutting.verify import certified
 from blockwalk.data.packing import LONGEST_PACKED_ROW
