@@ -22,6 +22,7 @@ from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind, Pool
 from blockwalk.program.state_sizes import gradient_pool
 from blockwalk.tiers.memories import Memories
+from blockwalk.tiers.memory import Shapes
 
 
 class Masters:
@@ -37,6 +38,12 @@ class Masters:
         self._scratch = memories.scratch
         plan = model.plan
         places = Placements(plan, model.spec, model.device.type)
+        codec = plan.trainable.codec
+        self._shapes: list[Shapes] = [
+            {p.name: (p.shape, dtype_of(codec.dtype_of(p.dtype))) for p in unit.part(True)}
+            for unit in model.spec.units
+        ]
+        """Those of each unit's masters."""
         self._copies: MasterCopies | None = None
         self._memories = {
             StateKind.TRAINABLE: memories[plan.trainable.tier],
@@ -82,20 +89,15 @@ class Masters:
         self._memories[StateKind.OPTIMIZER] = memories[states]
         if states.facts.pinned:  # no accelerator copies from them
             self._memories[StateKind.OPTIMIZER] = memories.pageable
-        self._copies = MasterCopies(self._model, places, memories, masters)
+        self._copies = MasterCopies(self._shapes, places, memories, masters)
 
     def _make(self, unit: int) -> None:
         """Make the masters of a unit, filled from the model, and their optimizer states."""
         model = self._model
         plan = model.plan
         params = model.spec.units[unit].part(True)
-        if self._copies is not None:
-            self.masters |= self._copies.masters(unit)
-        else:
-            dtypes = {p.name: dtype_of(plan.trainable.codec.dtype_of(p.dtype)) for p in params}
-            shapes = {p.name: (p.shape, dtypes[p.name]) for p in params}
-            memory = self._memories[StateKind.TRAINABLE]
-            self.masters |= memory.zeros(shapes, (StateKind.TRAINABLE, unit))
+        memory = self._memories[StateKind.TRAINABLE]
+        self.masters |= memory.zeros(self._shapes[unit], (StateKind.TRAINABLE, unit))
         for param in params:
             model.read_into(param.name, self.masters[param.name])
             model.in_memory.pop(param.name, None)
