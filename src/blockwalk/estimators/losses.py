@@ -93,7 +93,12 @@ class TokenSum:
             for (h_BSD, *_), labels_BS in batches
         ]
         of_batches = self.loss.losses(
-            pairs, weight, bias=bias, scale=head.scale, soft_cap=head.soft_cap, scratch=scratch
+            pairs,
+            weight,
+            bias=bias,
+            scale=head.scale,
+            soft_cap=head.soft_cap,
+            scratch=scratch or ScratchArena(),
         )
         return [
             losses_N.view(len(labels_BS), -1).sum(1)

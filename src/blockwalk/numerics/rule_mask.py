@@ -136,8 +136,8 @@ class RuleMask(Tensor):
         return torch.stack([begin, end, seen_by_all.clamp(min=0)])
 
     def of_span(self, span: Span) -> Tensor:
-        """Return the elements of a span, [B, 1, T, K]. The rule answers only for keys that are hidden
-        from some query."""
+        """Return the elements of a span, [B, 1, T, K]; the rule is asked only for keys that are
+        hidden from some query."""
         if not span.seen_by_all:
             return self.elements(span.queries, span.keys)
         begin = span.keys.start + span.seen_by_all

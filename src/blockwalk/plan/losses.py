@@ -117,7 +117,7 @@ def by_chunks(call: LossCall) -> LossCost:
     """Return the cost of a cross-entropy over chunks of tokens and of the vocabulary."""
     size = call.itemsize
     float_size = call.float_size
-    narrow = size if size < float_size else 0
+    product_size = size if size < float_size else 0
     width = call.hidden_size
     n, v = chunk_sizes(
         call.tokens,
@@ -129,11 +129,11 @@ def by_chunks(call: LossCall) -> LossCost:
     )
     rows = max(n, v if call.trains_head else 0)
     at_once = LIFT[call.device]
-    product = rows * width * narrow
-    lift = min(at_once, rows * width) * float_size if narrow else 0
+    product = rows * width * product_size
+    lift = min(at_once, rows * width) * float_size if product_size else 0
     labels = 0
     if not call.trains_head:
-        labels = min(n, max(1, at_once // width)) * width * (float_size + narrow)
+        labels = min(n, max(1, at_once // width)) * width * (float_size + product_size)
     copies, added, of_head = (
         widened_bytes(*sides) if call.widened else 0
         for sides in ((n, width, v), (n, v, width), (v, n, width))
@@ -142,12 +142,12 @@ def by_chunks(call: LossCall) -> LossCost:
     # multiplied
     several = (n, v) != (call.tokens, call.vocab_size)
     kept = product + lift if several else 0
-    peaks = [kept + copies, max(kept, n * width * narrow) + added, product + lift + labels]
+    peaks = [kept + copies, max(kept, n * width * product_size) + added, product + lift + labels]
     if call.trains_head:
         peaks.append(max(kept, product) + of_head)
     slope = float_size if call.soft_cap else 0
     return LossCost(
-        buffers=n * v * (float_size + narrow + slope) + n * width * size,
+        buffers=n * v * (float_size + product_size + slope) + n * width * size,
         copies=copies,
         gradient_buffers=n * width * float_size + max(peaks),
         gradient=call.tokens * width * size,
@@ -167,24 +167,24 @@ def _chunks_work(call: LossCall, n: int, v: int, *, gradient: bool) -> Work:
     width = call.hidden_size
     chunks = -(-call.tokens // n) * -(-call.vocab_size // v)
     logits = n * v * float_size
-    narrow = n * v * (float_size + size) * (size < float_size)
+    lift = n * v * (float_size + size) * (size < float_size)
     below = [(2 * logits, 3)]  # minus the maximum, at least _NEGLIGIBLE, exp
     capped = [(2 * logits, 4), (3 * logits, 1)] if call.soft_cap else []
-    passes = [(narrow, 1), (logits, 2), *below, *capped]
+    passes = [(lift, 1), (logits, 2), *below, *capped]
     products = 1
 
     def added(rows: int) -> list[tuple[int, int]]:
         """Adding a product [rows, D] up in float32, where it is made in 16 bits."""
         elements = rows * width
         lifted = [(elements * (size + float_size), 1), (3 * elements * float_size, 1)]
-        return lifted if narrow else []
+        return lifted if lift else []
 
     if gradient and not call.trains_head:
         products += 1
-        passes += [(narrow, 1), *added(n), (2 * n * width * float_size, 1)]
+        passes += [(lift, 1), *added(n), (2 * n * width * float_size, 1)]
     elif gradient:
         products += 3
-        passes += [(narrow, 2), *below, (2 * logits, 1), *capped, *added(n), *added(v)]
+        passes += [(lift, 2), *below, (2 * logits, 1), *capped, *added(n), *added(v)]
     once = [(call.tokens * width * float_size, 4)] if gradient else []
     product = 2 * multiplied_rows(n, size, call.device) * v * width
     return Work(
@@ -208,7 +208,7 @@ def by_tokens(call: LossCall) -> LossCost:
     """Return the cost of a function of the logits, over chunks of tokens."""
     size = call.itemsize
     float_size = call.float_size
-    narrow = size if size < float_size else 0
+    product_size = size if size < float_size else 0
     width = call.hidden_size
     n = min(call.tokens, token_chunk(call.vocab_size, float_size, call.device))
     part = chunk_sizes(1, width, call.vocab_size, size, soft_cap=False)[1]
@@ -217,15 +217,15 @@ def by_tokens(call: LossCall) -> LossCost:
     logits = n * call.vocab_size * float_size
     kept = logits * (2 if call.soft_cap else 1)
     product = 2 * rows * call.vocab_size * width
-    lifted = (n * call.vocab_size * (size + float_size) * (narrow > 0), chunks)
+    lifted = (n * call.vocab_size * (size + float_size) * (product_size > 0), chunks)
     forward = [lifted, (2 * logits, chunks * (1 + OF_A_FUNCTION))]
     backward = [lifted, (2 * logits, chunks * (2 + OF_A_FUNCTION))]
     return LossCost(
-        buffers=n * part * (float_size + narrow) + n * width * size,
+        buffers=n * part * (float_size + product_size) + n * width * size,
         copies=kept + OF_A_FUNCTION * logits,
         gradient_buffers=kept
         + (2 * OF_A_FUNCTION + 2) * logits
-        + (n + (part if call.trains_head else 0)) * width * (float_size + narrow),
+        + (n + (part if call.trains_head else 0)) * width * (float_size + product_size),
         gradient=call.tokens * width * size,
         head_rows=part * width * size,
         rows=rows,

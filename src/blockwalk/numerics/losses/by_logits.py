@@ -4,6 +4,7 @@ once. Shapes and logits are those of :mod:`blockwalk.numerics.losses.head`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from torch import Tensor
 from blockwalk.numerics.codecs.weights import Weight
 from blockwalk.numerics.device import sent
 from blockwalk.numerics.losses.head import Head, LossResult, TokenLoss
-from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.losses import token_chunk
 from blockwalk.plan.sizes import spans
 
@@ -36,14 +36,9 @@ def by_logits(function: OfLogits, tokens: int | None = None) -> TokenLoss:
     def losses(
         batches: Sequence[tuple[Tensor, Tensor]],
         head: Weight,
-        *,
-        bias: Tensor | None = None,
-        scale: float = 1.0,
-        soft_cap: float | None = None,
-        scratch: ScratchArena | None = None,
+        **transform: Any,
     ) -> list[Tensor]:
-        device = batches[0][0].device
-        layer = Head(head, bias, scale, soft_cap, None, device, scratch or ScratchArena())
+        layer = Head(head, batches[0][0].device, **transform)
         of_batches = []
         for hidden_ND, labels_N in batches:
             losses_N = hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float64)
@@ -60,15 +55,12 @@ def by_logits(function: OfLogits, tokens: int | None = None) -> TokenLoss:
         head: Weight,
         *,
         grad_scale: float,
-        bias: Tensor | None = None,
-        scale: float = 1.0,
-        soft_cap: float | None = None,
         head_grad: Tensor | None = None,
         bias_grad: Tensor | None = None,
-        scratch: ScratchArena | None = None,
+        **transform: Any,
     ) -> LossResult:
         device = hidden_ND.device
-        layer = Head(head, bias, scale, soft_cap, None, device, scratch or ScratchArena())
+        layer = Head(head, device, **transform)
         layer.require_gradients(head_grad, bias_grad)
         grad_ND = torch.zeros_like(hidden_ND, memory_format=torch.contiguous_format)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -79,7 +71,9 @@ def by_logits(function: OfLogits, tokens: int | None = None) -> TokenLoss:
                 losses_n = function(logits_nV.requires_grad_(), labels_n)
                 (grad_nV,) = torch.autograd.grad(losses_n.sum(), logits_nV)
             loss_sum += losses_n.detach().double().sum()
-            grad_nV = grad_nV * scale if slope_nV is None else grad_nV.mul(slope_nV).mul_(scale)
+            grad_nV = grad_nV * layer.scale
+            if slope_nV is not None:
+                grad_nV.mul_(slope_nV)
             sum_nD = torch.zeros(
                 len(places_n), hidden_ND.shape[1], dtype=layer.accumulates_in, device=device
             )

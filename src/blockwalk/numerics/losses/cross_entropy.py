@@ -136,7 +136,7 @@ def chunked_cross_entropy(
     """
     device = hidden_ND.device
     dtype = hidden_ND.dtype
-    layer = Head(head, bias, scale, soft_cap, vocab_chunk, device, scratch or ScratchArena())
+    layer = Head(head, device, bias, scale, soft_cap, vocab_chunk, scratch or ScratchArena())
     layer.require_gradients(head_grad, bias_grad)
     grad_ND = torch.zeros_like(hidden_ND, memory_format=torch.contiguous_format)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -184,7 +184,7 @@ def chunked_losses(
         ValueError: a label outside the vocabulary.
     """
     device = batches[0][0].device
-    layer = Head(head, bias, scale, soft_cap, vocab_chunk, device, scratch or ScratchArena())
+    layer = Head(head, device, bias, scale, soft_cap, vocab_chunk, scratch or ScratchArena())
     losses = [hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float64) for hidden_ND, _ in batches]
     parts = [
         (hidden_ND, losses_N, part)

@@ -9,7 +9,7 @@ l_j = c·tanh(s·(h·W_j + b_j)/c), without the tanh where there is no soft cap 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -82,13 +82,13 @@ class Head:
     """The output layer, its logit transform, and the scratch in which its logits are computed."""
 
     weight: Weight
-    bias: Tensor | None
-    scale: float
-    soft_cap: float | None
-    vocab_chunk: int | None
-    """Vocabulary rows of one chunk, instead of what :func:`chunk_sizes` says."""
     device: torch.device
-    scratch: ScratchArena
+    bias: Tensor | None = None
+    scale: float = 1.0
+    soft_cap: float | None = None
+    vocab_chunk: int | None = None
+    """Vocabulary rows of one chunk, instead of what :func:`chunk_sizes` says."""
+    scratch: ScratchArena = field(default_factory=ScratchArena)
 
     @property
     def accumulates_in(self) -> torch.dtype:
