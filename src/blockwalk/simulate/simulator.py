@@ -246,15 +246,7 @@ def critical_path(
     return dict(total.most_common())
 
 
-_NOUN = {
-    OpKind.GATHER: "gather",
-    OpKind.REDUCE: "reduction",
-    OpKind.FETCH: "fetch",
-    OpKind.STORE: "write-back",
-    OpKind.CACHE: "cache",
-    OpKind.SAVE: "save",
-    OpKind.LOAD: "load",
-}
+_NOUN = {OpKind.REDUCE: "reduction", OpKind.STORE: "write-back"}
 _STATE = {
     StateKind.FROZEN: "frozen parameters",
     StateKind.TRAINABLE: "trainable parameters",
