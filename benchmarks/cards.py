@@ -89,7 +89,7 @@ def row(card_name: str, case_name: str) -> str:
     if candidate.simulation is None and case.otherwise:
         decided, candidate = foreseen(card, case, **dict(case.otherwise))
     plan = decided.plan
-    placed = plan.trainable if plan.zeroth_order else plan.frozen
+    placed = plan.frozen if plan.estimator.facts.walks_back else plan.trainable
     run = f"{case_name}, {placed.tier} × {placed.codec}"
     if candidate.simulation is None:
         return (

@@ -175,7 +175,7 @@ def case(size: str, name: str, hardware: str, steps: int | None = None) -> dict[
             tempfile.TemporaryDirectory(dir=CACHE) as folder,
             Walker(made, plan, lora=lora, workdir=folder) as walker,
         ):
-            shares = world if plan.sharded else plan.mesh.data
+            shares = world if plan.home.gathered else plan.mesh.data
             batch = random_batch(walker.spec.vocab_size, BATCH * shares, SEQUENCE)
             program = walker.program(StepKind.TRAIN, shape, foresee=True)
             predicted = process_peak(program, plan, here, walker.spec)

@@ -156,7 +156,7 @@ class Effects:
                     lambda _, names, what=name: _of_unit(what, names, units),
                 )
         # over ranks no op brings states: where they are in memory, nothing moves
-        memories = (ScratchMaps,) if self.walker.plan.sharded else (ScratchMaps, BufferMemory)
+        memories = (ScratchMaps,) if self.walker.plan.home.gathered else (ScratchMaps, BufferMemory)
         for memory in memories:
             self._tap(memory, "will_need", lambda _, group: ("will need", group))
             self._tap(

@@ -121,13 +121,13 @@ def expected(op: Op, program: Program, walker: Walker, step: int) -> set[Effect]
             return {("update", op.unit, step)}
         case OpKind.STORE:
             return {("store", op.unit, done)} if zeroth else {("done with", _group(op))}
-        case OpKind.EVICT if plan.sharded:
+        case OpKind.EVICT if plan.home.gathered:
             return set()
         case OpKind.EVICT:
             return _evicted(op, walker)
-        case OpKind.FETCH if op.part is StateKind.FROZEN and not plan.sharded:
+        case OpKind.FETCH if op.part is StateKind.FROZEN and not plan.home.gathered:
             return {("prefetch", op.unit)} if plan.frozen.tier is Tier.DISK else set()
-        case OpKind.FETCH if not plan.sharded:
+        case OpKind.FETCH if not plan.home.gathered:
             return {("fetch", op.unit, op.slot)} if zeroth else {("will need", _group(op))}
         case OpKind.GATHER | OpKind.REDUCE if op.axes:
             sums = {("gather", op.lane, *op.axes)} if _sums(op, walker) else set()
@@ -180,10 +180,10 @@ def _compared(walker: Walker, effects: Effects) -> Iterator[OpKind]:
             where = f"{program.step_kind} of step {trained}: {op}"
             found = {effect for effect in effects.of_ops[at] if effect[0] != "copy"}
             assert found == expected(op, program, walker, trained), where
-            if walker.plan.sharded and op.kind in (OpKind.GATHER, OpKind.REDUCE):
+            if walker.plan.home.gathered and op.kind in (OpKind.GATHER, OpKind.REDUCE):
                 assert effects.bytes_of_ops[at] == op.nbytes, where
             if (
-                walker.plan.sharded
+                walker.plan.home.gathered
                 and op.kind in (OpKind.FETCH, OpKind.CACHE)
                 and not op.device_slice
             ):

@@ -35,7 +35,7 @@ def walker_of(name: str, ranks_per_node: int = 2) -> Walker:
 
 def weights(walker: Walker) -> dict[str, torch.Tensor]:
     engine: Any = walker.engine
-    if walker.plan.sharded:
+    if walker.plan.home.gathered:
         return masters(engine)
     return {name: master.clone() for name, master in engine.trained.masters.items()}
 

@@ -158,8 +158,6 @@ class EstimatorFacts:
 
 
 def _against_backprop(plan: Any) -> Iterator[str]:
-    if plan.update.deferred:
-        yield "update.timing: deferred belongs to zeroth order; use block or step"
     if plan.compute_dtype == "float16":
         yield (
             "compute_dtype is float16, and backpropagation does not scale its losses: most"
@@ -186,11 +184,6 @@ def _against_zeroth_order(plan: Any) -> Iterator[str]:
         yield (
             f"zo.epsilon is {plan.zo.epsilon}; the two losses must differ: set it above 0 (1e-3"
             " for full fine-tuning)"
-        )
-    if plan.update.at_turn:
-        yield (
-            "update.timing: block needs gradients at the block's turn; zeroth order knows its"
-            " scalar only after the walk: use deferred or step"
         )
     if not 0 <= plan.zo.hessian_alpha < 1:
         yield (

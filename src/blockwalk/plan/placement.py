@@ -70,18 +70,6 @@ class Placement:
     """The name of a group of the mesh: ``nobody``, ``node``, ``world``, or one of
     ``mesh.groups``."""
 
-    @property
-    def on_device(self) -> bool:
-        return self.tier == "device"
-
-    @property
-    def on_host(self) -> bool:
-        return self.tier == "host"
-
-    @property
-    def on_disk(self) -> bool:
-        return self.tier == "disk"
-
     def __str__(self) -> str:
         return f"{self.tier} × {self.codec} × {self.group}"
 

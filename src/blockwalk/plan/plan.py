@@ -37,6 +37,7 @@ from blockwalk.plan.noise_kinds import NOISES, NoiseFacts
 from blockwalk.plan.placement import NOBODY, Codec, Placement
 from blockwalk.plan.refusal import must_be
 from blockwalk.plan.sizes import THIN_TOGETHER, TOGETHER
+from blockwalk.plan.table import spoken
 from blockwalk.plan.update_rules import RULES, RuleFacts
 from blockwalk.plan.words import counted
 from blockwalk.plan.zeroth_order_kinds import KINDS, TARGETS, KindFacts, TargetFacts
@@ -123,7 +124,9 @@ class Plan:
         yield from ranges.refusals(self)
         yield from _groups(self)
         for kind in PLACED:
-            yield from getattr(self, kind).codec.facts.refuses(self, kind)
+            placement: Placement = getattr(self, kind)
+            yield from placement.tier.facts.refuses(self, kind)
+            yield from placement.codec.facts.refuses(self, kind)
         yield from self.home.refuses(self)
         yield from self.estimator.facts.refuses(self)
         yield from self.noise.refuses(self)
@@ -132,16 +135,6 @@ class Plan:
         yield from self.update_rule.refuses(self)
         yield from self.loss_facts.refuses(self)
         yield from _together(self)
-
-    @property
-    def zeroth_order(self) -> bool:
-        """True where steps have forwards alone."""
-        return self.estimator is Estimator.ZEROTH_ORDER
-
-    @property
-    def sharded(self) -> bool:
-        """True where parameters are spread over ranks and gradients are summed over them."""
-        return self.home.gathered
 
     @property
     def sharded_kinds(self) -> tuple[str, ...]:
@@ -325,6 +318,12 @@ def _together(plan: Plan) -> Iterator[str]:
     """Yield what settings that name no row ask of each other: the time of updates, and the
     cache."""
     timing = plan.update.timing
+    timings = plan.estimator.facts.timings
+    if timing not in timings:
+        yield (
+            f"update.timing: {timing} is no time at which {plan.estimator} has an update ready;"
+            f" use {spoken(timings)}"
+        )
     if plan.update.at_turn:
         norm = "the global norm is known only after the backward walk, not at update.timing: block"
         yield from must_be(plan, "optimizer.max_grad_norm", 0, norm)

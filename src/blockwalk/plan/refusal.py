@@ -7,12 +7,13 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Refusals = Callable[[Any], Iterator[str]]
-"""(plan): a message for each reason against a :class:`~blockwalk.plan.plan.Plan` that names the
-row. Ranges and groups have been checked before it is asked."""
+Refusals = Callable[..., Iterator[str]]
+"""(plan), of a tier (plan, kind of state): a message for each reason against a
+:class:`~blockwalk.plan.plan.Plan` that names the row. Ranges and groups have been checked before it
+is asked."""
 
 
-def nothing(plan: Any) -> Iterator[str]:
+def nothing(*plan: Any) -> Iterator[str]:
     """Yield no message."""
     yield from ()
 

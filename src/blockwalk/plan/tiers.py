@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from blockwalk.plan.refusal import Refusals, nothing
 from blockwalk.plan.table import Table
 
 
@@ -36,6 +37,8 @@ class TierFacts:
     implementation: Any = None
     """The maker of the memory (a :data:`~blockwalk.tiers.memories.Maker`) of a tier registered from
     elsewhere; None: that of its name in :mod:`blockwalk.tiers.memories`."""
+    refuses: Refusals = nothing
+    """Refusals of plans with a kind of state on it: a function of both."""
     help: str = ""
 
     def maps(self, device: str) -> bool:
