@@ -16,12 +16,7 @@ from blockwalk.cli import main
 from blockwalk.tiers.model_folder.identity import same_weights, weights_digest
 from tests.conftest import TinyRun
 from tests.support.messages import refused, says
-
-
-def losses(folder: Path) -> list[float]:
-    return [
-        json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
+from tests.support.run_folders import losses
 
 
 class Moved:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from blockwalk import Walker, method
 from blockwalk.convert.merge import merge
@@ -20,29 +20,9 @@ from blockwalk.engine.pack import pack
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.placement import Codec
 from tests.models import random_batch
+from tests.support.buffered_models import SIZES, changed, make, own_loss
 from tests.support.messages import refused, warned
 
-SIZES = {
-    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-EXPERTS = {
-    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2,
-    "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
-}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma4_text": {
-        "head_dim": 8, "global_head_dim": 8, "sliding_window": 4, "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 101,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-    },
-    "deepseek_v3": {
-        **EXPERTS, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    },
-    "glm4_moe": {**EXPERTS, "head_dim": 8},
-}  # fmt: skip
 METHODS: dict[str, Any] = {
     "mebp": method("mebp", frozen="disk × raw"),
     "plain": method("plain"),
@@ -66,35 +46,6 @@ class Gained(LlamaForCausalLM):
                 lambda module, _, out: out * module.gain.to(out.dtype) + int(module.seen)
             )
         self.post_init()
-
-
-def changed(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Give every persistent buffer values that no constructor gives it; answers them by name."""
-    generator = torch.Generator().manual_seed(1)
-    stored = model.state_dict()
-    found = {}
-    for name, buffer in model.named_buffers():
-        if name in stored:
-            drawn = torch.rand(buffer.shape, generator=generator) + 0.25
-            buffer.copy_(drawn * 4 if not buffer.is_floating_point() else drawn)
-            found[name] = buffer.detach().clone()
-    assert found
-    return found
-
-
-def make(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    buffers = changed(model)
-    model.save_pretrained(folder)
-    return buffers
-
-
-def own_loss(folder: Path, **settings: Any) -> float:
-    model = AutoModelForCausalLM.from_pretrained(folder, **settings)
-    with torch.no_grad():
-        return float(model(**random_batch(seed=1)).loss)
 
 
 @pytest.mark.parametrize(
