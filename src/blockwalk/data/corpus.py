@@ -13,10 +13,11 @@ import torch
 
 from blockwalk.data.batching import epoch_order
 from blockwalk.data.dataset import Answers, Choices, Encoded
-from blockwalk.data.encode import Tokenizer, encode, encode_answers, encode_choices
+from blockwalk.data.encode import encode, encode_answers, encode_choices
 from blockwalk.data.formats import Format
 from blockwalk.data.packing import pack
 from blockwalk.data.records import Record, Template
+from blockwalk.data.rendered import Tokenizer
 from blockwalk.data.sources import INSTALL, read_records
 from blockwalk.data.tasks import TASKS, Task, demonstrations, part_of
 from blockwalk.plan.data_source import joined, listed

@@ -26,8 +26,7 @@ from blockwalk.data.encode_report import EncodeReport, Origin, digest_of
 from blockwalk.data.formats import Format, detect_format
 from blockwalk.data.records import Record, Template, half_character
 from blockwalk.data.render import render
-from blockwalk.data.rendered import Rendered, render_pair
-from blockwalk.data.rendered import Tokenizer as Tokenizer
+from blockwalk.data.rendered import Rendered, Tokenizer, render_pair
 from blockwalk.data.tasks import Task
 from blockwalk.models.stops import end_note, texts_of_stops
 from blockwalk.plan.words import counted

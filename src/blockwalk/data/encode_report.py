@@ -1,4 +1,4 @@
-"""Counts of what was kept, cut or dropped on the way to tokens, and digests of a data set's origin."""
+"""Counts of what was kept, cut or dropped on the way to tokens; digests of a data set's origin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a model as a run uses it: loaded, with its template, checked against the model."""
+"""The tokenizer of a model as a run uses it: loaded, with its template, and checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from blockwalk.data.given_template import set_template
-from blockwalk.data.rendered import Tokenizer as Tokenizer
+from blockwalk.data.rendered import Tokenizer
 from blockwalk.models.model_source import model_source
 from blockwalk.models.saved_template import saved_with
 from blockwalk.plan.run_config import DataSettings

@@ -124,7 +124,7 @@ def fzoo_step(
         _loss(model, batch, loss, _moved(masters, epsilon, draw, query)) for query in range(queries)
     ]
     sigma = statistics.pstdev(losses)
-    grads = tuple((each - at_rest) / sigma if sigma else 0.0 for each in losses)
+    grads = tuple((moved - at_rest) / sigma if sigma else 0.0 for moved in losses)
     _descend_(masters, grads, draw, learning_rate)
     return StepOf((at_rest, *losses), grads, seed)
 

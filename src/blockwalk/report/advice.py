@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from blockwalk.plan.choices import Adapters, LoraSettings
-from blockwalk.plan.methods import METHODS
+from blockwalk.plan.methods import method
 from blockwalk.plan.parsing import plain_values
 from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import Plan
@@ -91,7 +91,7 @@ def settings_text(plan: Plan) -> str:
 def differing(plan: Plan) -> dict[str, Any]:
     """Return the method of a plan, and each setting that a run of the method has otherwise unless
     it is named, by name."""
-    row = unnamed_codec(METHODS[plan.method]())
+    row = unnamed_codec(method(plan.method))
     settings: dict[str, Any] = {"method": plan.method}
     for field in fields(plan):
         value = getattr(plan, field.name)

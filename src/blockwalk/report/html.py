@@ -93,10 +93,9 @@ def report(folder: str | Path) -> str:
 
 
 def _page(run: Path) -> str:
-    steps = whole_lines(within(run, run / "metrics.jsonl"))
+    steps, evaluations = _logs(run)
     if not steps:
         raise ValueError(f"{run} holds no metrics.jsonl with a step in it; give a run's output_dir")
-    evaluations = whole_lines(within(run, run / "evaluations.jsonl"))
     settings = within(run, run / "config.yaml")
     config = settings.read_text(encoding="utf-8") if settings.is_file() else ""
     forecast = _object(within(run, run / "forecast.json"))
@@ -144,11 +143,15 @@ def _page(run: Path) -> str:
 def curves(folder: str | Path) -> str:
     """Return the losses of a run's folder as an SVG file of its own."""
     run = Path(folder)
+    return standalone(chart("Loss", _losses(*_logs(run)), from_zero=False))
+
+
+def _logs(run: Path) -> tuple[Lines, Lines]:
+    """Return the lines of a run's steps and of its evaluations."""
     steps, evaluations = (
         whole_lines(within(run, run / name)) for name in ("metrics.jsonl", "evaluations.jsonl")
     )
-    losses = _losses(steps, evaluations)
-    return standalone(chart("Loss", losses, from_zero=False))
+    return steps, evaluations
 
 
 def standalone(drawn: str) -> str:
@@ -164,10 +167,7 @@ def standalone(drawn: str) -> str:
 def figures(folder: str | Path) -> Iterator[tuple[str, str]]:
     """Yield names and values of a run's summary, from its folder."""
     run = Path(folder)
-    steps, evaluations = (
-        whole_lines(within(run, run / name)) for name in ("metrics.jsonl", "evaluations.jsonl")
-    )
-    yield from _summary(steps, evaluations, _object(within(run, run / "forecast.json")))
+    yield from _summary(*_logs(run), _object(within(run, run / "forecast.json")))
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -376,21 +376,15 @@ def _summary(
     timed = [step for step in steps if "seconds" in step]
     if not timed:
         return
-    yield (
-        "tokens a second",
-        f"{sum(s['tokens'] for s in timed) / max(sum(s['seconds'] for s in timed), 1e-9):.4g}",
-    )
-    foreseen = (
-        f", {human_bytes(forecast['process_bytes'])} foreseen"
-        if forecast.get("process_bytes")
-        else ""
-    )
+    seconds = [step["seconds"] for step in timed]
+    tokens = sum(step["tokens"] for step in timed)
+    yield "tokens a second", f"{tokens / max(sum(seconds), 1e-9):.4g}"
+    foreseen = ""
+    if nbytes := forecast.get("process_bytes"):
+        foreseen = f", {human_bytes(nbytes)} foreseen"
     yield "peak private memory", human_bytes(max(step["peak_bytes"] for step in timed)) + foreseen
-    if expected := forecast.get("average_seconds"):
-        yield (
-            "seconds a step",
-            f"{fmean(step['seconds'] for step in timed):.3g} on average, {expected:.3g} foreseen",
-        )
+    if average := forecast.get("average_seconds"):
+        yield "seconds a step", f"{fmean(seconds):.3g} on average, {average:.3g} foreseen"
 
 
 def _table(rows: Iterator[tuple[str, str]]) -> str:

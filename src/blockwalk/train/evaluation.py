@@ -16,8 +16,8 @@ from blockwalk.data.batch import Batch
 from blockwalk.data.batching import by_length, left_padded
 from blockwalk.data.corpus import held_out_set
 from blockwalk.data.dataset import Answers, Choices, Encoded
-from blockwalk.data.encode import Tokenizer
 from blockwalk.data.metrics import exact_match, macro_f1, token_f1
+from blockwalk.data.rendered import Tokenizer
 from blockwalk.data.tasks import ANSWER_TOKENS
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.plan.words import counted

@@ -17,10 +17,11 @@ from blockwalk.data.batch import Batch
 from blockwalk.data.batching import Batches
 from blockwalk.data.corpus import training_set
 from blockwalk.data.dataset import Choices, Encoded, mapped
-from blockwalk.data.encode import Tokenizer, first_example
+from blockwalk.data.encode import first_example
 from blockwalk.data.encode_report import EncodeReport
 from blockwalk.data.given_template import missing_marks
 from blockwalk.data.label_words import LabelWordBatch, label_word_batch
+from blockwalk.data.rendered import Tokenizer
 from blockwalk.data.tokenizer import require_rows, tokenizer_files, tokenizer_of
 from blockwalk.engine.frozen_codec import with_stored_codec
 from blockwalk.engine.model_weights import require_fitting_weights
