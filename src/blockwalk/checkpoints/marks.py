@@ -38,7 +38,7 @@ def run_of(folder: Path) -> str | None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder has a mark, or a kill left it before it had one."""
+    """Return whether a folder has a mark, or a kill left it before it had one."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     return run_of(folder) is not None or all(

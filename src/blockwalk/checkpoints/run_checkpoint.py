@@ -187,7 +187,7 @@ def ledger_position(state: Mapping[str, Any]) -> ledger_module.LedgerPosition | 
 
 
 def has_ledger(path: Path) -> bool:
-    """Whether a checkpoint belongs to a ledger: one of a zeroth-order run does."""
+    """Return whether a checkpoint belongs to a ledger: one of a zeroth-order run does."""
     return ledger_position(read_scalars(path)) is not None
 
 
@@ -222,8 +222,8 @@ def named_like_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a path is a folder, or a link to one, with some of a checkpoint's files in it, or an
-    empty one."""
+    """Return whether a path is a folder, or a link to one, with some of a checkpoint's files in it,
+    or an empty one."""
     if not path.is_dir():
         return False
     names = [file.name for file in path.iterdir()]

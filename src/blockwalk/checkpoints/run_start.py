@@ -54,7 +54,8 @@ class Start:
         return Path(self.output_dir) / (name if self.checkpoint is not None else fresh)
 
     def may_replace(self, result: Path) -> bool:
-        """Whether a folder with trained weights is this run's own, or may be replaced by it."""
+        """Return whether a folder with trained weights is this run's own, or may be replaced by
+        it."""
         return self.overwrites or marks.run_of(result) == self.run
 
     def clear(self) -> None:

@@ -140,8 +140,8 @@ def _matching(folder: Path, name: re.Pattern[str]) -> list[Path]:
 
 
 def _is_store_in_part(folder: Path) -> bool:
-    """Whether a folder holds a block store's units, or the files that are copied before them, or
-    nothing yet."""
+    """Return whether a folder holds a block store's units, or the files that are copied before
+    them, or nothing yet."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     names = [path.name for path in folder.iterdir()]

@@ -144,8 +144,9 @@ class Batches(Iterator[Batch]):
         self._order = self._epoch_order()
 
     def continues(self, state: Mapping[str, Any]) -> bool:
-        """Whether a saved place is one among these data: the same tokens, or other tokens of the
-        same records by the same tokenizer and a chat template that writes the date of the day."""
+        """Return whether a saved place is one among these data: the same tokens, or other tokens of
+        the same records by the same tokenizer and a chat template that writes the date of the
+        day."""
         if state["data"] == self.dataset.fingerprint():
             return True
         has_origin = bool((state.get("origin") or {}).get("records"))

@@ -44,7 +44,7 @@ _bound: ContextVar[tuple[int, str] | None] = ContextVar("bound", default=None)
 
 @contextmanager
 def chat_bounds(tokenizer: Any, record: Any) -> Iterator[None]:
-    """Bounds for all renderings of one ``record``, any value of JSON: to set them takes a quarter
+    """Bound all renderings of one ``record``, any value of JSON: to set them takes a quarter
     of what one rendering does.
 
     Memory and time are bounded in the main thread of a system with signals (not Windows), and

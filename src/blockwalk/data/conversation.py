@@ -109,7 +109,8 @@ class _Conversation:
         self.head = self.text[: self.text.find(_text_of(self.messages[0]).strip())]
 
     def drops_calls(self, index: int) -> bool:
-        """Whether the template writes the same conversation where turn ``index`` has no calls."""
+        """Return whether the template writes the same conversation where turn ``index`` has no
+        calls."""
         if "tool_calls" not in self.messages[index]:
             return False
         shown = list(self.messages)

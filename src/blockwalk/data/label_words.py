@@ -51,7 +51,7 @@ def label_word_batch(
 
 
 def row_losses(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Cross-entropy [B], summed over each row's learnt tokens, in float32."""
+    """Return cross-entropy [B], summed over each row's learnt tokens, in float32."""
     before_BVS = logits_BSV[:, :-1].float().transpose(1, 2)
     labels_BS = labels_BS[:, 1:]
     losses_BS = torch.nn.functional.cross_entropy(

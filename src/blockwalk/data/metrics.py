@@ -29,7 +29,7 @@ def words_of(text: str) -> list[str]:
 
 
 def exact_match(text: str, answers: Sequence[str]) -> float:
-    """1 where a text has the words of one of the answers, else 0."""
+    """Return 1 where a text has the words of one of the answers, else 0."""
     return float(any(words_of(text) == words_of(answer) for answer in answers))
 
 

@@ -101,7 +101,7 @@ class Template:
         return fields_of(self.text, "template")
 
     def _parts(self) -> list[tuple[str, str | None]]:
-        """(literal, field) pairs up to the label."""
+        """Return (literal, field) pairs up to the label."""
         parts: list[tuple[str, str | None]] = []
         for literal, name, _, _ in string.Formatter().parse(self.text):
             if name == "label":

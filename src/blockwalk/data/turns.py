@@ -218,8 +218,8 @@ def record_is_learnt(record: Record) -> bool:
 
 
 def _alpaca(record: Record) -> list[dict[str, Any]]:
-    """``history`` holds earlier pairs of instruction and output; ``input`` and ``system`` may be
-    missing or empty."""
+    """Return an instruction and its output as turns; ``history`` holds earlier pairs of instruction
+    and output; ``input`` and ``system`` may be missing or empty."""
     turns: list[dict[str, Any]] = []
     history = record.fields.get("history") or []
     if not isinstance(history, list) or any(

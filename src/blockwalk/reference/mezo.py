@@ -58,8 +58,8 @@ def mezo_step(
     seed: int | None = None,
     loss: Loss = own_loss,
 ) -> StepOf:
-    """One step of the original: three passes of perturbation, two forwards in evaluation mode, one
-    pass of update."""
+    """Make one step of the original: three passes of perturbation, two forwards in evaluation mode,
+    one pass of update."""
     seed = int(np.random.randint(1000000000)) if seed is None else seed
     model.eval()
     with torch.no_grad():

@@ -24,7 +24,7 @@ Draw = Callable[[int, str], Tensor]
 
 
 def masters_of(model: nn.Module) -> Masters:
-    """Float32 copies of the trainables by name."""
+    """Return float32 copies of the trainables by name."""
     return {name: p.detach().to(torch.float32, copy=True) for name, p in trainables(model)}
 
 
@@ -60,7 +60,7 @@ def _loss(
 
 
 def _moved(masters: Masters, scale: float, draw: Draw, query: int) -> Iterator[tuple[str, Tensor]]:
-    """θ + scale·z of each master, by name."""
+    """Yield θ + scale·z of each master, by name."""
     for name, master in masters.items():
         yield name, master + _scalar(scale) * draw(query, name)
 

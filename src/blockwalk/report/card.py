@@ -154,8 +154,8 @@ def _named(name: str) -> str:
 
 
 def _on_hub(name: str) -> bool:
-    """Whether a text may be a name of the hub: ``owner/name``, with a revision or a file behind
-    it."""
+    """Return whether a text may be a name of the hub: ``owner/name``, with a revision or a file
+    behind it."""
     return "/" in name and not name.startswith(("/", "./", "../", "~")) and "\\" not in name
 
 

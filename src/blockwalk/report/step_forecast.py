@@ -117,8 +117,8 @@ class StepForecast:
             )
 
     def write(self, folder: Path, trace_path: str | Path | None = None) -> None:
-        """``forecast.json``, for the report; beside it, and to ``trace_path``, the foreseen step
-        until one was traced."""
+        """Write ``forecast.json``, for the report; beside it, and to ``trace_path``, the foreseen
+        step until one was traced."""
         self.paths = (folder / TRACE, *([Path(trace_path)] if trace_path else []))
         atomic_files.write_bytes(
             folder / NAME, (json.dumps(self.values(), indent=1) + "\n").encode()

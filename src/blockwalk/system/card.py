@@ -122,7 +122,7 @@ def facts_of(name: str, folder: Path = Path()) -> Facts | None:
 
 
 def is_called(name: str, words: str) -> bool:
-    """Whether a card's name has these words in it, whole and one after the other.
+    """Return whether a card's name has these words in it, whole and one after the other.
 
     >>> is_called("NVIDIA H200", "H20"), is_called("NVIDIA GeForce RTX 4090", "RTX 4090")
     (False, True)

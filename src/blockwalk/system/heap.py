@@ -40,7 +40,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 @functools.cache
 def _trimmer() -> Callable[[int], int] | None:
-    """glibc's ``malloc_trim``, or None elsewhere."""
+    """Return glibc's ``malloc_trim``, or None elsewhere."""
     if sys.platform != "linux":
         return None
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -65,7 +65,7 @@ def _return_from(size: int) -> None:
 
 @contextmanager
 def large_returned() -> Iterator[None]:
-    """Inside, every freed block of :data:`LARGE` bytes or more is returned to the system at
+    """Return every block of :data:`LARGE` bytes or more that is freed inside to the system at
     once."""
     _return_from(LARGE)
     try:

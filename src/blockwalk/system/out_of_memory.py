@@ -9,6 +9,7 @@ class OutOfMemory(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is an allocator's, of the interpreter, a processor or an accelerator."""
+    """Return whether an error is an allocator's, of the interpreter, a processor or an
+    accelerator."""
     refused = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and refused)

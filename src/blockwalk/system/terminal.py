@@ -31,7 +31,7 @@ are half of one; tabs and line ends are none."""
 
 
 def clean(text: str) -> str:
-    """The text with escapes such as ``\\x1b`` in place of characters that would control a
+    """Return the text with escapes such as ``\\x1b`` in place of characters that would control a
     terminal."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
@@ -56,7 +56,7 @@ def say(*texts: object, file: IO[str] | None = None, end: str = "\n") -> None:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether a stream is there and a terminal."""
+    """Return whether a stream is there and a terminal."""
     try:
         return bool(stream.isatty())
     except (AttributeError, ValueError):
@@ -110,8 +110,8 @@ class _Steady(io.RawIOBase):
         return len(view)
 
     def _takes_more(self, seconds: float) -> bool:
-        """Whether the descriptor can be written to without waiting, within so many seconds; no
-        longer once a run is to end."""
+        """Return whether the descriptor can be written to without waiting, within so many seconds;
+        no longer once a run is to end."""
         if not hasattr(select, "poll"):  # Windows: a writer waits for its reader
             return True
         poll = select.poll()
@@ -129,9 +129,9 @@ _hurried_at = float("inf")
 
 @contextmanager
 def steady(patience: float = PATIENCE) -> Iterator[list[_Steady]]:
-    """Standard output and standard error, for the time of a command, as streams that cannot end it:
-    closed ones go nowhere, characters that their encoding has not are replaced, and what is full or
-    broken loses lines. A stream that is no file (a notebook's, a test's) stays as it is.
+    """Make standard output and standard error, for the time of a command, streams that cannot end
+    it: closed ones go nowhere, characters that their encoding has not are replaced, and what is
+    full or broken loses lines. A stream that is no file (a notebook's, a test's) stays as it is.
 
     Yields:
         The streams' lowest layers, which know what was lost.
