@@ -170,7 +170,7 @@ def test_a_share_is_held_out_and_never_trained_on(tokenizer: Any, tmp_path: Path
         {"eval": "x"},
         {"task": "sst2"},
         {"eval_share": 1.0},
-        {"shots": 2, "template": "{text} {label}"},
+        {"shots": 2, "template": "{text} {label}", "label_words": ["bad", "good"]},
     ],
 )
 def test_two_ways_to_hold_out_are_refused(settings: dict[str, Any]) -> None:
