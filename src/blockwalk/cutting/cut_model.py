@@ -348,9 +348,11 @@ class CutModel:
         return (hidden_BSD, *[None] * (length - 1)) if length else hidden_BSD
 
     def inputs(self, batch: ModelInputs, *, labels: bool) -> dict[str, Any]:
-        """Return the model's keyword arguments: the batch with or without its labels, no cache
-        unless it brings one, and for a model that builds its mask without looking at positions the
-        mask that keeps the documents of a row apart."""
+        """Return the model's keyword arguments: the batch with or without its labels, and no cache
+        unless it brings one.
+
+        A model that builds its mask without looking at positions gets one that keeps the documents
+        of a row apart."""
         inputs = {name: value for name, value in batch.items() if labels or name != "labels"}
         if self._takes_use_cache and "use_cache" not in inputs:
             inputs["use_cache"] = False

@@ -14,9 +14,10 @@ from blockwalk.cutting.small_instance import SEED, TOLERANCE, difference
 
 
 def takes_joint_forwards(cut: CutModel, batch: Mapping[str, Tensor]) -> bool:
-    """Return whether every block's answer to three batches at once, of one sequence each and of
-    two, each with weights of its linear layers and vectors of its own, is its answer to one after
-    the other."""
+    """Return whether every block answers three batches at once as it answers one after the other.
+
+    The batches have one sequence each, then two, and each has linear weights and vectors of its
+    own."""
     generator = torch.Generator().manual_seed(SEED)
 
     def near(tensor: Tensor) -> Tensor:

@@ -198,10 +198,11 @@ def _train_in_place(wrapped: Any, saved: str) -> None:
 
 
 def _all_linear(config: Any, model: Any) -> Any:
-    """Return the configuration with the names of the layers that ``all-linear`` means, where it is
-    not all of them: left out is what a pass over text never calls, such as a vision tower, and of a
-    mixture the experts, their router, and what stands at that place in any layer (PEFT takes
-    ``gate_proj`` of a shared expert, or of a dense layer, for the routed ones')."""
+    """Expand ``all-linear`` to explicit names, where not every linear layer is meant.
+
+    Left out is what a pass over text never calls, such as a vision tower. Of a mixture the experts
+    and their router are left out, and what stands at their place in any layer: PEFT takes
+    ``gate_proj`` of a shared expert, or of a dense layer, for the routed ones'."""
     from transformers.pytorch_utils import Conv1D
 
     from blockwalk.cutting.ownership import find_parts
@@ -209,17 +210,18 @@ def _all_linear(config: Any, model: Any) -> Any:
 
     units = find_parts(model, certified_anatomy(model), str)
     layers = {part.name for part in units.layers}
-    out = [re.escape(name) for name in units.idle]
+    excluded = [re.escape(name) for name in units.idle]
     for name, _ in model.named_modules():
         parent, _, leaf = name.rpartition(".")
         if leaf in ("experts", "router"):
-            out.append(re.sub(r"\d+", r"\\d+", re.escape(name if parent in layers else parent)))
-    left_out = re.compile(rf"({'|'.join(dict.fromkeys(out))})(\..*)?" if out else "(?!)")
+            place = re.escape(name if parent in layers else parent)
+            excluded.append(re.sub(r"\d+", r"\\d+", place))
+    pattern = re.compile(rf"({'|'.join(dict.fromkeys(excluded))})(\..*)?" if excluded else "(?!)")
     linear = [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
     ]
-    reached = {name for name in linear if not left_out.fullmatch(name)}
-    if len(reached) == len(linear) and not out:
+    reached = {name for name in linear if not pattern.fullmatch(name)}
+    if len(reached) == len(linear) and not excluded:
         return config
     head = model.get_output_embeddings()
     config.target_modules = {name for name in reached if model.get_submodule(name) is not head}

@@ -26,6 +26,7 @@ from blockwalk.estimators.forward import Forward
 from blockwalk.estimators.protocol import Estimator, KeepsLedger
 from blockwalk.estimators.walk_request import Losses, NextLogits, Step
 from blockwalk.estimators.zeroth_order.ledger_header import run_of
+from blockwalk.models.model_source import model_source
 from blockwalk.numerics.device import chosen, is_cpu
 from blockwalk.plan.mesh import Piece
 from blockwalk.plan.plan import Plan, refuse_dropout
@@ -145,6 +146,7 @@ class Walker:
             )
         if objective is not None and self._facts.walks_back:
             plan = replace(plan, loss="objective")
+        model = model if isinstance(model, nn.Module) else model_source(model)
         lora = as_adapters(lora)
         adapters = lora is not None or hasattr(model, "peft_config")
         self.plan, reason = frozen_codec.chosen(plan, model, adapters=adapters)
