@@ -145,9 +145,10 @@ class Backprop:
         self.activations.reserve(self._input_bytes(shape.tokens))
 
     def figures(self) -> StepFigures:
-        """Return the figures of the step that has just been run."""
+        """Return the figures of the step that has just been run, and let go of its tensors."""
         state = self.state
         assert state is not None
+        self.state = None
         return StepFigures(
             state.loss, state.tokens, grad_norm=state.grad_norm, graph_bytes=state.graph_bytes
         )

@@ -100,11 +100,13 @@ class ZerothOrder:
         """Do nothing: nothing is kept of micro-batches."""
 
     def figures(self) -> StepFigures:
-        """Return the figures of the step that has just been run."""
-        assert self.state is not None
-        assert self.state.entry is not None
-        entry = self.state.entry
-        return StepFigures(entry.loss, self.state.tokens, projected_grad=entry.projected_grad)
+        """Return the figures of the step that has just been run, and let go of its tensors."""
+        state = self.state
+        assert state is not None
+        assert state.entry is not None
+        self.state = None
+        grad = state.entry.projected_grad
+        return StepFigures(state.entry.loss, state.tokens, projected_grad=grad)
 
     def undo(self) -> None:
         """Do nothing: no weight changes before the step counts."""

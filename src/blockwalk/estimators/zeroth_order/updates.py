@@ -60,27 +60,23 @@ class ZerothOrderRule:
     zo: ZerothOrderSettings
     optimizer: OptimizerSettings
     rounding: str
+    noise: NoiseFacts
+    """The row of the noise."""
+    facts: RuleFacts
+    """The row of the update rule."""
     draws: Draws = field(compare=False)
 
     @classmethod
     def of(cls, plan: Plan, parameters: Mapping[str, ParamSpec]) -> ZerothOrderRule:
+        """Return the rule of a plan, for these trainables."""
         draws = Draws(plan.zo, parameters, plan.update.flush_every)
-        return cls(plan.zo, plan.optimizer, plan.update.rounding, draws)
+        rounding = plan.update.rounding
+        return cls(plan.zo, plan.optimizer, rounding, plan.noise, plan.update_rule, draws)
 
     @property
     def kind(self) -> Kind:
         """The kind of the run."""
         return kind_of(self.zo.kind)
-
-    @property
-    def noise(self) -> NoiseFacts:
-        """The row of the noise."""
-        return NOISES[self.zo.noise]
-
-    @property
-    def facts(self) -> RuleFacts:
-        """The row of the update rule."""
-        return RULES[self.optimizer.name]
 
     @property
     def trains_scales(self) -> bool:
@@ -340,15 +336,17 @@ def rule_of(
     kind_of(written["kind"])
     Rule(OptimizerSettings(name=written["optimizer"]))
     kind = KINDS[written["kind"]]
+    noise = NOISES[written["noise"]]
+    facts = RULES[written["optimizer"]]
     required = ("kind", "noise", *kind.settings)
-    optional = ("target", *NOISES[written["noise"]].settings)
+    optional = ("target", *noise.settings)
     settings: dict[str, Any] = {name: written[name] for name in required}
     settings |= {name: written[name] for name in optional if name in written}
     settings |= {name: Codec(header[name]) for name, _ in kind.states.values()}
-    options: dict[str, Any] = {n: written[n] for n in RULES[written["optimizer"]].settings}
+    options: dict[str, Any] = {n: written[n] for n in facts.settings}
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     zo = ZerothOrderSettings(**settings)
     optimizer = OptimizerSettings(written["optimizer"], **options)
     draws = Draws(zo, parameters, steps)
-    return ZerothOrderRule(zo, optimizer, written["rounding"], draws)
+    return ZerothOrderRule(zo, optimizer, written["rounding"], noise, facts, draws)
