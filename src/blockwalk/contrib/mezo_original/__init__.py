@@ -35,13 +35,19 @@ def _against_in_place(plan: Any) -> Iterator[str]:
         yield from must_be(plan, setting, value, because)
 
 
+def _against_naming_it(_plan: Any) -> Iterator[str]:
+    """Yield what speaks against a plan that names the estimator itself."""
+    yield f"estimator is {NAME}, which zo.noise: mezo brings with it; set estimator: zeroth-order"
+
+
 ESTIMATORS.register(
     NAME,
     replace(
         ESTIMATORS["zeroth-order"],
         turns=f"{__name__}.turns:turns",
         make=f"{__name__}.in_place:make",
-        help="losses alone, with the original's arithmetic",
+        refuses=_against_naming_it,
+        help="brought by zo.noise: mezo",
     ),
 )
 NOISES.register(
