@@ -23,7 +23,6 @@ from blockwalk.engine.engine import Engine
 from blockwalk.engine.home import Job
 from blockwalk.engine.master_updates import MasterUpdates
 from blockwalk.engine.masters import Masters
-from blockwalk.estimators.backprop import MastersAtRest
 from blockwalk.estimators.head import Ending
 from blockwalk.estimators.losses import Objective, loss_of
 from blockwalk.estimators.protocol import StepFigures
@@ -65,7 +64,7 @@ class AntitheticPairs:
         self.engine = engine
         self.home = home
         self.checkpointed = MasterUpdates(engine, home)
-        self.at_rest = MastersAtRest(engine)
+        self.at_rest = engine
         self.loss = loss_of(engine.plan.loss_facts, engine.cut.head, objective)
         self.batches: Sequence[Batch] = ()
         self.labels: Sequence[Tensor] = ()

@@ -44,6 +44,10 @@ class Engine:
         ValueError: a block is to be compiled, and a weight of it is not whole.
     """
 
+    loss_scratch = None
+    """No buffers are kept for losses of weights at rest, as
+    :class:`blockwalk.estimators.protocol.Weights` may have."""
+
     def __init__(self, model: ModelHandle, homes: Homes, memories: Memories) -> None:
         self.model = model
         self.plan = model.plan
@@ -121,7 +125,7 @@ class Engine:
         """Return the trainable parameters that a unit's turn reads."""
         return self.model.reads[True][unit]
 
-    def bind_trainables(self, unit: int) -> dict[str, Tensor]:
+    def bind(self, unit: int) -> dict[str, Tensor]:
         """Bind a unit's trainables as its forward uses them, leaves of a new graph, and what else
         lies in a slot."""
         values: dict[str, Value] = {}

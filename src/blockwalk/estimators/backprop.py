@@ -32,7 +32,6 @@ from blockwalk.estimators.head import Ending
 from blockwalk.estimators.losses import Objective, loss_of
 from blockwalk.estimators.protocol import StepFigures
 from blockwalk.estimators.walk_request import Step
-from blockwalk.numerics.codecs.weights import Weight
 from blockwalk.numerics.lazy_linear import unread
 from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.numerics.noise.key import derive_seed
@@ -136,9 +135,9 @@ class Backprop:
         return self.updates
 
     @property
-    def at_rest(self) -> MastersAtRest:
-        """The weights between two steps."""
-        return MastersAtRest(self.engine)
+    def at_rest(self) -> Engine:
+        """The weights between two steps: as the engine binds them."""
+        return self.engine
 
     def reserve(self, shape: Shape) -> None:
         """Size what a step keeps of its micro-batches by the largest of the run."""
@@ -229,7 +228,7 @@ class Backprop:
     def _prologue(self, op: Op, state: _State) -> None:
         m = op.micro_batch
         engine = self.engine
-        trainables = engine.bind_trainables(0)
+        trainables = engine.bind(0)
         with engine.graph(0), torch.set_grad_enabled(bool(trainables)):
             prologue = engine.cut.prologue(state.batches[m], seed=self._seed(state, op))
         state.prologues[m] = prologue
@@ -245,7 +244,7 @@ class Backprop:
             state.hidden[m] = output_BSD.detach()
         else:
             call = state.prologues[m].calls[op.unit - 1]
-            self.engine.bind_trainables(op.unit)
+            self.engine.bind(op.unit)
             with torch.no_grad():
                 state.hidden[m] = self.engine.cut.forward(
                     call, state.hidden[m], seed=self._seed(state, op)
@@ -254,7 +253,7 @@ class Backprop:
 
     def _run(self, op: Op, state: _State, input_BSD: Tensor) -> tuple[_Graph, Tensor]:
         """Run one block with its graph; beside it the output."""
-        trainables = self.engine.bind_trainables(op.unit)
+        trainables = self.engine.bind(op.unit)
         call = state.prologues[op.micro_batch].calls[op.unit - 1]
         saving: AbstractContextManager[None] = nullcontext()
         if self._maps_graphs:
@@ -311,7 +310,7 @@ class Backprop:
         m = op.micro_batch
         engine = self.engine
         hidden_BSD = state.hidden.pop(m).detach().requires_grad_()
-        trainables = engine.bind_trainables(op.unit)
+        trainables = engine.bind(op.unit)
 
         def vector(name: str | None) -> Tensor | None:
             return trainables[name] if name in trainables else engine.vector(name)
@@ -414,25 +413,6 @@ class Backprop:
         step = state.step.number
         rate = state.step.learning_rate
         self.updates.apply(op.unit, step=step, learning_rate=rate, coefficient=state.coefficient)
-
-
-class MastersAtRest:
-    """The weights of a first-order run between two steps
-    (:class:`~blockwalk.estimators.protocol.Weights`)."""
-
-    loss_scratch = None
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def bind(self, unit: int) -> None:
-        self._engine.bind_trainables(unit)
-
-    def weight(self, name: str) -> Weight:
-        return self._engine.weight(name)
-
-    def vector(self, name: str | None) -> Tensor | None:
-        return self._engine.vector(name)
 
 
 def make(

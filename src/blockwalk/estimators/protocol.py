@@ -45,10 +45,11 @@ class StepFigures:
 class Weights(Protocol):
     """The weights that a forward without a graph reads."""
 
-    loss_scratch: ScratchArena | None
-    """Buffers that losses are computed in, where training has some."""
+    @property
+    def loss_scratch(self) -> ScratchArena | None:
+        """The buffers that losses are computed in, where training has some."""
 
-    def bind(self, unit: int) -> None:
+    def bind(self, unit: int) -> object:
         """Put the trainables that a unit's turn reads in their places in the modules."""
 
     def weight(self, name: str) -> Weight:

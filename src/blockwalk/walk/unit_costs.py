@@ -363,7 +363,7 @@ class _Bench:
         }
 
     def live(self, index: int, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Bind trainables as :meth:`blockwalk.engine.engine.Engine.bind_trainables` does."""
+        """Bind trainables as :meth:`blockwalk.engine.engine.Engine.bind` does."""
         dtypes = {p.name: self.compute_dtype_of(p) for p in self.cut.spec().params()}
         values = {name: master.detach().to(dtypes[name]) for name, master in masters.items()}
         return self.cut.bind(index, values)
