@@ -112,7 +112,7 @@ class _Text:
 
     written_BS: Tensor
     fed_BS: Tensor
-    """What the cache does not hold yet."""
+    """The tokens that the cache does not hold yet."""
     cache: Mapping[str, Any]
     prefixed: bool
     """True where every walk sees the whole text."""
