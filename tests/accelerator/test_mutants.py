@@ -18,7 +18,7 @@ from blockwalk.plan.methods import method
 from blockwalk.program import backprop
 from blockwalk.program.program import Lane
 from blockwalk.tiers.unit_buckets import UnitBuckets
-from blockwalk.walk import lanes, walker
+from blockwalk.walk import batch_parts, lanes, walker
 from blockwalk.walk.lanes import Lanes, Mark
 from tests.models import random_batch, tiny_model
 from tests.support.messages import refused
@@ -120,7 +120,9 @@ def test_weights_read_before_they_arrived(
 def test_copies_from_pageable_memory_are_counted(
     sim: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(walker, "sent", lambda tensor, device: tensor.to(device, non_blocking=True))
+    monkeypatch.setattr(
+        batch_parts, "sent", lambda tensor, device: tensor.to(device, non_blocking=True)
+    )
     with refused(AssertionError, "pageable memory"):
         run("mezo", tmp_path, "sim:1", ORDERS, sim)
 
