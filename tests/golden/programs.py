@@ -135,7 +135,7 @@ CASES: dict[str, list[Case]] = {
         Case("llama", ON_2X2 | {"cache.threshold": 0.8, "budget": 540_000}, steps=("steady",)),
     ],
     "hzp": [
-        Case("opt", ON_2X2, steps=("first", "steady")),
+        Case("opt", ON_2X2 | {"prefetch": 0}, steps=("first", "steady")),
         Case(
             "opt",
             ON_2X4

@@ -162,8 +162,8 @@ class Op:
     buffer: int = -1
     """The gradient buffer that a backward op fills and a REDUCE empties."""
     device_slice: bool = False
-    """True where the node slice that the adaptive cache keeps on the device is written (CACHE), read
-    (GATHER) or freed (EVICT)."""
+    """True where the node slice that the adaptive cache keeps on the device is written (CACHE),
+    read (GATHER) or freed (EVICT)."""
     entries: int = 0
     """Entries of the ledger that an UPDATE or a REPLAY applies."""
     keep_graph: bool = False

@@ -63,8 +63,8 @@ class Reductions:
         return self._latest
 
     def reduce(self, unit: int, gradients: int, *, complete: bool) -> list[int]:
-        """Sum a unit's gradients, made by that op, over their group; where they are complete, over the optimizer's
-        and its replicas as well. Return the ops that do so."""
+        """Sum a unit's gradients, which the op ``gradients`` made, over their group; where they are
+        complete, over the optimizer's and its replicas as well. Return the ops that do so."""
         if unit not in self._open:
             return []
         plan = self.b.places.plan
