@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from blockwalk.cli import main
 from blockwalk.data.tokenizer import load_tokenizer
-from blockwalk.engine.engine import Engine
+from blockwalk.engine.master_updates import MasterUpdates
 from blockwalk.plan.methods import method
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
@@ -177,7 +177,9 @@ def test_the_check_counts_the_scratch_that_is_made(
     made: list[int] = []
     counted: list[int] = []
 
-    def sized(self: Engine, commit: Callable[[Engine], None] = Engine.commit) -> None:
+    def sized(
+        self: MasterUpdates, commit: Callable[[MasterUpdates], None] = MasterUpdates.commit
+    ) -> None:
         lines = [
             line for line in Path("/proc/self/maps").read_text().splitlines() if ".scratch-" in line
         ]
@@ -189,7 +191,7 @@ def test_the_check_counts_the_scratch_that_is_made(
         counted.append(real(run, forecast))
         return counted[-1]
 
-    monkeypatch.setattr(Engine, "commit", sized)
+    monkeypatch.setattr(MasterUpdates, "commit", sized)
     monkeypatch.setattr(disk_room, "scratch_bytes", count)
     assert train(tiny_run, tmp_path / "run", *FULL[timing], "--activation", "device") == 0
     pages = 64 * 4096  # maps end with a page, and the data have some of their own
