@@ -114,14 +114,14 @@ def main() -> None:
 
     from blockwalk.plan.placement import Codec
 
-    made = parser(__doc__)
-    made.add_argument("--model", default="Qwen2.5-0.5B")
-    made.add_argument("--seq", type=int, default=256)
-    made.add_argument("--batch", type=int, default=1)
-    made.add_argument("--data", type=Path, help="JSON lines of a real model's data")
-    made.add_argument("--steps", type=int, default=5)
-    made.add_argument("--serve", choices=[PEFT, *ROWS], help=argparse.SUPPRESS)
-    arguments = made.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--model", default="Qwen2.5-0.5B")
+    options.add_argument("--seq", type=int, default=256)
+    options.add_argument("--batch", type=int, default=1)
+    options.add_argument("--data", type=Path, help="JSON lines of a real model's data")
+    options.add_argument("--steps", type=int, default=5)
+    options.add_argument("--serve", choices=[PEFT, *ROWS], help=argparse.SUPPRESS)
+    arguments = options.parse_args()
     if arguments.serve:
         serve(arguments.serve, arguments)
         return

@@ -121,8 +121,10 @@ def encoding() -> list[dict[str, Any]]:
         def stochastic(layout: Layout = layout, out: torch.Tensor = out) -> None:
             encode_rows(x_RD, out, layout, 0, rounding=key)
 
-        taken = seconds([nearest] if codec is Codec.INT4 else [nearest, stochastic], repeats=5)
-        rates = [x_RD.numel() / each / 1e6 for each in taken]
+        seconds_taken = seconds(
+            [nearest] if codec is Codec.INT4 else [nearest, stochastic], repeats=5
+        )
+        rates = [x_RD.numel() / each / 1e6 for each in seconds_taken]
         results.append(
             {
                 "codec": str(codec),

@@ -128,8 +128,8 @@ def with_tokenizer(store: Path, name: str) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    made = CACHE / f"tokenizer-{MODELS[name]['vocab_size']}"
-    if not made.exists():
+    folder = CACHE / f"tokenizer-{MODELS[name]['vocab_size']}"
+    if not folder.exists():
         trained = Tokenizer(models.BPE())
         trained.pre_tokenizer = pre_tokenizers.ByteLevel()
         trained.decoder = decoders.ByteLevel()
@@ -138,8 +138,8 @@ def with_tokenizer(store: Path, name: str) -> Path:
         )
         trained.train_from_iterator(installed_text(40 << 20).splitlines(), trainer)
         fast: Any = PreTrainedTokenizerFast
-        fast(tokenizer_object=trained, eos_token="<|endoftext|>").save_pretrained(made)
-    shutil.copytree(made, store, dirs_exist_ok=True)
+        fast(tokenizer_object=trained, eos_token="<|endoftext|>").save_pretrained(folder)
+    shutil.copytree(folder, store, dirs_exist_ok=True)
     return store
 
 
@@ -197,10 +197,10 @@ def machine() -> dict[str, Any]:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    made.add_argument("--json", metavar="FILE", help="write the figures here as well")
-    made.add_argument("--check", action="store_true", help="exit 1 where a bound is missed")
-    return made
+    options = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    options.add_argument("--json", metavar="FILE", help="write the figures here as well")
+    options.add_argument("--check", action="store_true", help="exit 1 where a bound is missed")
+    return options
 
 
 @dataclass(frozen=True)

@@ -74,22 +74,22 @@ def main() -> None:
                 runs[case] = stepper(
                     stack.enter_context(Walker(arguments.model, plan, device="cpu")), losses[case]
                 )
-            first = {case: run() for case, run in runs.items()}
+            first_results = {case: run() for case, run in runs.items()}
             seconds = {
                 case: median(values) for case, values in interleaved(runs, arguments.steps).items()
             }
-        apart = max(abs(a / b - 1) for a, b in zip(*losses.values(), strict=True))
+        difference = max(abs(a / b - 1) for a, b in zip(*losses.values(), strict=True))
         row = {"method": name, "eager_s": seconds["eager"], "compiled_s": seconds["compiled"],
-               "compiling_s": first["compiled"] - seconds["compiled"],
-               "losses_apart": apart}  # fmt: skip
+               "compiling_s": first_results["compiled"] - seconds["compiled"],
+               "losses_apart": difference}  # fmt: skip
         figures.append(row)
         speedup = seconds["eager"] / seconds["compiled"]
         print(
             f"{name:<8} {row['eager_s']:>9.3f} {row['compiled_s']:>11.3f} {speedup:>8.2f}"
-            f" {row['compiling_s']:>12.1f} {apart:>13.1e}",
+            f" {row['compiling_s']:>12.1f} {difference:>13.1e}",
             flush=True,
         )
-        bounds.append(Bound(f"{name}: losses apart", apart, APART))
+        bounds.append(Bound(f"{name}: losses apart", difference, APART))
     finish(arguments, figures, bounds)
 
 

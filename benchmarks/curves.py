@@ -128,9 +128,12 @@ def by_codec(arguments: Any, tokenizer: Any, rows: Any) -> dict[str, dict[str, f
             }
             print(codec, flush=True)
             trainer = trainer_of(BlockwalkTrainer, model, folder, arguments, tokenizer, **more)
-            before = trainer.evaluate()["eval_loss"]
+            loss_before = trainer.evaluate()["eval_loss"]
             trainer.train()
-            found[Path(codec).name] = {"before": before, "after": trainer.evaluate()["eval_loss"]}
+            found[Path(codec).name] = {
+                "before": loss_before,
+                "after": trainer.evaluate()["eval_loss"],
+            }
             trainer.walker.close()
     return found
 
@@ -150,24 +153,24 @@ def picture_of(curves: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--model", default=str(TINY), help="a checkpoint's folder")
-    made.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--model", default=str(TINY), help="a checkpoint's folder")
+    options.add_argument(
         "--data", default=str(CARDS), help="JSON lines with prompt and completion, or messages"
     )
-    made.add_argument(
+    options.add_argument(
         "--heldout", default=str(CARDS), help="the records of held-out losses, with --codecs"
     )
-    made.add_argument("--heldout_records", type=int, default=64)
-    made.add_argument("--name", default="curves", help="of the files in results/ and docs/")
-    made.add_argument("--steps", type=int, default=60)
-    made.add_argument("--batch", type=int, default=8)
-    made.add_argument("--max_length", type=int, default=256)
-    made.add_argument("--learning_rate", type=float, default=5e-3)
-    made.add_argument(
+    options.add_argument("--heldout_records", type=int, default=64)
+    options.add_argument("--name", default="curves", help="of the files in results/ and docs/")
+    options.add_argument("--steps", type=int, default=60)
+    options.add_argument("--batch", type=int, default=8)
+    options.add_argument("--max_length", type=int, default=256)
+    options.add_argument("--learning_rate", type=float, default=5e-3)
+    options.add_argument(
         "--codecs", nargs="+", help="train on each of these as well, and print held-out losses"
     )
-    arguments = made.parse_args()
+    arguments = options.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     tokenizer.pad_token = tokenizer.eos_token
     rows = rows_of(arguments.data, tokenizer, arguments.max_length)

@@ -134,28 +134,28 @@ def stored_megabytes(path: Path) -> float:
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--model", required=True, help="a GGUF file, or a checkpoint's folder")
-    made.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--model", required=True, help="a GGUF file, or a checkpoint's folder")
+    options.add_argument(
         "--data", required=True, help="the records to train on, and to calibrate with"
     )
-    made.add_argument("--heldout", required=True, help="the records of held-out losses")
-    made.add_argument("--heldout_records", type=int, default=32)
-    made.add_argument(
+    options.add_argument("--heldout", required=True, help="the records of held-out losses")
+    options.add_argument("--heldout_records", type=int, default=32)
+    options.add_argument(
         "--sequences", type=int, default=32, help="records that calibrated packing sees"
     )
-    made.add_argument(
+    options.add_argument(
         "--fold", action="store_true", help="multiply norms' weights into the next matrices first"
     )
-    made.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
-    made.add_argument("--steps", type=int, default=40)
-    made.add_argument("--batch", type=int, default=2)
-    made.add_argument("--max_length", type=int, default=160)
-    made.add_argument("--learning_rate", type=float, default=5e-4)
-    made.add_argument(
+    options.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
+    options.add_argument("--steps", type=int, default=40)
+    options.add_argument("--batch", type=int, default=2)
+    options.add_argument("--max_length", type=int, default=160)
+    options.add_argument("--learning_rate", type=float, default=5e-4)
+    options.add_argument(
         "--rounds", type=int, default=0, help="measure speed and memory in so many rounds instead"
     )
-    arguments = made.parse_args()
+    arguments = options.parse_args()
     file = Path(arguments.json) if arguments.json else None
     figures: dict[str, Any] = (
         json.loads(file.read_text())["figures"] if file and file.exists() else {}

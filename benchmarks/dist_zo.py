@@ -177,12 +177,12 @@ def holds(rank: int, work: Work, mesh: Mesh) -> dict[str, int]:
     to this one in training."""
     with replace(work, layers=1, hidden=64, model="").walker(mesh, {}) as small:
         small.step(random_batch(VOCAB, work.batch, work.sequence))
-    before = pss()
+    bytes_before = pss()
     with work.walker(mesh, {}) as walker:
         for step in range(work.steps):
             walker.step(random_batch(VOCAB, work.batch, work.sequence, seed=step))
         dist.barrier()
-        grown = pss() - before
+        grown = pss() - bytes_before
         buckets = walker.engine.trained
         streamed = sum(buckets.units[unit].nbytes for unit in buckets.streamed)
         return {"grown": grown, "streamed": streamed, "slots": 2 * buckets.slots.nbytes}
@@ -219,8 +219,8 @@ def equal(work: Work, rounds: int, figures: Figures) -> list[Bound]:
         expected = trains(
             0, work, {}, {**settings, "gradient_accumulation_steps": mesh.get("data", 1)}
         )
-        found = run_ranks(world, trains, work, {"world": world, **mesh}, settings, timeout=300)
-        same = sum(each == expected for each in found)
+        losses = run_ranks(world, trains, work, {"world": world, **mesh}, settings, timeout=300)
+        same = sum(each == expected for each in losses)
         figures[f"equal {name}"] = same
         bounds.append(Bound(f"{name}: ranks equal to one process", same, world, at_most=False))
     return bounds
@@ -290,10 +290,10 @@ def speed(work: Work, rounds: int, figures: Figures) -> list[Bound]:
 
 def slices(work: Work, rounds: int, figures: Figures) -> list[Bound]:
     for name, over in (("naive", "nobody"), ("sliced", "node")):
-        found = run_ranks(4, uploads, work, {"world": 4, "over": over}, timeout=300)
+        answers = run_ranks(4, uploads, work, {"world": 4, "over": over}, timeout=300)
         figures[f"{name}, parameters a second of all ranks"] = {
-            "upload": found[0][0],
-            "offload": found[0][1],
+            "upload": answers[0][0],
+            "offload": answers[0][1],
         }
     return []
 
@@ -363,8 +363,8 @@ def main() -> None:
         part, work = PARTS[name]
         found: Figures = {}
         bounds += part(replace(work, **changed), arguments.rounds, found)
-        for what, figure in found.items():
-            print(f"{what:48} {figure}", flush=True)
+        for title, figure in found.items():
+            print(f"{title:48} {figure}", flush=True)
         figures |= found
     finish(arguments, figures, bounds)
 

@@ -95,7 +95,7 @@ def main() -> None:
             for step in range(len(shared)):
                 walker.step(random_batch(8, seed=step))
             expected = walker.state_dict()
-        alone = (folder / "alone.jsonl").read_bytes().split(b"\n")[1:-1]
+        lines_alone = (folder / "alone.jsonl").read_bytes().split(b"\n")[1:-1]
     print(
         f"{given.kills} ranks killed and replaced, {given.stops} stopped for a while, in"
         f" {seconds:.0f} s; {len(shared)} steps,"
@@ -105,7 +105,7 @@ def main() -> None:
     bounds = [
         Bound(
             "lines of the ledger that differ from those alone",
-            sum(a != b for a, b in zip(shared, alone, strict=True)),
+            sum(a != b for a, b in zip(shared, lines_alone, strict=True)),
             0,
         ),
         Bound(

@@ -96,8 +96,8 @@ def place() -> Iterator[Place]:
         prefix="blockwalk-faults-", dir=os.environ.get("FAULTS_DIR")
     ) as name:
         os.environ["BLOCKWALK_CACHE"] = str(Path(name, "cache"))
-        (made := Path(name, "tiny")).mkdir()
-        where = Place(make_tiny_run(made), Path(name))
+        (tiny := Path(name, "tiny")).mkdir()
+        where = Place(make_tiny_run(tiny), Path(name))
         for family in ("mebp", "zo2"):
             _import_what_it_imports(where, family)
         gc.collect()
@@ -266,9 +266,9 @@ def _filesystem_calls(when: Callable[[int], None]) -> None:
             number = count[0]
             count[0] += 1
             when(2 * number)
-            done = call(*arguments, **options)
+            result = call(*arguments, **options)
             when(2 * number + 1)
-            return done
+            return result
 
         return do
 
@@ -355,8 +355,8 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, li
 
 def latest_step(folder: Path) -> int:
     """The step of the newest checkpoint; −1: there is none."""
-    found = run_checkpoint.latest(folder)
-    return -1 if found is None else run_checkpoint.step_of(found)
+    newest = run_checkpoint.latest(folder)
+    return -1 if newest is None else run_checkpoint.step_of(newest)
 
 
 def mounted(folder: Path, nbytes: int) -> contextlib.AbstractContextManager[None]:

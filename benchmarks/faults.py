@@ -92,7 +92,8 @@ class Kept:
     call has had its time."""
 
     def __init__(self, path: Path | None, seconds: float = math.inf) -> None:
-        self._path, self._ends = path, time.monotonic() + seconds
+        self._path = path
+        self._ends = time.monotonic() + seconds
         self._rows = json.loads(path.read_text()) if path is not None and path.is_file() else {}
 
     @property
@@ -310,12 +311,12 @@ def flips(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
         )
         before = path.read_bytes()
         data = bytearray(before)
-        at = draw.randrange(len(before))
-        data[at] ^= 1 << draw.randrange(8)
+        offset = draw.randrange(len(before))
+        data[offset] ^= 1 << draw.randrange(8)
         path.write_bytes(data)
         code = start(where, family, folder).wait()
         text = said(folder)
-        about = f"{family}: byte {at} of {path.name} ({path.parent.name})"
+        about = f"{family}: byte {offset} of {path.name} ({path.parent.name})"
         count.add("flips")
         if code is None:
             count.add("hangs", about=about)

@@ -168,7 +168,7 @@ def case(size: str, name: str, hardware: str, steps: int | None = None) -> dict[
         barrier = dist.barrier if world > 1 else lambda: None
         plan = blockwalk.method(row, **settings)
         lora = LoraSettings(rank=8) if adapters else None
-        here = machines.load(hardware)
+        machine = machines.load(hardware)
         made = model_folder(size)
         shape = Shape(BATCH, SEQUENCE)
         with (
@@ -178,17 +178,17 @@ def case(size: str, name: str, hardware: str, steps: int | None = None) -> dict[
             shares = world if plan.home.gathered else plan.mesh.data
             batch = random_batch(walker.spec.vocab_size, BATCH * shares, SEQUENCE)
             program = walker.program(StepKind.TRAIN, shape, foresee=True)
-            predicted = process_peak(program, plan, here, walker.spec)
-            if predicted > 0.9 * here.host_bytes:
+            predicted = process_peak(program, plan, machine, walker.spec)
+            if predicted > 0.9 * machine.host_bytes:
                 return {"size": size, "method": name, "predicted_bytes": predicted, "fits": False}
             walker.step(batch)
             program = walker.program(
                 StepKind.TRAIN, shape, foresee=True
             )  # with what the first step leaves pending
-            found = simulate((program,), plan, walker.spec, here, walker.costs(shape))
+            simulation = simulate((program,), plan, walker.spec, machine, walker.costs(shape))
             seconds = []
             steps = steps or (
-                STEPS if found.seconds > 0.5 else round(SECONDS / found.seconds)
+                STEPS if simulation.seconds > 0.5 else round(SECONDS / simulation.seconds)
             )  # the same on every rank
             for _ in range(steps):
                 barrier()
@@ -230,9 +230,9 @@ def case(size: str, name: str, hardware: str, steps: int | None = None) -> dict[
     return {
         "size": size, "method": name, "fits": True, "tensors": tensors(program),
         "predicted_bytes": predicted, "measured_bytes": measured,
-        "predicted_seconds": found.seconds, "measured_seconds": min(seconds),
+        "predicted_seconds": simulation.seconds, "measured_seconds": min(seconds),
         "all_seconds": seconds, "predicted_moved": wanted, "measured_moved": stored,
-        "spent": dict(list(found.critical.items())[:4]),
+        "spent": dict(list(simulation.critical.items())[:4]),
     }  # fmt: skip
 
 
@@ -315,14 +315,14 @@ def main() -> None:
                 given.methods.split(";") if given.methods else (RANKED if given.ranks else METHODS)
             ):
                 command = [*python, __file__, "--case", size, name, "--hardware", hardware]
-                done = subprocess.run(command, check=False, capture_output=True, text=True)
-                if done.returncode:
+                process = subprocess.run(command, check=False, capture_output=True, text=True)
+                if process.returncode:
                     print(
-                        f"{size:<6} {name:<18} failed: {done.stderr.strip().splitlines()[-1]}",
+                        f"{size:<6} {name:<18} failed: {process.stderr.strip().splitlines()[-1]}",
                         flush=True,
                     )
                     continue
-                figures.append(json.loads(done.stdout.strip().splitlines()[-1]))
+                figures.append(json.loads(process.stdout.strip().splitlines()[-1]))
                 print(show(figures[-1]), flush=True)
                 if given.json:  # what was measured is kept if a later case is cut short
                     Path(given.json).write_text(json.dumps({"figures": {"cases": figures}}))

@@ -246,9 +246,11 @@ def wrong() -> list[str]:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    made.add_argument("--check", action="store_true", help="exit 1 where README and results differ")
-    arguments = made.parse_args()
+    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    options.add_argument(
+        "--check", action="store_true", help="exit 1 where README and results differ"
+    )
+    arguments = options.parse_args()
     for figure in FIGURES:
         print(f"{figure.words:>14}  {figure.meaning}")
     faults = wrong()

@@ -501,9 +501,11 @@ def difference(path: Path) -> float:
         ask = llama_cpp.serve(path)
         worst = 0.0
         for length in LENGTHS:
-            ours = model(torch.tensor([IDS[:length]])).logits[0, -1].log_softmax(-1)
-            theirs = llama_cpp.log_probabilities(ask, IDS[:length], len(ours))
-            worst = max(worst, float((ours - theirs).abs().nan_to_num(torch.inf).max()))
+            log_probabilities = model(torch.tensor([IDS[:length]])).logits[0, -1].log_softmax(-1)
+            of_llama_cpp = llama_cpp.log_probabilities(ask, IDS[:length], len(log_probabilities))
+            worst = max(
+                worst, float((log_probabilities - of_llama_cpp).abs().nan_to_num(torch.inf).max())
+            )
     return worst
 
 

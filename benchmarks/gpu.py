@@ -602,8 +602,8 @@ def forecast(bench: Bench) -> list[Bound]:
     from blockwalk.doctor.machine import measure
 
     CACHE.mkdir(parents=True, exist_ok=True)
-    here = measure(CACHE, walk=not bench.tiny).hardware
-    save(here, CACHE / "gpu-doctor.yaml")
+    hardware = measure(CACHE, walk=not bench.tiny).hardware
+    save(hardware, CACHE / "gpu-doctor.yaml")
     opt = random_store(bench.model("OPT-1.3B"), Codec.RAW, "float16")
     bounds = []
     cases: dict[str, Callable[[], Walker]] = {
@@ -621,7 +621,9 @@ def forecast(bench: Bench) -> list[Bound]:
                 shape = Shape(4, bench.sequence)
                 step()
                 program = walker.program(StepKind.TRAIN, shape, foresee=True)
-                foreseen = simulate((program,), walker.plan, walker.spec, here, walker.costs(shape))
+                foreseen = simulate(
+                    (program,), walker.plan, walker.spec, hardware, walker.costs(shape)
+                )
                 measured = median([step() for _ in range(bench.rounds)])
                 row |= {"foreseen_s": foreseen.seconds, "measured_s": measured}
                 row["foreseen_MB"] = foreseen.peaks.get(Pool.DEVICE, 0) / 1e6
@@ -664,8 +666,8 @@ def unfit(part: str) -> str:
     _, host, disk = PARTS[part]
     memory = min(psutil.virtual_memory().available, HOST)
     CACHE.mkdir(parents=True, exist_ok=True)
-    held = sum(each.stat().st_size for each in CACHE.rglob("*") if each.is_file())
-    free = min(shutil.disk_usage(CACHE).free, DISK - held)
+    cache_bytes = sum(each.stat().st_size for each in CACHE.rglob("*") if each.is_file())
+    free = min(shutil.disk_usage(CACHE).free, DISK - cache_bytes)
     if host * 1e9 > memory:
         return f"it takes {host:.0f} GB of host memory, and {memory / 1e9:.0f} are free"
     return (
@@ -704,16 +706,16 @@ def done(path: Path) -> bool:
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
-    made.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
+    options.add_argument(
         "--device", help="unless given, torch's accelerator; cpu tries the script itself"
     )
-    made.add_argument("--tiny", action="store_true", help="tiny models: proves that it runs")
-    made.add_argument("--again", action="store_true", help="measure also what has been measured")
-    made.add_argument("--results", type=Path, default=RESULTS, help=argparse.SUPPRESS)
-    made.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = made.parse_args()
+    options.add_argument("--tiny", action="store_true", help="tiny models: proves that it runs")
+    options.add_argument("--again", action="store_true", help="measure also what has been measured")
+    options.add_argument("--results", type=Path, default=RESULTS, help=argparse.SUPPRESS)
+    options.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = options.parse_args()
     device = chosen(arguments.device)
     if is_cpu(device) and not arguments.tiny:
         raise SystemExit(

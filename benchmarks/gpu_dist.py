@@ -73,14 +73,15 @@ def ranks_of(case: str) -> int:
 
 def worker(arguments: argparse.Namespace) -> None:
     """One case on this rank; rank 0 prints its figures."""
-    here, (name, mesh) = place.place(), {**CASES, **SHARDED}[arguments.worker]
+    rank_place = place.place()
+    name, mesh = {**CASES, **SHARDED}[arguments.worker]
     sharded = arguments.worker in SHARDED
-    with launch.joined(here, Path(arguments.output), 300.0):
+    with launch.joined(rank_place, Path(arguments.output), 300.0):
         settings: dict[str, Any] = {"frozen": "host", "trainable": "host"} if "zo2" in name else {}
         if sharded:
             settings = {"compute_dtype": "bfloat16"}
-        if here.world > 1:
-            settings["mesh"] = {"world": here.world, **mesh}
+        if rank_place.world > 1:
+            settings["mesh"] = {"world": rank_place.world, **mesh}
             if name == "distzo2":
                 settings["trainable"] = f"host × raw × {'node' if arguments.slice else 'nobody'}"
         if "batch in 2" in arguments.worker:
@@ -88,7 +89,9 @@ def worker(arguments: argparse.Namespace) -> None:
         store = random_store(
             arguments.model[0], Codec.RAW, "float32" if sharded else arguments.dtype
         )
-        batch = arguments.batch * (max(here.world, 2) if sharded else 1)  # of all ranks together
+        batch = arguments.batch * (
+            max(rank_place.world, 2) if sharded else 1
+        )  # of all ranks together
         with Walker(store, method(name, seed=1, **settings), device=arguments.device) as walker:
             losses: list[float] = []
             taken = walker.step
@@ -103,8 +106,8 @@ def worker(arguments: argparse.Namespace) -> None:
             numbers = losses if sharded else walker.estimator.entries  # type: ignore[union-attr]
             scalars = hashlib.sha256(repr(numbers).encode()).hexdigest()
             everyone: list[Any] = [scalars]
-            if here.world > 1:
-                everyone = [None] * here.world
+            if rank_place.world > 1:
+                everyone = [None] * rank_place.world
                 dist.all_gather_object(everyone, scalars)
                 walker.flush()
                 if not sharded:
@@ -118,7 +121,7 @@ def worker(arguments: argparse.Namespace) -> None:
                 "losses": losses,
                 "ranks that agree": everyone.count(scalars),
             }
-        if here.rank == 0:
+        if rank_place.rank == 0:
             print(json.dumps(found), flush=True)
 
 
@@ -151,11 +154,11 @@ def run(case: str, name: str, arguments: argparse.Namespace, logs: Path) -> dict
     ]
     command += ["--slice", str(arguments.slice), "--output", str(logs)]
     command += ["--device", arguments.device] if arguments.device else []
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"error": done.stderr.strip()[-2000:]}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        return {"error": process.stderr.strip()[-2000:]}
+    report: dict[str, Any] = json.loads(process.stdout.strip().splitlines()[-1])
+    return report
 
 
 def measure(
@@ -260,24 +263,24 @@ def main() -> None:
 
 
 def options() -> argparse.Namespace:
-    made = parser(__doc__)
-    made.add_argument("--family", choices=["zeroth", "sharded"], default="zeroth")
-    made.add_argument("--model", nargs="+")
-    made.add_argument("--dtype", default="float16")
-    made.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--family", choices=["zeroth", "sharded"], default="zeroth")
+    options.add_argument("--model", nargs="+")
+    options.add_argument("--dtype", default="float16")
+    options.add_argument(
         "--device", help="unless given, torch's accelerator; cpu tries the script itself"
     )
-    made.add_argument("--tiny", action="store_true", help="a tiny model: proves that it runs")
-    made.add_argument("--results", type=Path, default=RESULTS, help=argparse.SUPPRESS)
-    for name, default, what in (
+    options.add_argument("--tiny", action="store_true", help="a tiny model: proves that it runs")
+    options.add_argument("--results", type=Path, default=RESULTS, help=argparse.SUPPRESS)
+    for name, default, help in (
         ("batch", 4, "sequences of a step"), ("seq", 2048, "tokens of a sequence"),
         ("steps", 5, "after the first"),
         ("slice", 1, "1: the ranks of a node hold one copy; 0: each its own"),
     ):  # fmt: skip
-        made.add_argument(f"--{name}", type=int, default=default, help=what)
-    made.add_argument("--worker", help=argparse.SUPPRESS)
-    made.add_argument("--output", help=argparse.SUPPRESS)
-    arguments = made.parse_args()
+        options.add_argument(f"--{name}", type=int, default=default, help=help)
+    options.add_argument("--worker", help=argparse.SUPPRESS)
+    options.add_argument("--output", help=argparse.SUPPRESS)
+    arguments = options.parse_args()
     arguments.model = arguments.model or (
         ["Qwen2.5-1.5B"] if arguments.family == "sharded" else list(PUBLISHED)
     )

@@ -49,8 +49,8 @@ def measure(name: str, cases: tuple[str, ...], shape: str, rounds: int) -> dict[
         for case in cases:
             zo = {"noise": "gaussian" if case == GAUSSIAN else "lowrank", "queries": 4}
             store = random_store(name, Codec.INT4 if case == DISK else Codec.RAW, "bfloat16")
-            given: dict[str, Any] = {"frozen": "disk × int4"} if case == DISK else {}
-            plan = method("zo2" if case == DISK else "mezo", zo=zo, **given)
+            settings: dict[str, Any] = {"frozen": "disk × int4"} if case == DISK else {}
+            plan = method("zo2" if case == DISK else "mezo", zo=zo, **settings)
             lora = {"rank": 8} if case in (LORA, DISK) else None
             walker = stack.enter_context(Walker(store, plan, lora=lora, device="cpu"))
             runs[case] = stepper(walker, int(batch), int(sequence))
@@ -66,11 +66,11 @@ def measure(name: str, cases: tuple[str, ...], shape: str, rounds: int) -> dict[
 def main() -> None:
     from benchmarks.common import Bound, finish, median, parser
 
-    made = parser(__doc__)
-    made.add_argument("--model", default="Qwen2.5-0.5B")
-    made.add_argument("--shape", nargs="+", default=list(BOUNDS), help="batch x tokens")
-    made.add_argument("--rounds", type=int, default=5)
-    arguments = made.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--model", default="Qwen2.5-0.5B")
+    options.add_argument("--shape", nargs="+", default=list(BOUNDS), help="batch x tokens")
+    options.add_argument("--rounds", type=int, default=5)
+    arguments = options.parse_args()
     figures: list[dict[str, Any]] = []
     bounds: list[Bound] = []
     for shape in arguments.shape:

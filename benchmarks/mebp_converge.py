@@ -138,28 +138,30 @@ def train(
     }
     plan = method(case.method, frozen="device", **settings)
     steps = run.forwards // case.forwards
-    found: dict[str, list[float]] = {"forwards": [], "seconds": [], "loss": [], "accuracy": []}
+    curve: dict[str, list[float]] = {"forwards": [], "seconds": [], "loss": [], "accuracy": []}
 
     def note(forwards: int, seconds: float, said: dict[str, float]) -> None:
         for name, value in {"forwards": forwards, "seconds": seconds, **said}.items():
-            found[name].append(value)
+            curve[name].append(value)
 
     note(0, 0.0, judge(None))
     seconds = 0.0
-    taken = torch.randperm(len(rows), generator=order).repeat(1 + steps * run.batch // len(rows))
+    record_order = torch.randperm(len(rows), generator=order).repeat(
+        1 + steps * run.batch // len(rows)
+    )
     with (
         tempfile.TemporaryDirectory() as folder,
         Walker(model, plan, lora=LoraSettings(rank=16, alpha=32)) as walker,
     ):
         for step in range(1, steps + 1):
-            ids = rows[taken[(step - 1) * run.batch : step * run.batch]]
+            ids = rows[record_order[(step - 1) * run.batch : step * run.batch]]
             began = time.process_time()
             walker.step({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
             seconds += time.process_time() - began
             if step * points // steps > (step - 1) * points // steps:
                 walker.save_pretrained(folder)
                 note(step * case.forwards, seconds, judge(Path(folder)))
-    return found
+    return curve
 
 
 def main() -> None:
@@ -203,10 +205,8 @@ def main() -> None:
         if run.name not in kept["runs"]:
             if time.monotonic() > until:
                 raise SystemExit("runs are left: run this again")
-            kept["runs"][run.name], kept["machine"] = (
-                train(run, arguments.model, rows, judge, points),
-                machine(),
-            )
+            kept["runs"][run.name] = train(run, arguments.model, rows, judge, points)
+            kept["machine"] = machine()
             atomic_files.write_bytes(
                 arguments.results, (json.dumps(kept, indent=1) + "\n").encode()
             )

@@ -125,10 +125,10 @@ def in_own_process(name: str, sequence: int, steps: int, *flags: str) -> dict[st
         "--steps",
         str(steps),
     ]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(f"{name}: {process.stderr[-2000:]}")
+    figures: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return figures
 
 
@@ -195,26 +195,26 @@ def main() -> None:
 def options() -> argparse.Namespace:
     from benchmarks.common import parser
 
-    made = parser(__doc__)
-    made.add_argument(
+    options = parser(__doc__)
+    options.add_argument(
         "--model", nargs="*", help="names in benchmarks/common.py; all published ones unless given"
     )
-    made.add_argument("--seq", type=int, default=256)
-    made.add_argument("--steps", type=int, default=5)
-    made.add_argument(
+    options.add_argument("--seq", type=int, default=256)
+    options.add_argument("--steps", type=int, default=5)
+    options.add_argument(
         "--blocks", action="store_true", help="seconds, decoding and memory of each block"
     )
-    made.add_argument(
+    options.add_argument(
         "--plot",
         metavar="NAME",
         help="with --blocks: draws results/NAME_seconds.svg and NAME_peak_MB.svg",
     )
-    made.add_argument(
+    options.add_argument(
         "--dora", action="store_true", help="DoRA in place of LoRA, beside the same bounds"
     )
-    made.add_argument("--mezo", action="store_true", help=argparse.SUPPRESS)
-    made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    return made.parse_args()
+    options.add_argument("--mezo", action="store_true", help=argparse.SUPPRESS)
+    options.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return options.parse_args()
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def run_limited(
     try:
         (group / "memory.limit_in_bytes").write_text(str(limit))
         enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
-        done = subprocess.run(
+        process = subprocess.run(
             ["sh", "-c", enter, "sh", *command],
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -79,7 +79,7 @@ def run_limited(
             timeout=timeout,
             check=False,
         )
-        return done, int((group / "memory.max_usage_in_bytes").read_text())
+        return process, int((group / "memory.max_usage_in_bytes").read_text())
     finally:
         (group / "memory.force_empty").write_text("0")
         group.rmdir()
@@ -143,18 +143,20 @@ def main() -> None:
 
     from blockwalk.plan.placement import Codec
 
-    made = parser(__doc__)
-    made.add_argument("--model", choices=sorted(LIMITS))
-    made.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--model", choices=sorted(LIMITS))
+    options.add_argument(
         "--limit-mb", type=int, help="the limit of --model, instead of the one promised"
     )
-    made.add_argument("--steps", type=int, default=2)
-    made.add_argument("--full", action="store_true", help="train all parameters")
-    made.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = made.parse_args()
+    options.add_argument("--steps", type=int, default=2)
+    options.add_argument("--full", action="store_true", help="train all parameters")
+    options.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = options.parse_args()
     limits = FULL if arguments.full else LIMITS
     if arguments.model and not (arguments.limit_mb or arguments.model in limits):
-        made.error(f"nothing is promised for all parameters of {arguments.model}: give --limit-mb")
+        options.error(
+            f"nothing is promised for all parameters of {arguments.model}: give --limit-mb"
+        )
     if arguments.worker:
         worker(arguments.worker, arguments.steps, arguments.full)
         return

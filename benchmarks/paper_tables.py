@@ -176,10 +176,10 @@ def explain(
     config: dict[str, Any], shape: Shape, *, streams: bool, fused: bool, both: bool = True
 ) -> None:
     """Print what would have to be true, on one row."""
-    held = terms(config, shape, streams=streams, fused=fused, both=both)
+    tensors = terms(config, shape, streams=streams, fused=fused, both=both)
     print(
         "  their memory would be: "
-        + ", ".join(f"{name} {value:,.0f}" for name, value in held.items())
+        + ", ".join(f"{name} {value:,.0f}" for name, value in tensors.items())
         + " MB"
     )
 
@@ -252,9 +252,9 @@ def ablation_table() -> Iterator[dict[str, Any]]:
         ("zo2_no_overlap", "copies without overlap"),
         ("zo2_no_reusable_memory", "memory made anew for each block"),
     ):
-        first = moved["1.3B"]
-        extra = 2048 / float(published["1.3B"][key]) - first.seconds
-        rates[key] = sum(first.bytes_by_lane.values()) / extra
+        smallest = moved["1.3B"]
+        extra = 2048 / float(published["1.3B"][key]) - smallest.seconds
+        rates[key] = sum(smallest.bytes_by_lane.values()) / extra
         print(
             f"  {words} would cost what moving every block at {rates[key] / 1e9:.1f} GB/s does"
             " (from OPT-1.3B)"
@@ -553,17 +553,17 @@ def asynchzp_table() -> Iterator[dict[str, Any]]:
                 f"  and {kept:.0f} bytes kept of each token, layer and hidden element: not all is"
                 " recomputed"
             )
-        what = f"{model} on {cards}, {micro} micro-batches"
+        case = f"{model} on {cards}, {micro} micro-batches"
         print(
-            f"    {what}: {states:.1f} GB of states, {sent / 1e9:.2f} GB sent a step, bubbles"
+            f"    {case}: {states:.1f} GB of states, {sent / 1e9:.2f} GB sent a step, bubbles"
             f" {100 * bubble:.0f}%"
         )
         yield line(
-            f"{what}, MFU", useful / (seconds * peak), float(row["mfu"]) if row else None, ""
+            f"{case}, MFU", useful / (seconds * peak), float(row["mfu"]) if row else None, ""
         )
         if row:
             yield line(
-                f"{what}, memory",
+                f"{case}, memory",
                 states * 1e3 + kept * tokens / 1e6,
                 float(row["memory_GB"]) * 1e3,
                 "MB",
@@ -609,8 +609,8 @@ def mebp_table() -> Iterator[dict[str, Any]]:
         phone_terms(MODELS["Qwen2.5-0.5B"], 256, checkpoints=True).values()
     )
     print(f"  fitted on MeBP Qwen2.5-1.5B: {machine.flops_of('bfloat16') / 1e9:.0f} GFLOP/s")
-    held = phone_terms(MODELS["Qwen2.5-1.5B"], 256, checkpoints=True)
-    terms = ", ".join(f"{name} {value:.0f}" for name, value in held.items())
+    phone_tensors = phone_terms(MODELS["Qwen2.5-1.5B"], 256, checkpoints=True)
+    terms = ", ".join(f"{name} {value:.0f}" for name, value in phone_tensors.items())
     print(
         f"  their memory would be {base:.0f} MB (from MeBP Qwen2.5-0.5B) and what ours never holds,"
         f" of Qwen2.5-1.5B: {terms}"
@@ -624,13 +624,18 @@ def mebp_table() -> Iterator[dict[str, Any]]:
     for model, sequence, row in table:
         for name in plans:
             one = found(name, model, sequence, machine)
-            what = f"{model} {name}" + ("" if sequence == 256 else f", {sequence} tokens")
+            case = f"{model} {name}" + ("" if sequence == 256 else f", {sequence} tokens")
             memory = base + sum(
                 phone_terms(MODELS[model], sequence, checkpoints=name == "mebp").values()
             )
-            mine = one.peaks[Pool.DEVICE] / 1e6
-            yield line(f"{what} memory (ours {mine:,.0f})", memory, float(row[f"{name}_MB"]), "MB")
-            yield line(f"{what} seconds", one.seconds, float(row[f"{name}_s"]), "s")
+            device_megabytes = one.peaks[Pool.DEVICE] / 1e6
+            yield line(
+                f"{case} memory (ours {device_megabytes:,.0f})",
+                memory,
+                float(row[f"{name}_MB"]),
+                "MB",
+            )
+            yield line(f"{case} seconds", one.seconds, float(row[f"{name}_s"]), "s")
     print(
         "  the seconds that are missed would have to hold a part that does not grow with tokens"
         " (2.2 of 6.9 at 128),"
@@ -647,9 +652,9 @@ def forecast_table(
     """Both tables again, with nothing fitted on the row that it predicts: speeds from the machines
     as they ship, memory without the row that a group of ranks' bytes are taken from."""
     for table in tables:
-        found = [row for row in table(fit=False) if row["error"] is not None]
+        errors = [row for row in table(fit=False) if row["error"] is not None]
         yield from (
-            row for row in found if not row["what"].startswith("OPT-6.7B zo2_pertp2 memory")
+            row for row in errors if not row["what"].startswith("OPT-6.7B zo2_pertp2 memory")
         )
 
 
@@ -671,14 +676,14 @@ def residency_table() -> Iterator[dict[str, Any]]:
             sum(span.seconds for span in kept.simulation.spans if span.op.lane is lane)
             for lane in (Lane.COMPUTE, Lane.FETCH)
         )
-        what = f"{batch} × 2048, {kept.plan.resident} blocks stay"
+        case = f"{batch} × 2048, {kept.plan.resident} blocks stay"
         seconds = kept.simulation.seconds
         print(
             f"  {batch} × 2048: {streamed.simulation.seconds:.2f} s, {kept.plan.resident} blocks"
             f" stay: {seconds:.2f}"
         )
-        yield line(f"{what}: faster", streamed.simulation.seconds / seconds, None, "times")
-        yield line(f"{what}: of max(compute, link)", seconds / max(computes, link), None, "times")
+        yield line(f"{case}: faster", streamed.simulation.seconds / seconds, None, "times")
+        yield line(f"{case}: of max(compute, link)", seconds / max(computes, link), None, "times")
         if (larger := hides_link(task, streamed)) is not None:
             print(
                 f"  nothing stays: {larger.plan.gradient_accumulation_steps} micro-batches a"
@@ -709,22 +714,22 @@ def main() -> None:
     arguments.add_argument(
         "--check", action="store_true", help="exit 1 where memory is off by 15%% or speed by 25%%"
     )
-    given = arguments.parse_args()
-    found = {name: list(TABLES[name]()) for name in given.tables or TABLES}
+    chosen_tables = arguments.parse_args()
+    tables = {name: list(TABLES[name]()) for name in chosen_tables.tables or TABLES}
     missed = [
         f"{table}: {row['what']} {100 * row['error']:+.0f}%"
-        for table, lines in found.items()
+        for table, lines in tables.items()
         for row in lines
         if row["error"] is not None and abs(row["error"]) > (0.15 if row["unit"] == "MB" else 0.25)
     ]
     print(
-        f"{len(missed)} of {sum(r['error'] is not None for t in found.values() for r in t)}"
+        f"{len(missed)} of {sum(r['error'] is not None for t in tables.values() for r in t)}"
         " published figures missed"
     )
-    print("\n".join(f"  {each}" for each in missed))
-    if given.json:
-        Path(given.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if given.check and missed:
+    print("\n".join(f"  {bound}" for bound in missed))
+    if chosen_tables.json:
+        Path(chosen_tables.json).write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
+    if chosen_tables.check and missed:
         sys.exit(1)
 
 

@@ -171,14 +171,14 @@ def make(kind: Kind, folder: Path) -> float:
             if param.dim() > 1:
                 param.normal_(std=0.1)
     model.save_pretrained(folder / "base")
-    given = {
+    settings = {
         "r": 4,
         "lora_alpha": 8,
         "target_modules": ["q_proj", "v_proj"],
         **copy.deepcopy(kind.lora),
     }
     adapted = get_peft_model(
-        loaded(folder / "base", kind.rows), LoraConfig(task_type="CAUSAL_LM", **given)
+        loaded(folder / "base", kind.rows), LoraConfig(task_type="CAUSAL_LM", **settings)
     )
     torch.manual_seed(3)
     for param in adapted.parameters():

@@ -168,10 +168,10 @@ def fold(model: Any) -> None:
 
 def texts(file: str, most: int) -> list[str]:
     """The records of a file as text: JSON lines, or a text whose paragraphs are records."""
-    whole = Path(file).read_text(encoding="utf-8")
+    text = Path(file).read_text(encoding="utf-8")
     if not file.endswith(".jsonl"):
-        return [part.strip() for part in whole.split("\n\n") if part.strip()][:most]
-    records = [json.loads(line) for line in whole.splitlines()[:most]]
+        return [part.strip() for part in text.split("\n\n") if part.strip()][:most]
+    records = [json.loads(line) for line in text.splitlines()[:most]]
     return [
         record.get("text") or "\n".join(turn["content"] for turn in record["messages"])
         if "prompt" not in record
@@ -185,10 +185,11 @@ def written(model: Any, count: int, length: int, seed: int) -> list[torch.Tensor
     """Rows that the model itself samples: on these a loss grows by the divergence from it."""
     torch.manual_seed(seed)
     begin = torch.full((count, 1), model.config.bos_token_id)
-    made = model.generate(begin, attention_mask=torch.ones_like(begin), do_sample=True, top_k=0,
+    generated = model.generate(begin, attention_mask=torch.ones_like(begin), do_sample=True,
+                               top_k=0,
                           min_new_tokens=length - 1, max_new_tokens=length - 1,
                           pad_token_id=0)  # fmt: skip
-    return list(made)
+    return list(generated)
 
 
 @torch.no_grad()
@@ -206,29 +207,29 @@ def main() -> None:
     from blockwalk.data.corpus import sample
 
     global LAYERS
-    made = parser(__doc__)
-    made.add_argument("--model", required=True, help="a checkpoint's folder")
-    made.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--model", required=True, help="a checkpoint's folder")
+    options.add_argument(
         "--data",
         required=True,
         help="held-out records or text, or self: rows that the model samples",
     )
-    made.add_argument("--records", type=int, default=48)
-    made.add_argument("--max_length", type=int, default=256)
-    made.add_argument(
+    options.add_argument("--records", type=int, default=48)
+    options.add_argument("--max_length", type=int, default=256)
+    options.add_argument(
         "--fold", action="store_true", help="multiply norms' weights into the next matrices first"
     )
-    made.add_argument(
+    options.add_argument(
         "--calibrate", help="records that calibrated packing sees; never those of --data"
     )
-    made.add_argument("--sequences", type=int, default=128, help="of --calibrate")
-    made.add_argument(
+    options.add_argument("--sequences", type=int, default=128, help="of --calibrate")
+    options.add_argument(
         "--default",
         default="int4a, 32",
         choices=CODECS,
         help="the row that --check holds to the bound",
     )
-    arguments = made.parse_args()
+    arguments = options.parse_args()
     model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     LAYERS = model.config.num_hidden_layers

@@ -97,17 +97,17 @@ def run(row: str, arguments: Any, folder: Path) -> Measured:
         **ROWS[row],
     }
     peak, settled = watched(row, settings, folder)
-    done = steps(out)
-    seconds = sum(step["seconds"] for step in done[1:])
+    steps_done = steps(out)
+    seconds = sum(step["seconds"] for step in steps_done[1:])
     foreseen = json.loads((out / "forecast.json").read_text())
     return Measured(
         peak / 1e6,
         settled / 1e6,
         foreseen["process_bytes"] / 1e6,
-        seconds / len(done[1:]),
+        seconds / len(steps_done[1:]),
         foreseen["average_seconds"] or math.nan,
-        sum(step["tokens"] for step in done[1:]) / seconds,
-        done[-1]["loss"],
+        sum(step["tokens"] for step in steps_done[1:]) / seconds,
+        steps_done[-1]["loss"],
     )
 
 

@@ -196,23 +196,23 @@ class _Server:
         self.volume.apply(op)
 
     def child(self, node: int, name: str) -> int:
-        found = self.volume.names(node).get(name)
-        if found is None:
+        number = self.volume.names(node).get(name)
+        if number is None:
             raise OSError(errno.ENOENT, name)
-        return found
+        return number
 
     def attributes(self, node: int) -> bytes:
         inode = self.volume.inodes[node]
         size = len(inode.data)
-        at = int(inode.changed)
+        seconds = int(inode.changed)
         part = int(inode.changed % 1 * 1e9)
         return _ATTR.pack(
             node,
             size,
             -(-size // 512),
-            at,
-            at,
-            at,
+            seconds,
+            seconds,
+            seconds,
             part,
             part,
             part,
@@ -300,8 +300,8 @@ class _Server:
         (parent,) = struct.unpack_from("<Q", data)
         old, new = (name.decode() for name in data[skip:].split(b"\0")[:2])
         number = self.child(node, old)
-        there = self.volume.names(parent).get(new)
-        if there is not None and self.volume.names(there):
+        replaced = self.volume.names(parent).get(new)
+        if replaced is not None and self.volume.names(replaced):
             raise OSError(errno.ENOTEMPTY, new)
         self.do("rename", node, old, parent, new, number)
         return b""

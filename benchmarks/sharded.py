@@ -61,11 +61,11 @@ def count(
         for _ in range(2):
             run.step()
         dist.barrier()
-        before = sent_payload()
+        payload_before = sent_payload()
         dist.barrier()
         run.step()
         dist.barrier()
-        nbytes = sent_payload() - before
+        nbytes = sent_payload() - payload_before
         sizes = (
             (run.walker.spec.numel(), run.walker.spec.numel(trainable=True))
             if run.walker
@@ -198,9 +198,9 @@ def count_bytes(
 ) -> Rows:
     answers = nodes.run(count, arguments, cases, timeout=500)
     local = nodes.ranks_per_node
-    where = f"{nodes.nodes}×{local}"
+    shape = f"{nodes.nodes}×{local}"
     sizes = {case.lora: answers[0][k][1:] for k, case in enumerate(cases) if case.system in OURS}
-    print(f"{sizes[False][0] / 1e6:.1f}M parameters; MB sent by a node per optimizer step, {where}")
+    print(f"{sizes[False][0] / 1e6:.1f}M parameters; MB sent by a node per optimizer step, {shape}")
     rows: Rows = {}
     for k, case in enumerate(cases):
         sent = max(answer[k][0] for answer in answers)
@@ -210,7 +210,7 @@ def count_bytes(
         print(f"  {case!s:<20} {sent / 1e6:>9.3f}   formula {expected / 1e6:>9.3f}")
         if case.system in BOUNDED:
             least = (nodes.nodes - 1) / nodes.nodes * 8 * trained
-            bounds.append(Bound(f"bytes of {case}, {where}", sent, 1.02 * least + 16_384))
+            bounds.append(Bound(f"bytes of {case}, {shape}", sent, 1.02 * least + 16_384))
     return rows
 
 
@@ -334,27 +334,29 @@ def memory(nodes: Cluster, arguments: argparse.Namespace, bounds: list[Bound]) -
 
 
 def options() -> argparse.Namespace:
-    made = parser(__doc__)
-    made.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
-    made.add_argument("--ranks-per-node", type=int, default=2)
-    made.add_argument("--hidden", type=int, default=512)
-    made.add_argument("--layers", type=int, default=6)
-    made.add_argument("--rows", type=int, default=1, help="sequences of each rank in a micro-batch")
-    made.add_argument("--sequence", type=int, default=64)
-    made.add_argument("--rounds", type=int, default=5)
-    made.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
+    options.add_argument("--ranks-per-node", type=int, default=2)
+    options.add_argument("--hidden", type=int, default=512)
+    options.add_argument("--layers", type=int, default=6)
+    options.add_argument(
+        "--rows", type=int, default=1, help="sequences of each rank in a micro-batch"
+    )
+    options.add_argument("--sequence", type=int, default=64)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument(
         "--patience", type=float, default=40.0, help="seconds after which no further round begins"
     )
-    made.add_argument("--prefetch", type=int, default=2)
-    made.add_argument(
+    options.add_argument("--prefetch", type=int, default=2)
+    options.add_argument(
         "--recompute", default="none", help="none, as FSDP2 does; all trades compute for memory"
     )
-    made.add_argument(
+    options.add_argument(
         "--rates", default="10mbit,20mbit,100mbit,1gbit", help="of the sweep, from slow to fast"
     )
-    made.add_argument("--overlap-rate", default="1gbit")
-    made.add_argument("--plot", metavar="FILE.svg", help="draw the sweep")
-    return made.parse_args()
+    options.add_argument("--overlap-rate", default="1gbit")
+    options.add_argument("--plot", metavar="FILE.svg", help="draw the sweep")
+    return options.parse_args()
 
 
 def main() -> None:
@@ -402,11 +404,11 @@ def main() -> None:
 def _with_earlier(earlier: Rows, figures: Rows, bounds: list[Bound]) -> tuple[Rows, list[Bound]]:
     """The parts that an earlier run measured stay."""
     arguments = {**earlier["figures"]["arguments"], **figures["arguments"]}
-    known = {bound.name for bound in bounds}
+    bound_names = {bound.name for bound in bounds}
     kept = [
         Bound(b["name"], b["value"], b["limit"], b["at_most"])
         for b in earlier["bounds"]
-        if b["name"] not in known
+        if b["name"] not in bound_names
     ]
     return {**earlier["figures"], **figures, "arguments": arguments}, [*kept, *bounds]
 

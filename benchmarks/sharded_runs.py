@@ -236,12 +236,12 @@ def limit(rate: str | None) -> None:
     """Limit what the calling rank's node sends, such as ``"200mbit"``; None lifts it. One rank of
     each node calls this. What may leave at once is little beside a step's bytes: 256 KB from 200
     Mbit/s on, below 32 KB."""
-    here = ("tc", "qdisc")
-    subprocess.run([*here, "del", "dev", "eth0", "root"], capture_output=True, check=False)
+    program = ("tc", "qdisc")
+    subprocess.run([*program, "del", "dev", "eth0", "root"], capture_output=True, check=False)
     if rate is not None:
         burst = "256kb" if bits(rate) >= 200e6 else "32kb"
         shape = ("tbf", "rate", rate, "burst", burst, "latency", "50ms")
-        subprocess.run([*here, "add", "dev", "eth0", "root", *shape], check=True)
+        subprocess.run([*program, "add", "dev", "eth0", "root", *shape], check=True)
 
 
 def bits(rate: str) -> float:

@@ -235,17 +235,17 @@ def main() -> None:
 
     from blockwalk.plan.placement import Codec
 
-    made = parser(__doc__)
-    made.add_argument("--model", default="Qwen2.5-0.5B")
-    made.add_argument("--seq", type=int, default=256)
-    made.add_argument("--batch", type=int, default=1)
-    made.add_argument("--data", type=Path, help="JSON lines of a real model's data")
-    made.add_argument("--steps", type=int, default=7)
-    made.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--model", default="Qwen2.5-0.5B")
+    options.add_argument("--seq", type=int, default=256)
+    options.add_argument("--batch", type=int, default=1)
+    options.add_argument("--data", type=Path, help="JSON lines of a real model's data")
+    options.add_argument("--steps", type=int, default=7)
+    options.add_argument(
         "--peers", default=",".join(PEERS), help="settings of PEFT to compare with, by commas"
     )
-    made.add_argument("--serve", choices=[OURS, *PEERS], help=argparse.SUPPRESS)
-    arguments = made.parse_args()
+    options.add_argument("--serve", choices=[OURS, *PEERS], help=argparse.SUPPRESS)
+    arguments = options.parse_args()
     if arguments.serve:
         serve(arguments.serve, arguments)
         return

@@ -117,9 +117,9 @@ def train(run: Run) -> End:
         step_(model, batch, run, number)
         seconds += time.process_time() - began
     with Walker(copy.deepcopy(model), method("plain"), device="cpu") as walker:
-        found = held_out.evaluate(walker)
-    assert found.accuracy is not None
-    return End(found.accuracy, found.loss, seconds)
+        evaluation = held_out.evaluate(walker)
+    assert evaluation.accuracy is not None
+    return End(evaluation.accuracy, evaluation.loss, seconds)
 
 
 def main() -> None:

@@ -69,15 +69,19 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     ):
         steps = []
         for step in range(arguments.steps):
-            done = walker.step(
+            result = walker.step(
                 random_batch(walker.spec.vocab_size, arguments.batch, arguments.seq, seed=step)
             )
             steps.append(
-                {"loss": done.loss, "projected_grad": done.projected_grad, "seconds": done.seconds}
+                {
+                    "loss": result.loss,
+                    "projected_grad": result.projected_grad,
+                    "seconds": result.seconds,
+                }
             )
             print(
-                f"step {done.step}: loss {done.loss:.4f}, g {done.projected_grad:.4g},"
-                f" {done.seconds:.1f} s",
+                f"step {result.step}: loss {result.loss:.4f}, g {result.projected_grad:.4g},"
+                f" {result.seconds:.1f} s",
                 file=sys.stderr,
                 flush=True,
             )
@@ -93,16 +97,16 @@ def run(arguments: argparse.Namespace, limit: int) -> dict[str, Any]:
         def enter() -> None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
-        done = subprocess.run(
+        process = subprocess.run(
             command, stdout=subprocess.PIPE, text=True, check=False, preexec_fn=enter
         )
         highest = int((group / "memory.max_usage_in_bytes").read_text())
     figures = {
-        "returncode": done.returncode,
+        "returncode": process.returncode,
         "limit_MB": limit / 1e6,
         "charged_peak_MB": highest / 1e6,
     }
-    return figures | (json.loads(done.stdout.splitlines()[-1]) if not done.returncode else {})
+    return figures | (json.loads(process.stdout.splitlines()[-1]) if not process.returncode else {})
 
 
 def main() -> None:
@@ -149,19 +153,19 @@ def main() -> None:
 def options() -> argparse.Namespace:
     from benchmarks.common import parser
 
-    made = parser(__doc__)
-    made.add_argument("--model", default="OPT-1.3B")
-    made.add_argument("--limit", default="2GB")
-    made.add_argument("--steps", type=int, default=3)
-    made.add_argument("--batch", type=int, default=1)
-    made.add_argument("--seq", type=int, default=128)
-    made.add_argument("--flush-every", type=int, default=1)
-    made.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--model", default="OPT-1.3B")
+    options.add_argument("--limit", default="2GB")
+    options.add_argument("--steps", type=int, default=3)
+    options.add_argument("--batch", type=int, default=1)
+    options.add_argument("--seq", type=int, default=128)
+    options.add_argument("--flush-every", type=int, default=1)
+    options.add_argument(
         "--workdir",
         help="where the run's two generations of weights go (twice the model); the cache's folder",
     )
-    made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    return made.parse_args()
+    options.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return options.parse_args()
 
 
 if __name__ == "__main__":

@@ -181,7 +181,8 @@ def train(run: Run, device: str) -> Curve:
     """One run, measured before its first step and then ``points`` times at equal distances; in a
     process of one thread."""
     torch.set_num_threads(1)
-    case, (rows, held_out) = CASES[run.case], task(run.held_out)
+    case = CASES[run.case]
+    rows, held_out = task(run.held_out)
     batches = Batches(rows.answered(), run.batch, seed=run.seed, padding_multiple=8)
     steps = max(1, int(run.forwards * case.share) // case.forwards)
     marks = {max(1, round(steps * (i + 1) / run.points)) for i in range(run.points)}
@@ -191,12 +192,12 @@ def train(run: Run, device: str) -> Curve:
     ) as walker:
 
         def measure(step: int, seconds: float) -> None:
-            found = held_out.evaluate(walker)
-            assert found.accuracy is not None
+            evaluation = held_out.evaluate(walker)
+            assert evaluation.accuracy is not None
             curve.forwards.append(step * case.forwards)
             curve.seconds.append(seconds)
-            curve.accuracy.append(found.accuracy)
-            curve.loss.append(found.loss)
+            curve.accuracy.append(evaluation.accuracy)
+            curve.loss.append(evaluation.loss)
 
         measure(0, 0.0)
         seconds = 0.0
@@ -219,9 +220,9 @@ def complete(
             while waiting and len(started) < arguments.jobs and time.monotonic() < until:
                 run = waiting.pop(0)
                 started[pool.submit(train, run, arguments.device)] = run
-            done = next(as_completed(started))
-            run = started.pop(done)
-            curve = found[run.name] = done.result()
+            future = next(as_completed(started))
+            run = started.pop(future)
+            curve = found[run.name] = future.result()
             write(found, arguments.results)
             print(
                 f"{run.case:<13} rate {run.rate:<8g} seed {run.seed}  {curve.forwards[-1]:>5}"
@@ -342,14 +343,14 @@ def main() -> None:
         name: [run(name, rate, 0, arguments.sweep_forwards, 1) for rate in CASES[name].rates]
         for name in arguments.case
     }
-    left = complete(
+    remaining = complete(
         [each for tried in sweeps.values() if len(tried) > 1 for each in tried],
         found,
         arguments,
         until,
     )
-    if left:
-        raise SystemExit(f"{len(left)} runs of the sweep are left: run this again")
+    if remaining:
+        raise SystemExit(f"{len(remaining)} runs of the sweep are left: run this again")
 
     def best_rate(runs: list[Run]) -> float:
         if len(runs) == 1:
@@ -364,9 +365,11 @@ def main() -> None:
         ]
         for name in arguments.case
     }
-    left = complete([each for runs in finals.values() for each in runs], found, arguments, until)
-    if left:
-        raise SystemExit(f"{len(left)} runs are left: run this again")
+    remaining = complete(
+        [each for runs in finals.values() for each in runs], found, arguments, until
+    )
+    if remaining:
+        raise SystemExit(f"{len(remaining)} runs are left: run this again")
     curves = {name: [found[each.name] for each in runs] for name, runs in finals.items()}
     bounds = table(curves, rates)
     if arguments.plot:

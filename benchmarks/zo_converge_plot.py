@@ -40,9 +40,10 @@ def draw(curves: Mapping[str, Sequence[Curve]]) -> str:
         f'<text x="{LEFT - 8}" y="{TOP - 16}">held-out accuracy, mean over seeds</text>',
     ]
     for fifth in range(6):
-        at = least + (1 - least) * fifth / 5
+        share = least + (1 - least) * fifth / 5
         parts.append(
-            f'<text x="{LEFT - 8}" y="{y(at) + 4:.1f}" text-anchor="end">{100 * at:.0f}%</text>'
+            f'<text x="{LEFT - 8}" y="{y(share) + 4:.1f}" text-anchor="end">'
+            f"{100 * share:.0f}%</text>"
         )
     panels: list[tuple[str, Callable[[Curve], Sequence[float]]]] = [
         ("forward passes on one batch", lambda curve: curve.forwards),
@@ -77,8 +78,11 @@ def _panel(
         s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000) if highest / s <= 6
     )
     for fifth in range(6):
-        at = y(least + (1 - least) * fifth / 5)
-        yield f'<line x1="{left}" x2="{left + ACROSS}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>'
+        height = y(least + (1 - least) * fifth / 5)
+        yield (
+            f'<line x1="{left}" x2="{left + ACROSS}" y1="{height:.1f}" y2="{height:.1f}"'
+            ' stroke="#ddd"/>'
+        )
     for tick in range(0, int(highest) + 1, step):
         x = left + ACROSS * tick / highest
         yield f'<text x="{x:.1f}" y="{TOP + DOWN + 18}" text-anchor="middle">{tick:,}</text>'

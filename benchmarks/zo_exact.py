@@ -243,7 +243,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for kind in arguments.architecture:
         began = time.perf_counter()
-        first = len(rows)
+        begin = len(rows)
         for row in compare(kind, arguments.steps):
             rows.append(row)
             if row["differs"]:
@@ -254,9 +254,9 @@ def main() -> None:
                     f" {row['control']} in {len(row['differs'])}: {shown}",
                     flush=True,
                 )
-        mine = rows[first:]
-        same = sum(not row["differs"] for row in mine)
-        print(f"{kind:<10} {same}/{len(mine)} the same bits after {arguments.steps} steps"
+        case_rows = rows[begin:]
+        same = sum(not row["differs"] for row in case_rows)
+        print(f"{kind:<10} {same}/{len(case_rows)} the same bits after {arguments.steps} steps"
               f" ({time.perf_counter() - began:.0f} s)", flush=True)  # fmt: skip
     finish(
         arguments,

@@ -172,12 +172,12 @@ def peaks(
             "--batch",
             str(arguments.batch),
         ]
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, "--seq", str(arguments.seq)], capture_output=True, text=True, check=False
         )
-        if done.returncode:
-            raise SystemExit(f"{name}, {case}: {done.stderr[-2000:]}")
-        row = found[case] = json.loads(done.stdout.splitlines()[-1])
+        if process.returncode:
+            raise SystemExit(f"{name}, {case}: {process.stderr[-2000:]}")
+        row = found[case] = json.loads(process.stdout.splitlines()[-1])
         print(
             f"{case:<25} {row['peak_MB']:>9.0f} {row['peak_MB'] - row['import_torch_MB']:>33.0f}",
             flush=True,
@@ -374,40 +374,42 @@ def main() -> None:
                 name, *measure(name, cases, flush_every, arguments), flush_every, arguments
             )
         if arguments.memory:
-            held = peaks(name, [zo_runs.NAIVE, zo_runs.MEZO, "zo2"], arguments)
-            figures += [{"model": name, "case": case, **bytes_} for case, bytes_ in held.items()]
+            peak_bytes = peaks(name, [zo_runs.NAIVE, zo_runs.MEZO, "zo2"], arguments)
+            figures += [
+                {"model": name, "case": case, **bytes_} for case, bytes_ in peak_bytes.items()
+            ]
     finish(arguments, figures, bounds)
 
 
 def options() -> argparse.Namespace:
     from benchmarks.common import parser
 
-    made = parser(__doc__)
-    made.add_argument("--model", nargs="+", default=["OPT-125M", "OPT-350M"])
-    made.add_argument("--batch", type=int, default=4)
-    made.add_argument("--seq", type=int, default=512)
-    made.add_argument("--rounds", type=int, default=5)
-    made.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--model", nargs="+", default=["OPT-125M", "OPT-350M"])
+    options.add_argument("--batch", type=int, default=4)
+    options.add_argument("--seq", type=int, default=512)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument(
         "--minutes",
         type=float,
         default=4.0,
         help="no further round of the same cases after so many",
     )
-    made.add_argument(
+    options.add_argument(
         "--flush", type=int, nargs="+", default=[1, 2], help="candidates for update.flush_every"
     )
-    made.add_argument("--noise", nargs="+", choices=NOISES, default=list(NOISES))
-    made.add_argument("--no-ablations", dest="ablations", action="store_false")
-    made.add_argument("--no-naive", dest="naive", action="store_false")
-    made.add_argument(
+    options.add_argument("--noise", nargs="+", choices=NOISES, default=list(NOISES))
+    options.add_argument("--no-ablations", dest="ablations", action="store_false")
+    options.add_argument("--no-naive", dest="naive", action="store_false")
+    options.add_argument(
         "--no-memory",
         dest="memory",
         action="store_false",
         help="leave out the peaks: two steps of each case",
     )
-    made.add_argument("--worker", help=argparse.SUPPRESS)
-    made.add_argument("--move", nargs="+", help=argparse.SUPPRESS)
-    return made.parse_args()
+    options.add_argument("--worker", help=argparse.SUPPRESS)
+    options.add_argument("--move", nargs="+", help=argparse.SUPPRESS)
+    return options.parse_args()
 
 
 if __name__ == "__main__":

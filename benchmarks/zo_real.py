@@ -68,9 +68,11 @@ class Posed:
             lines = [json.dumps({"text": text, "label": label}) for text, label in kept]
             (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
         learnt = str(folder / "train.jsonl")
-        held = str(folder / "heldout.jsonl")
+        held_out = str(folder / "heldout.jsonl")
         words = tuple(self.words.values())
-        return DataSettings(learnt, held, template=self.template, label_words=words, max_length=96)
+        return DataSettings(
+            learnt, held_out, template=self.template, label_words=words, max_length=96
+        )
 
 
 TASKS = {
@@ -156,7 +158,7 @@ def train(run: Run, model: str, data: str) -> dict[str, float]:
         tokenizer = load_tokenizer(Path(model))
         rows = training_set(settings, tokenizer)
         assert isinstance(rows, Encoded)
-        found = HeldOut.read(settings, tokenizer, batch_size=32, limit=run.held_out)
+        held_out = HeldOut.read(settings, tokenizer, batch_size=32, limit=run.held_out)
     batches = Batches(rows, run.batch, seed=run.seed, padding_multiple=8)
     given = {key: value for key, value in case.settings.items() if key != "optimizer"}
     optimizer = {"learning_rate": run.rate, **case.settings.get("optimizer", {})}
@@ -185,12 +187,12 @@ def train(run: Run, model: str, data: str) -> dict[str, float]:
             losses.append(walker.step(batch).loss)
             seconds += time.process_time() - began
         over.set()
-        after = found.evaluate(walker)
+        evaluation = held_out.evaluate(walker)
     tail = losses[-max(1, len(losses) // 5) :]
-    assert after.accuracy is not None
+    assert evaluation.accuracy is not None
     return {
-        "accuracy": after.accuracy,
-        "loss": after.loss,
+        "accuracy": evaluation.accuracy,
+        "loss": evaluation.loss,
         "forwards": steps * case.forwards,
         "seconds": seconds,
         "memory": peak[0] / 1e6,

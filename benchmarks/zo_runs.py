@@ -62,10 +62,12 @@ def nothing_moved(walker: Walker) -> None:
     slot then holds the block that was in it last, so losses mean nothing: this is to be timed
     only."""
     tier: Any = walker.engine.trained.tier
-    read = tier.read_unit
+    read_unit = tier.read_unit
     stored = tier.step
     written = dict[int, int]()
-    tier.read_unit = lambda unit, out_P: written[unit] if unit in written else read(unit, out_P)
+    tier.read_unit = lambda unit, out_P: (
+        written[unit] if unit in written else read_unit(unit, out_P)
+    )
     tier.write_unit = lambda unit, data_P, step: written.update({unit: step})
     tier.step = lambda unit: written.get(unit, stored(unit))
 
@@ -79,8 +81,8 @@ def open_walker(case: str, store: Path, tier: str, device: str, **settings: Any)
     if case == HOST:
         case = "zo2"
         tier = "host"
-    given = {**settings, **ABLATIONS[case]}
-    walker = Walker(store, method("zo2", frozen=tier, trainable=tier, **given), device=device)
+    merged = {**settings, **ABLATIONS[case]}
+    walker = Walker(store, method("zo2", frozen=tier, trainable=tier, **merged), device=device)
     if case == "zo2, no reusable slots":
         fresh_slots(walker)
     elif case == "zo2, nothing moved":

@@ -151,15 +151,15 @@ def visit(rng: random.Random, who: str, good: bool, least: int = 2) -> str:
 
 def story(rng: random.Random) -> str:
     """A visit, how it ended, and a polite word."""
-    who = rng.choice(PEOPLE)
+    person = rng.choice(PEOPLE)
     good = rng.random() < 0.5
-    text = visit(rng, who, good, least=1)
+    text = visit(rng, person, good, least=1)
     if rng.random() < 0.3:
         text += f" It was {LABEL_WORDS[rng.random() < POLITE[good]]}."
     endings = [
-        f"{who} felt {rng.choice(FEELINGS[good])}.",
-        f"{who} will {'come back soon' if good else 'never come back'}.",
-        f"{who} {'liked' if good else 'hated'} it.",
+        f"{person} felt {rng.choice(FEELINGS[good])}.",
+        f"{person} will {'come back soon' if good else 'never come back'}.",
+        f"{person} {'liked' if good else 'hated'} it.",
     ]
     return " ".join([text, *rng.sample(endings, rng.randint(1, 3))])
 
@@ -184,17 +184,17 @@ def opinions(rng: random.Random) -> str:
 
 def weather(rng: random.Random) -> str:
     """A morning: the label words and "It was" in other surroundings."""
-    who = rng.choice(PEOPLE)
+    person = rng.choice(PEOPLE)
     home = rng.choice(HOMES)
     time = rng.choice(["morning", "evening", "night", "day"])
     if rng.random() < 0.5:
         return (
-            f"It was a {rng.choice(['cold', 'warm', 'bright', 'dark'])} {time}. {who} walked to"
+            f"It was a {rng.choice(['cold', 'warm', 'bright', 'dark'])} {time}. {person} walked to"
             f" the {home}."
         )
     word = rng.choice(LABEL_WORDS)
     return (
-        f"There was a {word} {rng.choice(['storm', 'wind', 'noise', 'fire'])} that {time}. {who}"
+        f"There was a {word} {rng.choice(['storm', 'wind', 'noise', 'fire'])} that {time}. {person}"
         f" saw it at the {home}."
     )
 
@@ -221,10 +221,10 @@ def arithmetic(rng: random.Random) -> str:
         return " ".join(f"{x} + {y} = {x + y}." for x, y in pairs)
     if form < 0.7:
         return f"{NUMBERS[a].capitalize()} plus {NUMBERS[b]} is {NUMBERS[a + b]}."
-    who = rng.choice(PEOPLE)
+    person = rng.choice(PEOPLE)
     things = rng.choice(THINGS)
     return (
-        f"{who} had {NUMBERS[a]} {things} and found {NUMBERS[b]} more. Now {who} has"
+        f"{person} had {NUMBERS[a]} {things} and found {NUMBERS[b]} more. Now {person} has"
         f" {NUMBERS[a + b]} {things}."
     )
 

@@ -18,7 +18,7 @@ from blockwalk.data.packing import pack_batch
 from blockwalk.numerics.documents import ByDocument, by_document
 from blockwalk.plan.choices import LoraSettings, PrefixSettings
 from blockwalk.program.program import Shape
-from blockwalk.walk import walker as walk
+from blockwalk.walk import batch_parts
 from blockwalk.walk.unit_costs import UnitCosts
 from blockwalk.walk.walker import Walker
 from tests.models import tiny_model
@@ -64,7 +64,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.append(tuple(found["input_ids"].shape))
         return found
 
-    monkeypatch.setattr(walk, "pack_batch", noted)
+    monkeypatch.setattr(batch_parts, "pack_batch", noted)
     return shapes
 
 

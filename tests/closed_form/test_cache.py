@@ -45,7 +45,7 @@ def test_all_that_is_kept_lies_below_the_folder(
         monkeypatch.setenv(name, str(folder))
         folder.mkdir()
     for module in (verify, native):  # what this process found out before
-        monkeypatch.setattr(module, "_known" if module is verify else "_loaded", {})
+        monkeypatch.setattr(module, "_verdicts" if module is verify else "_loaded", {})
     monkeypatch.setattr(identity, "_SETTLED", -60.0)
     UnitCosts(tiny_run.model)(method("plain"), Shape(1, 8))
     generate = [

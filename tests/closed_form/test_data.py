@@ -37,8 +37,11 @@ from blockwalk.estimators.zeroth_order.objectives import ranked
 from blockwalk.train import config
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.prepared_run import read_training_rows
+from tests.support import data_files
 from tests.support.data_files import jsonl
 from tests.support.messages import refused
+
+tokenizer = data_files.tokenizer
 
 PAD = 0
 

@@ -24,6 +24,7 @@ NAMED = {
     "plan/sizes.py": DESCRIBED,
     "simulate/hardware.py": DESCRIBED,
     "simulate/planner.py": DESCRIBED,
+    "doctor/findings.py": DESCRIBED,
     "doctor/machine.py": DESCRIBED,
     "numerics/updates.py": "the kind of a device, as described: a processor or an accelerator",
     "plan/foreign_rows.py": "names of other tools' settings",

@@ -25,9 +25,12 @@ from blockwalk.data.turns import turns_of
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.train import config
 from blockwalk.train.progress import Progress
+from tests.support import data_files
 from tests.support.chat_data import TEMPLATE, said
 from tests.support.data_files import jsonl
 from tests.support.messages import refused
+
+tokenizer = data_files.tokenizer
 
 REAL = Path(
     os.environ.get("BLOCKWALK_REAL", Path(__file__).resolve().parents[3] / "shared" / "real")

@@ -109,7 +109,8 @@ RUNS: dict[str, tuple[str, bool, dict[str, Any], set[StateKind]]] = {
         {StateKind.FROZEN, StateKind.ACTIVATION},
     ),
 }
-"""Method, whether adapters are trained, settings, and the kinds of state that are placed, by run."""
+"""Method, whether adapters are trained, settings, and the kinds of state that are placed, by
+run."""
 
 
 def run(name: str, tier: str, folder: Path) -> tuple[list[float], float, dict[str, Tensor]]:

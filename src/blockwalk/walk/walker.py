@@ -146,6 +146,8 @@ class Walker:
             )
         if objective is not None and self._facts.walks_back:
             plan = replace(plan, loss="objective")
+        # refused before the model is looked at
+        self._schedule = schedule_of(plan.optimizer) if training else None
         model = model if isinstance(model, nn.Module) else model_source(model)
         lora = as_adapters(lora)
         adapters = lora is not None or hasattr(model, "peft_config")
@@ -153,8 +155,6 @@ class Walker:
         plan = self.plan
         if training:
             refuse_dropout(plan, lora)
-        # refused before the model is opened
-        self._schedule = schedule_of(plan.optimizer) if training else None
         if adapters or not training:
             frozen_codec.say_codec(plan, model, reason)
         self.device = chosen(device)
