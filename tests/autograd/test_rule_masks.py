@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockwalk import method
-from blockwalk.numerics import rule_mask
+from blockwalk.numerics import row_tiles, rule_mask
 from blockwalk.numerics.rule_mask import RuleMask
 from blockwalk.program.program import Shape
 from blockwalk.walk.unit_costs import UnitCosts
@@ -168,3 +168,41 @@ def test_a_mask_of_a_long_row_is_not_foreseen_either(family: str) -> None:
     costs = [UnitCosts(config, padded=True)(plan, Shape(1, length)) for length in (2000, 16000)]
     short, long = (dict(cost.units)["prologue"].forward_transient for cost in costs)
     assert long < 8.5 * short
+
+
+@pytest.mark.parametrize("products", ["bfloat16", "float32"])
+def test_narrow_attention_under_a_rule_has_few_shapes_and_no_whole_mask(
+    products: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the same attention in float32 under all elements. Its products are made in bfloat16,
+    or of float32 copies as on a processor without 16-bit products."""
+    monkeypatch.setattr(row_tiles, "multiplied_in", lambda dtype: getattr(torch, products))
+    monkeypatch.setattr(rule_mask, "TILE_ELEMENTS", 1)
+    generator = torch.Generator().manual_seed(0)
+    mask = RuleMask([(rule, 2)], (0, TOKENS), (0, TOKENS), "cpu")
+    leaves = [
+        torch.randn(2, 2, TOKENS, 8, generator=generator).bfloat16().requires_grad_()
+        for _ in range(3)
+    ]
+    grad = torch.randn(2, 2, TOKENS, 8, generator=generator)
+    grad[1, :, :7] = 0
+    with LargestMask() as largest, row_tiles.narrow_products(leaves[0]):
+        out = F.scaled_dot_product_attention(*leaves, mask)
+        gradients = torch.autograd.grad(out, leaves, grad.bfloat16())
+    assert largest.elements < TOKENS**2
+    controls = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    control = F.scaled_dot_product_attention(*controls, mask.whole())
+    control = control.masked_fill(grad == 0, 0)
+    torch.testing.assert_close(out.float().masked_fill(grad == 0, 0), control, rtol=2e-2, atol=2e-2)
+    expected = torch.autograd.grad(control, controls, grad)
+    for gradient, reference in zip(gradients, expected, strict=True):
+        error = (gradient.float() - reference).norm() / reference.norm()
+        assert error < 1e-2
+
+
+def test_a_lengthened_mask_hides_what_is_appended() -> None:
+    mask = RuleMask([(rule, 2)], (0, 40), (0, 40), "cpu").lengthened(8)
+    elements = mask.whole()
+    assert mask.shape == (2, 1, 48, 48)
+    assert not elements[..., 40:].any()
+    assert elements[:, :, 40:, :40].all()

@@ -275,9 +275,11 @@ def _attention(
     """Return ``F.scaled_dot_product_attention`` of a sequence with itself, [..., S, D], filled up
     to one of few lengths.
 
-    Nothing attends to what is appended: it comes after every query of a causal mask, and is masked
-    in an explicit one. Its own queries attend to everything, which gives them numbers (never NaN);
-    their outputs are cut off."""
+    A mask of a class of its own has an attention of its own. Nothing attends to what is appended:
+    it comes after every query of a causal mask, and is masked in an explicit one. Its own queries
+    attend to everything, which gives them numbers (never NaN); their outputs are cut off."""
+    if attn_mask is not None and not _plain(attn_mask):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
     length = query.shape[-2]
     missing = filled(length, query.dtype) - length
     causal = kwargs.get("is_causal", args[1] if len(args) > 1 else False)
@@ -287,7 +289,7 @@ def _attention(
         or key.shape[-2] != length
         or (attn_mask is None and not causal)
     ):
-        out: Tensor = _of_float32(
+        out: Tensor = of_float32(
             F.scaled_dot_product_attention, query, key, value, attn_mask, *args, **kwargs
         )
         return out
@@ -304,7 +306,7 @@ def _attention(
     return filled_up[..., :length, :]
 
 
-def _of_float32(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def of_float32(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the answer of ``func``; where this processor multiplies in float32, made of float32
     copies and rounded."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -343,7 +345,7 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     F.linear: _linear,
     F.scaled_dot_product_attention: _attention,
     **{
-        func: partial(_of_float32, func)
+        func: partial(of_float32, func)
         for func in (*_PRODUCTS, F.grouped_mm, torch._grouped_mm, F.conv1d)
     },
 }

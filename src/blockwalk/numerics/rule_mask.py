@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from blockwalk.numerics.lazy_parameter import METADATA
+from blockwalk.numerics.row_tiles import filled, narrow, of_float32
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Whether a query sees a key, boolean, by the numbers of row, head, query and key: tensors that
@@ -25,6 +26,8 @@ TILE_ELEMENTS = 1 << 22
 """Elements of the mask of one tile: 4 MB, and twice that where a kernel adds it in 16 bits."""
 MOST_QUERIES = 512
 LEAST_QUERIES = 64
+KEYS_STEP = 128
+"""Keys of a tile begin and end at multiples of it: a processor keeps memory for each new shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class RuleMask(Tensor):
     queries: tuple[int, int]
     keys: tuple[int, int]
     _spans: list[Span] | None
+    _lengthened: dict[int, RuleMask]
 
     @staticmethod
     def __new__(
@@ -69,7 +73,29 @@ class RuleMask(Tensor):
         mask.queries = queries
         mask.keys = keys
         mask._spans = None
+        mask._lengthened = {}
         return mask
+
+    def lengthened(self, tokens: int) -> RuleMask:
+        """Return the mask with so many queries and keys appended. No query sees an appended key,
+        and appended queries see all others, which gives them numbers."""
+        if tokens not in self._lengthened:
+            queries = (self.queries[0], self.queries[1] + tokens)
+            keys = (self.keys[0], self.keys[1] + tokens)
+            rules = [(self._guarded(rule), rows) for rule, rows in self.rules]
+            self._lengthened[tokens] = RuleMask(rules, queries, keys, self.device)
+        return self._lengthened[tokens]
+
+    def _guarded(self, rule: Rule) -> Rule:
+        """Return a rule that is asked for this mask's own queries and keys alone."""
+        end_query = sum(self.queries)
+        end_key = sum(self.keys)
+
+        def guarded(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            seen = rule(row, head, query.clamp(max=end_query - 1), key.clamp(max=end_key - 1))
+            return (seen | (query >= end_query)) & (key < end_key)
+
+        return guarded
 
     def elements(self, queries: slice, keys: slice) -> Tensor:
         """Return the elements of some queries and keys, [B, 1, T, K]."""
@@ -118,7 +144,8 @@ class RuleMask(Tensor):
 
     def _tiles(self) -> list[slice]:
         a_query = max(1, self.shape[0] * self.keys[1])
-        queries = min(MOST_QUERIES, max(LEAST_QUERIES, TILE_ELEMENTS // a_query))
+        fitting = TILE_ELEMENTS // a_query // LEAST_QUERIES * LEAST_QUERIES
+        queries = min(MOST_QUERIES, max(LEAST_QUERIES, fitting))
         total = self.queries[1]
         return [slice(begin, min(begin + queries, total)) for begin in range(0, total, queries)]
 
@@ -128,8 +155,9 @@ class RuleMask(Tensor):
         count = self.keys[1]
         seen_RK = self.elements(queries, slice(0, count)).flatten(0, 2)
         any_K = seen_RK.any(0).long()
-        begin = any_K.argmax()
+        begin = any_K.argmax() // KEYS_STEP * KEYS_STEP
         end = count - any_K.flip(0).argmax()
+        end = (-(-end // KEYS_STEP) * KEYS_STEP).clamp(max=count)
         hidden_K = (~seen_RK.all(0)).long()
         hidden_K = hidden_K.masked_fill(torch.arange(count, device=self.device) < begin, 0)
         seen_by_all = torch.where(hidden_K.any(), hidden_K.argmax(), end) - begin
@@ -231,12 +259,21 @@ def _attention(
         and attn_mask.shape[2:] == (query.shape[2], key.shape[2])
     )
     if dropout_p or is_causal or not fits:
-        return F.scaled_dot_product_attention(
-            query, key, value, _as_tensors(attn_mask), dropout_p, is_causal, **options
+        whole: Tensor = of_float32(
+            F.scaled_dot_product_attention,
+            *(query, key, value, _as_tensors(attn_mask), dropout_p, is_causal),
+            **options,
         )
-    arguments = (query, key, value, attn_mask, options)
-    out: Tensor = _Tiled.apply(*arguments)  # type: ignore[no-untyped-call]
-    return out
+        return whole
+    assert isinstance(attn_mask, RuleMask)
+    mask = attn_mask
+    length = query.shape[2]
+    missing = filled(length, query.dtype) - length if narrow(query) else 0
+    if missing and key.shape[2] == length:
+        mask = mask.lengthened(missing)
+        query, key, value = (F.pad(rows, (0, 0, 0, missing)) for rows in (query, key, value))
+    out: Tensor = _Tiled.apply(query, key, value, mask, options)  # type: ignore[no-untyped-call]
+    return out[:, :, :length]
 
 
 def _is_unknown(tensor: Tensor) -> bool:
@@ -263,11 +300,12 @@ class _Tiled(torch.autograd.Function):
         ctx.spans = mask.causal_spans() if _is_unknown(query_BHQD) else mask.spans()
         out_BHQE = query_BHQD.new_empty((*query_BHQD.shape[:3], value_BHKE.shape[-1]))
         for span in ctx.spans:
-            out_BHQE[:, :, span.queries] = F.scaled_dot_product_attention(
+            out_BHQE[:, :, span.queries] = of_float32(
+                F.scaled_dot_product_attention,
                 query_BHQD[:, :, span.queries],
                 key_BHKD[:, :, span.keys],
                 value_BHKE[:, :, span.keys],
-                mask.of_span(span),
+                attn_mask=mask.of_span(span),
                 **options,
             )
         return out_BHQE
@@ -286,8 +324,11 @@ class _Tiled(torch.autograd.Function):
                 value_BHKE[:, :, span.keys].detach().requires_grad_(),
             )
             with torch.enable_grad():
-                out_BHTE = F.scaled_dot_product_attention(
-                    *leaves, attn_mask=ctx.mask.of_span(span), **ctx.options
+                out_BHTE = of_float32(
+                    F.scaled_dot_product_attention,
+                    *leaves,
+                    attn_mask=ctx.mask.of_span(span),
+                    **ctx.options,
                 )
             grads = torch.autograd.grad(out_BHTE, leaves, grad_BHQE[:, :, span.queries])
             grad_query_BHQD[:, :, span.queries] = grads[0]

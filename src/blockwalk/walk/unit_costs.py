@@ -75,7 +75,7 @@ class UnitCosts:
         device: ``cpu`` or ``cuda``: the kind of attention, and the sizes of chunks. The latter
             needs no GPU.
         padded: whether batches hold padding on the right, so that a processor makes a mask [B, 1,
-            S, S].
+            S, S] of short rows.
         cut: whether long rows are rid of it (:func:`blockwalk.data.packing.cut_padding`).
 
     Raises:
@@ -167,8 +167,8 @@ class UnitCosts:
 
 
 def of_run(run: RunConfig) -> UnitCosts:
-    """Return the costs of a run's model here; its batches hold padding, and a packed row has a mask
-    however long it is."""
+    """Return the costs of a run's model here; its batches hold padding, and packed rows are not
+    rid of it."""
     return UnitCosts(
         run.model, lora=run.adapters, device=chosen().type, padded=True, cut=not run.data.packing
     )
