@@ -4,24 +4,20 @@ transformers + PEFT to Blockwalk, one setting at a time.
     python benchmarks/ablation.py [--model Qwen2.5-0.5B] [--seq 256] [--steps 5]
     python benchmarks/ablation.py --model FOLDER --data FILE.jsonl --batch 4 --seq 512
 
-Each row is a process of its own, and they take their steps in turn. Memory is the peak of a
-process's private and file-backed pages that it has mapped, as ``benchmarks/vs_peft.py`` measures
-it; weights, tokens and data are that script's as well."""
+Each row is a process of its own, and they take their steps in turn. Memory is the process's private
+memory at its peak, which the kernel cannot drop: pages of mapped weights are not in it. Weights,
+tokens and data are those of ``benchmarks/vs_peft.py``."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.vs_peft import PEERS, RANK, batches, theirs, turn
+from benchmarks.vs_peft import PEERS, RANK, batches, measure, take_steps, theirs
 
 PEFT = "transformers + PEFT, bfloat16, checkpointed"
 IN_MEMORY = {"recompute": "all", "loss": "model"}
@@ -84,29 +80,7 @@ def serve(name: str, arguments: argparse.Namespace) -> None:
             )
         else:
             step = walk(name, arguments)
-        for line in sys.stdin:
-            began = time.perf_counter()
-            loss = step(int(line))
-            answer = {"loss": loss, "seconds": time.perf_counter() - began, "peak": memory.highest}
-            print(json.dumps(answer), flush=True)
-
-
-def measure(steps: int) -> dict[str, list[dict[str, Any]]]:
-    """The answers of each row to ``steps`` steps, taken in turn after one that warms up."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--serve"]
-    sides = {
-        name: subprocess.Popen(
-            [*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for name in (PEFT, *ROWS)
-    }
-    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-    for step in range(steps + 1):
-        for name, process in sides.items():
-            answers[name].append(turn(process, step))
-    for process in sides.values():
-        process.communicate()
-    return {name: answered[1:] for name, answered in answers.items()}
+        take_steps(step, memory)
 
 
 def main() -> None:
@@ -128,7 +102,7 @@ def main() -> None:
     if arguments.data is None:
         for codec in (Codec.RAW, Codec.INT4A):
             with_tokenizer(random_store(arguments.model, codec), arguments.model)
-    answers = measure(arguments.steps)
+    answers = measure((PEFT, *ROWS), arguments.steps, __file__)
     figures = {
         name: {
             "peak_MB": steps[-1]["peak"] / 1e6,

@@ -20,7 +20,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,11 +195,17 @@ def serve(side: str, arguments: argparse.Namespace) -> None:
                 batch=arguments.batch,
                 data=arguments.data,
             )
-        for line in sys.stdin:
-            began = time.perf_counter()
-            loss = step(int(line))
-            answer = {"loss": loss, "seconds": time.perf_counter() - began, "peak": memory.highest}
-            print(json.dumps(answer), flush=True)
+        take_steps(step, memory)
+
+
+def take_steps(step: Callable[[int], float], memory: Any) -> None:
+    """Take a step for every line on standard input; ``memory`` has watched the process since it
+    began."""
+    for line in sys.stdin:
+        began = time.perf_counter()
+        loss = step(int(line))
+        answer = {"loss": loss, "seconds": time.perf_counter() - began, "peak": memory.highest}
+        print(json.dumps(answer), flush=True)
 
 
 def turn(process: subprocess.Popen[str], step: int) -> dict[str, Any]:
@@ -212,9 +218,12 @@ def turn(process: subprocess.Popen[str], step: int) -> dict[str, Any]:
     return answer
 
 
-def measure(names: list[str], steps: int) -> dict[str, list[dict[str, Any]]]:
-    """The answers of each side to ``steps`` steps, taken in turn after one that warms up."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--serve"]
+def measure(
+    names: Iterable[str], steps: int, script: str = __file__
+) -> dict[str, list[dict[str, Any]]]:
+    """The answers of each side to ``steps`` steps, taken in turn after one that warms up; a side is
+    ``script`` with ``--serve`` and its name."""
+    command = [sys.executable, script, *sys.argv[1:], "--serve"]
     sides = {
         name: subprocess.Popen(
             [*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
