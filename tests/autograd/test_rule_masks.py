@@ -5,6 +5,7 @@ counted at PyTorch's dispatcher."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from blockwalk import method
 from blockwalk.numerics import row_tiles, rule_mask
 from blockwalk.numerics.rule_mask import RuleMask
+from blockwalk.plan.placement import Tier
+from blockwalk.plan.plan import Plan
 from blockwalk.program.program import Shape
 from blockwalk.walk.unit_costs import UnitCosts
 from blockwalk.walk.walker import Walker
@@ -77,11 +80,14 @@ def packed() -> dict[str, Tensor]:
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
 
 
-def check(kind: str, settings: dict[str, Any], batch: dict[str, Tensor]) -> int:
+def check(
+    kind: str, settings: dict[str, Any], batch: dict[str, Tensor], plan: Plan | None = None
+) -> int:
     """Compare losses and gradients of a walk with the model's own; return the largest mask."""
     model = tiny_model(kind, **settings).eval()
     control = copy.deepcopy(model)
-    with Walker(model, method("plain", compute_dtype="float32"), device="cpu") as walker:
+    plan = plan or method("plain", compute_dtype="float32")
+    with Walker(model, plan, device="cpu") as walker:
         with LargestMask() as largest:
             gradients = walker.gradients(batch)
         loss = walker.evaluate(batch).loss
@@ -102,6 +108,15 @@ def test_a_long_row_has_no_mask_of_its_length_squared(family: str) -> None:
 
 def test_a_packed_row_has_no_mask_of_its_length_squared() -> None:
     assert check("llama", SMALL, packed()) < TOKENS**2
+
+
+@pytest.mark.parametrize("batch", [left_padded, packed])
+def test_graphs_that_are_saved_to_the_disk_have_no_mask_either(
+    batch: Callable[[], dict[str, Tensor]],
+) -> None:
+    plan = method("mebp", frozen="disk × raw", trainable="disk", compute_dtype="float32")
+    assert plan.activation.tier is Tier.DISK
+    assert check("llama", SMALL, batch(), plan) < TOKENS**2
 
 
 def test_a_model_that_reads_its_mask_gets_all_of_it() -> None:

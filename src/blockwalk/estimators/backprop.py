@@ -35,6 +35,7 @@ from blockwalk.estimators.walk_request import Step
 from blockwalk.numerics.lazy_linear import unread
 from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.numerics.noise.key import derive_seed
+from blockwalk.numerics.rule_mask import RuleMask
 from blockwalk.numerics.updates import clip_coefficient
 from blockwalk.program.program import Op, OpKind, Shape
 from blockwalk.program.state_sizes import maps_graphs
@@ -294,7 +295,7 @@ class Backprop:
             *call.leaves,
         ]
         return saved.write(input_BSD), saved.saving(
-            t for t in kept_elsewhere if not isinstance(t, LazyParameter)
+            t for t in kept_elsewhere if not isinstance(t, LazyParameter | RuleMask)
         )
 
     def _place(self, op: Op) -> tuple[int, int]:
