@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ def test_full_gradients_are_those_of_autograd(
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_twenty_steps_are_those_of_torch_adamw(plan: dict[str, Any], tmp_path: Path) -> None:
-    """Control: torch.optim.AdamW on the model's own gradients; weights after 20 steps to
-    rounding."""
+    """Control: torch.optim.AdamW on the model's own gradients, whose norm clip_grad_norm_ tells;
+    weights after 20 steps to rounding."""
     model = tiny_model("llama", tied=True)
     control = copy.deepcopy(model).train()
     optimizer = torch.optim.AdamW(
@@ -51,17 +52,23 @@ def test_twenty_steps_are_those_of_torch_adamw(plan: dict[str, Any], tmp_path: P
     settings = {**plan, "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.01, "decay": "all"}}
     losses = []
     own = []
+    norms = []
+    own_norms = []
     with Walker(copy.deepcopy(model), method(**settings), workdir=tmp_path, device="cpu") as walker:
         for step in range(20):
             batch = random_batch(seed=step)
-            losses.append(walker.step(batch).loss)
+            result = walker.step(batch)
+            losses.append(result.loss)
+            norms.append(result.grad_norm)
             loss = control(**batch, use_cache=False).loss
             loss.backward()
+            own_norms.append(float(torch.nn.utils.clip_grad_norm_(control.parameters(), math.inf)))
             optimizer.step()
             optimizer.zero_grad()
             own.append(float(loss.detach()))
         masters = walker.state_dict()
     assert losses == pytest.approx(own, rel=1e-5)
+    assert norms == pytest.approx(own_norms, rel=1e-4)
     for name, parameter in control.named_parameters():
         difference = (masters[name] - parameter.detach()).norm() / parameter.detach().norm()
         assert difference < 1e-4, name

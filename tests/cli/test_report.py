@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from blockwalk.cli import main
-from blockwalk.report import card, html
+from blockwalk.report import axis, card, html
 from blockwalk.simulate import timeline
 from tests.support.messages import says
 from tests.support.report_page import Page
@@ -105,12 +105,41 @@ def test_evaluations_are_dots_and_axes_have_round_numbers(run: Path) -> None:
     assert "50.0% → 96.2%" in text
     assert "<tiny> · " in text, "the model, in the header"
     assert "prefers-color-scheme:dark" in text
-    assert html.ticks(0.2, 4.1) == [1.0, 2.0, 3.0, 4.0]
-    assert html.ticks(-0.013, 0.004) == pytest.approx([-0.01, -0.005, 0.0])
-    assert html.ticks(318.0, 341.0) == [320.0, 325.0, 330.0, 335.0, 340.0]
+    assert axis.ticks(0.2, 4.1) == [1.0, 2.0, 3.0, 4.0]
+    assert axis.ticks(-0.013, 0.004) == pytest.approx([-0.01, -0.005, 0.0])
+    assert axis.ticks(318.0, 341.0) == [320.0, 325.0, 330.0, 335.0, 340.0]
     curves = html.curves(run)
     assert curves.startswith('<svg xmlns="http://www.w3.org/2000/svg"')
     assert curves.count("<polyline") == 2
+
+
+def test_small_losses_are_told_apart() -> None:
+    """Closed form: a hundredth of the first loss and a ten-thousandth lie as far apart as the first
+    and the hundredth, and each dot says its value."""
+    losses = ((1.0, 2.0), (2.0, 0.02), (3.0, 0.0002))
+    page = Page(html.chart("Loss", [html.Series("training", losses)], "ratio"))
+    top, middle, foot = (float(attrs["cy"] or 0) for tag, attrs in page.tags if tag == "circle")
+    assert middle - top == pytest.approx(foot - middle, abs=0.1)
+    text = " ".join(page.words)
+    assert "logarithmic" in text
+    for shown in ("0.001", "step 3: 0.0002"):
+        assert shown in text
+    assert axis.decades(0.2, 4.1) == [0.2, 0.5, 1.0, 2.0]
+    assert axis.decades(3e-3, 40.0) == [0.01, 0.1, 1.0, 10.0]
+    assert len(axis.decades(1e-12, 1e3)) <= axis.MOST_MARKS
+    for kind in ("zero", "range"):
+        assert not axis.axis([0.0002, 2.0], kind).logarithmic
+    assert not axis.axis([0.0, 2.0], "ratio").logarithmic
+    assert not axis.axis([1.0, 2.0], "ratio").logarithmic
+
+
+def test_the_page_says_what_a_resumed_run_changed(run: Path) -> None:
+    """Oracle: the run's own changed.jsonl."""
+    line = {"step": 8, "changes": ["optimizer.learning_rate: 0.0001 → 0.001"]}
+    (run / "changed.jsonl").write_text(json.dumps(line) + "\n")
+    text = " ".join(Page(html.report(run)).words)
+    assert "step 8" in text
+    assert line["changes"][0] in text
 
 
 def test_a_trace_is_whole_or_as_it_was(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,7 @@ def plain_run(
         groups(trained), lr=LEARNING_RATE, weight_decay=DECAY, foreach=False
     )
     losses = []
+    norms = []
     first = {}
     model.train()
     for batch in batches:
@@ -51,8 +53,8 @@ def plain_run(
         loss = _loss(model, batch)
         loss.backward()
         first = first or {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
-        if max_norm:
-            nn.utils.clip_grad_norm_(trained.values(), max_norm, foreach=False)
+        bound = max_norm or math.inf
+        norms.append(float(nn.utils.clip_grad_norm_(trained.values(), bound, foreach=False)))
         optimizer.step()
         losses.append(float(loss.detach()))
     model.eval()
@@ -61,6 +63,7 @@ def plain_run(
     weights = {name: p.detach().clone() for name, p in trained.items()}
     return {
         "losses": losses,
+        "norms": norms,
         "gradients": first,
         "exact": exact,
         "weights": weights,
@@ -139,10 +142,11 @@ def close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
 
 
 def compare(found: dict[str, Any], plain: dict[str, Any], case: object) -> None:
-    """Losses and first gradients to 1e-6, weights to 1e-4 of each tensor's norm. Where a gradient
-    is a small difference the plain loop itself is further than that from the truth (an adapter's,
-    1.25e-6): ours has to be as near to float64's then."""
+    """Losses and first gradients to 1e-6, weights to 1e-4 of each tensor's norm, the gradients'
+    norms to 1e-5. Where a gradient is a small difference the plain loop itself is further than that
+    from the truth (an adapter's, 1.25e-6): ours has to be as near to float64's then."""
     assert found["losses"] == pytest.approx(plain["losses"], rel=1e-6), case
+    assert found["norms"] == pytest.approx(plain["norms"], rel=1e-5), case
     assert found["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-5), case
     for key in ("gradients", "weights"):
         assert found[key].keys() == {canonical(name) for name in plain[key]}, case

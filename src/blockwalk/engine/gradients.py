@@ -184,13 +184,13 @@ class NamedGradients:
             if name in self.sums
         )
 
-    def squares(self) -> dict[str, Tensor]:
+    def squares(self) -> list[tuple[str, Tensor]]:
         squares = {
             name: sum_of_squares(gradient)
             for name, gradient in self.sums.items()
             if name not in self._squares
         }
-        return {**self._squares, **squares}
+        return [*self._squares.items(), *squares.items()]
 
     def take(self) -> dict[str, Tensor]:
         gradients = self.sums
@@ -351,11 +351,7 @@ class FlatGradients:
         """Return the norm over all ranks. The sums of squares are of the same ranges, over however
         many ranks masters are spread, and their sum is exactly rounded."""
         ranks = self._plan.optimizer_ranks
-        parts = [
-            part_P
-            for slices in self._units.values()
-            for part_P in slices.gradient.chunk(self._plan.mesh.world // ranks)
-        ]
+        parts = [part_P for slices in self._units.values() for part_P in self._parts(slices)]
         sums: list[float] = []
         if parts:
             sums = torch.cat([square_sums(part_P) for part_P in parts]).tolist()
@@ -363,11 +359,17 @@ class FlatGradients:
         sums_of_ranks = self._groups.exchange(sums)[start : start + ranks]
         return norm_of_sums(torch.tensor(sums, dtype=torch.float64) for sums in sums_of_ranks)
 
-    def squares(self) -> dict[str, Tensor]:
-        return {
-            self._names[unit]: sum_of_squares(slices.gradient)
+    def squares(self) -> list[tuple[str, Tensor]]:
+        return [
+            (self._names[unit], sum_of_squares(part_P))
             for unit, slices in self._units.items()
-        }
+            for part_P in self._parts(slices)
+        ]
+
+    def _parts(self, slices: MasterSlices) -> tuple[Tensor, ...]:
+        """Return a unit's gradient in parts that are the same, over however many ranks masters are
+        spread."""
+        return slices.gradient.chunk(self._plan.mesh.world // self._plan.optimizer_ranks)
 
     def take(self) -> dict[str, Tensor]:
         gradients = {unit: slices.gradient for unit, slices in self._units.items()}

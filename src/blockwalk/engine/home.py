@@ -108,9 +108,9 @@ class Gradients(Protocol):
     def norm(self) -> float:
         """Return the norm of all gradients, over all ranks."""
 
-    def squares(self) -> dict[str, Tensor]:
-        """Return the sum of squares of each gradient that this rank has had in this step, 0-d
-        float32, by name."""
+    def squares(self) -> list[tuple[str, Tensor]]:
+        """Return the sums of squares of the gradients that this rank has had in this step, 0-d
+        float32, each with a name: as many on every rank."""
 
     def take(self) -> dict[str, Tensor]:
         """Hand over the whole gradients by parameter, on every rank."""

@@ -13,7 +13,7 @@ block; Song and Tang, "Memory-Efficient Backpropagation ..." (2025), section 3."
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -88,17 +88,16 @@ class _State:
         """Mean over the step's counted tokens."""
         return self.loss_sum / self.tokens
 
-    def add_up(self, squares: Mapping[str, Tensor] | None = None) -> list[str]:
-        """Take the losses into :attr:`loss_sum`; the answer is the names of those squares that are
-        not finite. This is the step's one wait for the device."""
+    def add_up(self, squares: Iterable[Tensor] = ()) -> list[float]:
+        """Take the losses into :attr:`loss_sum` and return the squares as numbers. This is the
+        step's one wait for the device."""
         count = len(self.losses)
-        tensors = [*self.losses, *(squares or {}).values()]
+        tensors = [*self.losses, *squares]
         numbers = torch.stack([t.double() for t in tensors]).tolist() if tensors else []
         for loss in numbers[:count]:
             self.loss_sum += loss
         self.losses.clear()
-        totals = zip(squares or (), numbers[count:], strict=True)
-        return [name for name, total in totals if not math.isfinite(total)]
+        return numbers[count:]
 
 
 class Backprop:
@@ -392,10 +391,16 @@ class Backprop:
         (state.loss_sum,) = self._over_ranks([state.loss_sum])
 
     def _check(self, op: Op, state: _State) -> None:
-        infinite = state.add_up(self.gradients.squares())
-        state.loss_sum, count = self._over_ranks([state.loss_sum, float(len(infinite))])
+        named = self.gradients.squares()
+        squares = state.add_up(square for _, square in named)
+        judged = zip(named, squares, strict=True)
+        infinite = [name for (name, _), square in judged if not math.isfinite(square)]
+        answers = self.ranks.exchange([state.loss_sum, float(len(infinite)), *squares])
+        state.loss_sum = sum(answer[0] for answer in answers)
+        count = sum(answer[1] for answer in answers)
         if count or not math.isfinite(state.loss):
-            culprit = f"gradient of {', '.join(infinite[:3]) or 'a trainable on another rank'}"
+            names = list(dict.fromkeys(infinite))[:3] or ["a trainable on another rank"]
+            culprit = f"gradient of {', '.join(names)}"
             if not math.isfinite(state.loss):
                 culprit = f"loss, {state.loss},"
             dtype = str(self.engine.compute_dtype).removeprefix("torch.")
@@ -404,6 +409,10 @@ class Backprop:
                 f" Lower optimizer.learning_rate ({state.step.learning_rate:g} now), look at this"
                 f" step's data, or compute more exactly (compute_dtype: {dtype} now)"
             )
+        holders = answers[: self.engine.plan.optimizer_ranks]
+        state.grad_norm = math.sqrt(
+            math.fsum(square for answer in holders for square in answer[2:])
+        )
         self.updates.commit()
 
     def _over_ranks(self, values: Sequence[float]) -> list[float]:

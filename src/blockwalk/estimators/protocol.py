@@ -34,7 +34,7 @@ class StepFigures:
     tokens: int
     """Tokens with a label that counts."""
     grad_norm: float | None = None
-    """The gradient's norm before clipping, where the plan clips."""
+    """The gradient's norm before clipping, over all ranks; None in zeroth order."""
     projected_grad: float | None = None
     """The scalar g of a zeroth-order step."""
     graph_bytes: Mapping[tuple[int, int], int] | None = None

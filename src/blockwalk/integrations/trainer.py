@@ -141,8 +141,7 @@ class BlockwalkTrainer(Trainer):
         return torch.tensor(loss, device=self.args.device), None, None
 
     def log(self, logs: dict[str, float], *more: Any) -> None:
-        """Log as transformers does, with the step's gradient norm where the plan clips, and its
-        bytes a lane."""
+        """Log as transformers does, with the step's gradient norm and its bytes a lane."""
         result = getattr(self, "last_result", None)
         if "loss" in logs and result is not None:
             logs.pop("grad_norm", None)

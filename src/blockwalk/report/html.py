@@ -18,8 +18,10 @@ from typing import Any
 
 import yaml
 
+from blockwalk.checkpoints.run_checkpoint import CHANGED
 from blockwalk.plan.parsing import Loader
 from blockwalk.program.program import human_bytes
+from blockwalk.report.axis import Kind, axis
 from blockwalk.system.atomic_files import read_json, reading, whole_lines
 from blockwalk.system.links import within
 
@@ -106,12 +108,13 @@ def _page(run: Path) -> str:
         f"<h1>{html.escape(run.name)}</h1>",
         f'<p class="what">{html.escape(" · ".join(_header(config, run / "metrics.jsonl")))}</p>',
         _table(_summary(steps, evaluations, forecast)),
-        chart("Loss", _losses(steps, evaluations), from_zero=False),
+        chart("Loss", _losses(steps, evaluations), "ratio"),
         chart(
             "Accuracy on held-out records, %",
             _held_out("accuracy", evaluations, "accuracy", 100),
-            from_zero=False,
+            "range",
         ),
+        chart("Norm of the gradient", [_series("norm", steps, "grad_norm")], "ratio"),
         chart("Learning rate", [_series("learning rate", steps, "learning_rate")]),
         chart("Tokens a second", [_series("tokens a second", steps, "tokens_per_second")]),
         chart("Seconds a step", [_series("measured", steps, "seconds"), *average]),
@@ -127,6 +130,9 @@ def _page(run: Path) -> str:
     ]
     if trace := _object(within(run, run / "trace.json")):
         parts.append(timeline("A step's timeline", trace))
+    if changed := whole_lines(within(run, run / CHANGED)):
+        rows = ((f"step {line['step']}", "; ".join(line["changes"])) for line in changed)
+        parts.append(f"<h2>Changed where the run was resumed</h2>{_table(rows)}")
     parts.append(f"<h2>Configuration</h2><pre>{html.escape(config)}</pre>")
     if versions := forecast.get("versions"):
         parts.append(f"<h2>Versions</h2>{_table(iter(versions.items()))}")
@@ -143,7 +149,7 @@ def _page(run: Path) -> str:
 def curves(folder: str | Path) -> str:
     """Return the losses of a run's folder as an SVG file of its own."""
     run = Path(folder)
-    return standalone(chart("Loss", _losses(*_logs(run)), from_zero=False))
+    return standalone(chart("Loss", _losses(*_logs(run)), "ratio"))
 
 
 def _logs(run: Path) -> tuple[Lines, Lines]:
@@ -170,43 +176,23 @@ def figures(folder: str | Path) -> Iterator[tuple[str, str]]:
     yield from _summary(*_logs(run), _object(within(run, run / "forecast.json")))
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """Return three to seven round numbers between ``low`` and ``high``: multiples of 1, 2 or 5
-    times a power of ten."""
-    rough = (high - low) / 6
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= rough * (1 - 1e-9))
-    start = math.ceil(low / step - 1e-9)
-    return [
-        float(f"{multiple * step:.12g}")
-        for multiple in range(start, math.floor(high / step + 1e-9) + 1)
-    ]
-
-
-def chart(title: str, lines: Sequence[Series], *, from_zero: bool = True) -> str:
+def chart(title: str, lines: Sequence[Series], kind: Kind = "zero") -> str:
     """Return a line chart as SVG, with a dot for each value where they are few; empty where no line
-    has a point."""
+    has a point. A title says so where the vertical axis is logarithmic."""
     lines = [line for line in lines if line.points]
     if not lines:
         return ""
     xs = [x for line in lines for x, _ in line.points]
-    ys = [y for line in lines for _, y in line.points]
-    lowest = min(0.0 if from_zero else math.inf, *ys)
-    highest = max(ys)
-    pad = (highest - lowest) * 0.05 or abs(highest) * 0.05 or 1.0
-    lowest = lowest - pad * (lowest != 0)
-    highest = highest + pad
+    vertical = axis([y for line in lines for _, y in line.points], kind)
     first_step = min(xs)
     last_step = max(max(xs), min(xs) + 1)
 
     def place(x: float, y: float) -> str:
         across = LEFT + (x - first_step) / (last_step - first_step) * (WIDTH - LEFT - 8)
-        return (
-            f"{across:.1f},{TOP + (highest - y) / (highest - lowest) * (HEIGHT - BOTTOM - TOP):.1f}"
-        )
+        return f"{across:.1f},{TOP + vertical.below_top(y) * (HEIGHT - BOTTOM - TOP):.1f}"
 
     drawn = []
-    for y in ticks(lowest, highest):
+    for y in vertical.marks():
         height = place(first_step, y).split(",")[1]
         drawn += [
             f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{height}" y2="{height}" class="grid"/>',
@@ -222,15 +208,21 @@ def chart(title: str, lines: Sequence[Series], *, from_zero: bool = True) -> str
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
         )
         if len(line.points) <= FEW and line.name != FORESEEN:
-            spots = (spot.split(",") for spot in points.split())
-            drawn += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in spots]
+            drawn += [_dot(place(x, y), x, y, colour) for x, y in line.points]
         if len(lines) > 1:
             name = html.escape(line.name)
             start = LEFT + min(150, (WIDTH - LEFT) // len(lines)) * number
             drawn.append(
                 f'<text x="{start}" y="14" class="name" style="fill:{colour}">{name}</text>'
             )
-    return _picture(title, HEIGHT, drawn)
+    return _picture(f"{title} (logarithmic)" if vertical.logarithmic else title, HEIGHT, drawn)
+
+
+def _dot(place: str, step: float, value: float, colour: str) -> str:
+    """Return a value's dot, which shows the step and the value under a pointer."""
+    x, y = place.split(",")
+    name = f"<title>step {step:.0f}: {value:,.6g}</title>"
+    return f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}">{name}</circle>'
 
 
 def _picture(title: str, height: int, drawn: Sequence[str]) -> str:

@@ -76,7 +76,7 @@ class StepResult:
     bytes: dict[Lane, int] = field(default_factory=dict)
     """Bytes moved, by lane."""
     grad_norm: float | None = None
-    """The gradient's norm before clipping, where the plan clips."""
+    """The gradient's norm before clipping, over all ranks; None in zeroth order."""
     projected_grad: float | None = None
     """The scalar g of a zeroth-order step."""
 
