@@ -24,7 +24,7 @@ from blockwalk.program.invariants import INVARIANTS, happens_before, shared_buff
 from blockwalk.program.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind
 from blockwalk.report.forecast import DoesNotFit, Forecast
 from blockwalk.train import preflight
-from tests.support.messages import refused
+from tests.support.messages import refused, says
 from tests.support.toy_model import toy
 
 pytestmark = pytest.mark.fast
@@ -517,6 +517,22 @@ def test_a_cache_that_would_keep_nothing_is_refused(
     mesh = {} if "mesh" in settings else {"mesh.world": 4, "mesh.ranks_per_node": 2}
     with refused(ValueError, said):
         method(name, **{**mesh, **settings})
+
+
+@pytest.mark.parametrize(
+    ("rows", "facts"), [(8, ()), (5, ("batch_size 5 4 3 8", "38%")), (2, ("2 4", "50%"))]
+)
+def test_rows_that_are_copies_are_said_with_their_share(
+    rows: int, facts: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Closed form: four ranks walk four rows or eight, of which so many were given."""
+    (tmp_path / "config.json").write_text("{}")
+    data = DataSettings(train="data.jsonl")
+    run = RunConfig(model=str(tmp_path), plan=on_mesh("zero3", 2, 2), data=data, batch_size=rows)
+    lines = [line for line in preflight.notes(run, 8) if "copies" in line]
+    assert len(lines) == bool(facts)
+    for line in lines:
+        says(line, *facts)
 
 
 @pytest.mark.parametrize(("nodes", "noted"), [(1, True), (2, False)])

@@ -68,24 +68,37 @@ def row_length(tokens: Any, padded: Any) -> Integers:
     return np.where((filled > LONGEST_PACKED_ROW) | (filled >= padded), padded, filled)
 
 
-def pack_batch(batch: Batch, groups: int) -> Batch:
+def packed_tokens(batch: Batch, groups: int) -> int:
+    """Return tokens, without padding, of the fullest of ``groups`` equal parts of a batch; 0 where
+    its rows cannot be laid side by side: it has other tensors than input_ids, attention_mask and
+    labels, its mask hides anything but the right end of its rows, or something hidden is learnt."""
+    plain = batch.keys() == {"input_ids", "attention_mask", "labels"}
+    if not plain or len(batch["input_ids"]) % groups:
+        return 0
+    real_BS = batch["attention_mask"] != 0
+    places_S = torch.arange(batch["input_ids"].shape[1])
+    learnt_beyond = bool(((batch["labels"] != IGNORE) & ~real_BS)[:, 1:].any())
+    if learnt_beyond or not torch.equal(real_BS, places_S < real_BS.sum(1, keepdim=True)):
+        return 0
+    return int(real_BS.view(groups, -1).sum(1).max())
+
+
+def pack_batch(batch: Batch, groups: int, *, tokens: int | None = None) -> Batch:
     """Return a batch without its padding, tensors [groups, N]: each row holds the examples of one
     of ``groups`` equal parts, one after the other.
 
-    The batch comes back as it is where :func:`row_length` says so, where its attention mask hides
-    anything but the right end of its rows, and where something hidden is learnt."""
-    plain = batch.keys() == {"input_ids", "attention_mask", "labels"}
-    if not plain or len(batch["input_ids"]) % groups:
+    The batch comes back as it is where :func:`row_length` says so, and where it has no
+    :func:`packed_tokens`. ``tokens`` are these over all ranks, where each rank has rows of its
+    own."""
+    if tokens is None:
+        tokens = packed_tokens(batch, groups)
+    padded = batch["input_ids"].numel() // groups
+    length = int(row_length(tokens, padded))
+    if not tokens or length == padded:
         return batch
     real_BS = batch["attention_mask"] != 0
     places_BS = torch.arange(batch["input_ids"].shape[1])[None]
     tokens_G = real_BS.view(groups, -1).sum(1)
-    length = int(row_length(tokens_G.max(), padded := real_BS.numel() // groups))
-    learnt_beyond = bool(((batch["labels"] != IGNORE) & ~real_BS)[:, 1:].any())
-    if length == padded or learnt_beyond:
-        return batch
-    if not torch.equal(real_BS, places_BS < real_BS.sum(1, keepdim=True)):
-        return batch
     # nothing predicts a document's first token
     labels_BS = batch["labels"].masked_fill(places_BS == 0, IGNORE)
     sources = {

@@ -26,6 +26,12 @@ from blockwalk.ranks.agreement import first_json
 from blockwalk.ranks.groups import Groups, make_groups, started
 from blockwalk.ranks.scalars import Scalars, make_scalars
 
+OWN_ROWS = -1.0
+"""The digest of a batch of which each rank brings rows of its own: no digest is negative."""
+
+NO_FACTS = (0.0,) * 6
+"""The facts of a batch that every rank has whole; see :mod:`blockwalk.walk.own_rows`."""
+
 
 @dataclass(slots=True)
 class Ranks:
@@ -79,19 +85,30 @@ class Ranks:
         if self.world > 1:
             self.batch_digest = digest_of(batch)
 
-    def begin(self, step: int) -> None:
-        """Compare the batch that was read, and hear of a signal; all ranks together.
+    def begin(self, step: int, facts: Sequence[float] = NO_FACTS) -> list[list[float]]:
+        """Compare the batch that was read, and hear of a signal; all ranks together. Return, by
+        rank, the facts that each has sent of rows of its own, as many as of :data:`NO_FACTS`.
 
         Raises:
             ValueError: on every rank: they were given different batches.
         """
-        everyone = self.exchange([self.batch_digest, float(self.own_stop_signal())])
-        self.stop_signal_of_any_rank = max(int(signal) for _, signal in everyone)
-        self.require_one_batch(step, [digest for digest, _ in everyone])
+        own = [self.batch_digest, float(self.own_stop_signal()), *facts]
+        everyone = self.exchange(own)
+        self.stop_signal_of_any_rank = max(int(signal) for _, signal, *_ in everyone)
+        self.require_one_batch(step, [digest for digest, *_ in everyone])
+        return [facts_of_rank for _, _, *facts_of_rank in everyone]
 
     def require_one_batch(self, step: int, digests: Sequence[float]) -> None:
         """Raise ValueError where ranks, by number, have different digests of a step's batch."""
         differing = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+        if differing and OWN_ROWS in digests:
+            brings = ["local_batch=" + str(digest == OWN_ROWS) for digest in digests]
+            other = next(value for value in brings if value != brings[0])
+            raise ValueError(
+                f"step {step}: rank {', '.join(differing)} was called with {other} or a whole batch"
+                f" of its own, rank 0 with {brings[0]}; give every rank its own rows with"
+                " local_batch=True, or every rank the same whole batch"
+            )
         if differing:
             raise ValueError(
                 f"step {step}: rank {', '.join(differing)} was given other data than rank 0; give"

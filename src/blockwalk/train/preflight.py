@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from blockwalk.data.batch import note_on_copies
 from blockwalk.data.sources import read_records
 from blockwalk.models.model_source import model_source
 from blockwalk.plan.choices import OptimizerSettings
@@ -40,6 +41,10 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
     if run.eval_every and not run.data.evaluates:
         yield f"note: eval_every is {run.eval_every}, and data.eval is empty: nothing is evaluated"
     plan = run.plan
+    if not plan.estimator.facts.shares_forwards and (
+        copies := note_on_copies(run.batch_size, plan.cuts)
+    ):
+        yield f"note: {copies}"
     if plan.cache.keeps and plan.caches_nothing:
         ranks = "there is one rank"
         if plan.mesh.world > 1:

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from blockwalk.cutting.batch_facts import BatchFacts, note
-from blockwalk.data.batch import Batch, loss_tokens, micro_batches, require_ids, share
+from blockwalk.data.batch import (
+    Batch,
+    copies_of,
+    loss_tokens,
+    micro_batches,
+    require_ids,
+    share,
+)
 from blockwalk.data.packing import cut_padding, pack_batch
 from blockwalk.numerics.device import is_cpu, sent
 from blockwalk.plan.plan import Plan
@@ -27,6 +34,9 @@ class BatchParts:
     """The shape of each, as foreseen: of rows that lie side by side as well."""
     tokens: int | None
     """Labels that count in the global batch, where this rank has a share of it."""
+    copies: int = 0
+    """Rows over all ranks that are copies, of which nothing is learnt: what the batch lacked to
+    equal parts."""
 
     @property
     def labels(self) -> list[Tensor]:
@@ -66,15 +76,24 @@ def cut_batch(
     """
     world = plan.mesh.world
     cuts = count * (world if split else plan.mesh.data)
-    rows = -(-len(batch["input_ids"]) // cuts)
+    sequences = len(batch["input_ids"])
+    rows = -(-sequences // cuts)
     if packs:
         batch = pack_batch(batch, cuts)
     parts = share(batch, count, world, rank) if split else micro_batches(batch, cuts)
-    shape = Shape(rows, -(-parts[0]["input_ids"].numel() // rows))
-    parts = [cut_padding(part, unmask=plan.loss_facts.by_chunks) for part in parts]
     for inputs in [batch] if split else parts:
         require_ids(inputs["input_ids"], vocab_size)
-    return BatchParts(parts, shape, loss_tokens(batch) if split else None)
+    copies = copies_of(sequences, cuts)
+    return parts_of(parts, plan, rows, tokens=loss_tokens(batch) if split else None, copies=copies)
+
+
+def parts_of(
+    parts: Sequence[Batch], plan: Plan, rows: int, *, tokens: int | None, copies: int
+) -> BatchParts:
+    """Return this rank's micro-batches, of so many sequences, rid of padding that hides nothing."""
+    shape = Shape(rows, -(-parts[0]["input_ids"].numel() // rows))
+    parts = [cut_padding(part, unmask=plan.loss_facts.by_chunks) for part in parts]
+    return BatchParts(parts, shape, tokens, copies)
 
 
 def _on(batch: Batch, device: torch.device, hides_unseen: bool) -> Batch:

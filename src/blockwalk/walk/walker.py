@@ -49,9 +49,10 @@ from blockwalk.ranks.watch import Watch, begin_watch
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.memories import Memories
 from blockwalk.walk import generation
-from blockwalk.walk.batch_parts import cut_batch
+from blockwalk.walk.batch_parts import BatchParts, cut_batch
 from blockwalk.walk.executor import Executor, Timeline
 from blockwalk.walk.lanes import Lanes
+from blockwalk.walk.own_rows import cut_own_rows, require_own_rows
 from blockwalk.walk.programs import Programs
 
 if TYPE_CHECKING:
@@ -79,6 +80,9 @@ class StepResult:
     """The gradient's norm before clipping, over all ranks; None in zeroth order."""
     projected_grad: float | None = None
     """The scalar g of a zeroth-order step."""
+    copies: int = 0
+    """Rows over all ranks that were copies, of which nothing is learnt: what the batch lacked to
+    equal parts for micro-batches and ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +248,7 @@ class Walker:
         *,
         seed: int | None = None,
         learning_rate: float | None = None,
+        local_batch: bool = False,
     ) -> StepResult:
         """One optimizer step on a whole batch, cut into ``plan.gradient_accumulation_steps``
         micro-batches.
@@ -256,10 +261,14 @@ class Walker:
                 with torch's noise what the original draws for this step from numpy's generator,
                 seeded with the plan's.
             learning_rate: of this step; the plan's schedule unless given.
+            local_batch: True where ``batch`` is this rank's rows alone, as many on every rank, and
+                the step's batch those of all ranks; False where every rank is given all of it.
+                Shorter rows are padded to the longest of any rank.
 
         Raises:
             ValueError: shapes that do not fit, a token that the model has no row for, a step
-                without a single label, or other data than on another rank.
+                without a single label, or other data than on another rank; with ``local_batch``
+                unequal numbers of rows, or unequal tensors. Every rank raises it.
             FloatingPointError: the loss or a gradient is not finite; weights and optimizer states
                 are as they were.
         """
@@ -279,8 +288,10 @@ class Walker:
             batch = batch.batch
         if self._watch is not None:
             self._watch.begin_step(self.lanes.finished)
+        if local_batch:
+            require_own_rows(self.plan, words)
         request = Step(self.steps_done + 1, learning_rate, seed=seed, words=words)
-        program = self._train(StepKind.TRAIN, batch, request)
+        program, copies = self._train(StepKind.TRAIN, batch, request, local_batch=local_batch)
         figures = self.estimator.figures()
         self.steps_done += 1
         if self.ranks.world > 1 and self.steps_done % self.plan.mesh.check_every == 0:
@@ -297,6 +308,7 @@ class Walker:
             bytes=program.bytes_by_lane(figures.graph_bytes),
             grad_norm=figures.grad_norm,
             projected_grad=figures.projected_grad,
+            copies=copies,
         )
 
     def follow(self, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -334,26 +346,22 @@ class Walker:
         self._train(StepKind.GRADIENTS, batch, Step(self.steps_done + 1))
         return gradients.take()
 
-    def _train(self, step_kind: StepKind, batch: Batch, step: Step) -> Program:
-        """Run a step, or its gradients alone, and return its program; a step that fails changes
-        nothing."""
-        (checked,) = micro_batches(batch, 1)
-        targets = {} if step.words is None else {"targets": step.words.targets_B}
-        facts = {**batch, **targets}
-        self.ranks.read(facts)
-        self.sharing.read(facts)
-        split = self.plan.home.gathered
-        if split:
-            self.ranks.begin(step.number)
-        parts = cut_batch(
-            checked,
-            self.plan,
-            count=self.plan.gradient_accumulation_steps,
-            split=split,
-            packs=self.engine.cut.walks_documents(self.plan),
-            rank=self.ranks.rank,
-            vocab_size=self.spec.vocab_size,
-        )
+    def _train(
+        self, step_kind: StepKind, batch: Batch, step: Step, *, local_batch: bool = False
+    ) -> tuple[Program, int]:
+        """Run a step, or its gradients alone; a step that fails changes nothing. Return its
+        program, and the rows that were copies."""
+        if local_batch and self.ranks.world > 1:
+            parts = cut_own_rows(
+                batch,
+                self.plan,
+                self.ranks,
+                step=step.number,
+                packs=self.engine.cut.walks_documents(self.plan),
+                vocab_size=self.spec.vocab_size,
+            )
+        else:
+            parts = self._share_of(batch, step)
         step = replace(step, tokens=parts.tokens)
         on_device = parts.on(self.device, hides_unseen=not self._reads_padding)
         while True:
@@ -367,7 +375,28 @@ class Walker:
                 if not isinstance(error, WalkAgain):
                     raise
             else:
-                return program
+                return program, parts.copies
+
+    def _share_of(self, batch: Batch, step: Step) -> BatchParts:
+        """Return what this rank walks of a global batch, which all ranks have compared where each
+        takes a share of it."""
+        (checked,) = micro_batches(batch, 1)
+        targets = {} if step.words is None else {"targets": step.words.targets_B}
+        facts = {**batch, **targets}
+        self.ranks.read(facts)
+        self.sharing.read(facts)
+        split = self.plan.home.gathered
+        if split:
+            self.ranks.begin(step.number)
+        return cut_batch(
+            checked,
+            self.plan,
+            count=self.plan.gradient_accumulation_steps,
+            split=split,
+            packs=self.engine.cut.walks_documents(self.plan),
+            rank=self.ranks.rank,
+            vocab_size=self.spec.vocab_size,
+        )
 
     # ---- evaluation ------------------------------------------------------------------------------
 

@@ -1,0 +1,176 @@
+"""Oracle: the same step by one process, or by every rank, on the rows of all ranks one after the
+other, padded by hand."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockwalk.cutting.verify import certified
+from blockwalk.plan.methods import method
+from blockwalk.walk.walker import Walker
+from tests.models import random_batch
+from tests.support.held import masters
+from tests.support.messages import refused
+from tests.support.processes import run_ranks
+from tests.support.sharded_runs import close, make, plain_run
+
+LENGTHS = (10, 14)
+"""Tokens of the rows of each rank."""
+
+
+def own_rows(rank: int, step: int, *, rows: int = 4, masked: bool = True) -> dict[str, Tensor]:
+    """Rows of one rank: the last ends early, and what is learnt differs from rank to rank."""
+    length = LENGTHS[rank]
+    batch = random_batch(rows, length, seed=10 * step + rank)
+    batch["labels"][:, : 2 + 3 * rank] = -100
+    if not masked:
+        return {name: batch[name] for name in ("input_ids", "labels")}
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][-1, length - 3 :] = 0
+    batch["labels"][-1, length - 3 :] = -100
+    return batch
+
+
+def concatenated(batches: list[dict[str, Tensor]], micro_batches: int) -> dict[str, Tensor]:
+    """The rows of all ranks, those of each micro-batch together, padded to the longest."""
+    longest = max(batch["input_ids"].shape[1] for batch in batches)
+    padded = []
+    for batch in batches:
+        rows, length = batch["input_ids"].shape
+        fills = {"labels": -100}
+        padded.append(
+            {
+                name: torch.cat(
+                    [value, torch.full((rows, longest - length), fills.get(name, 0))], dim=1
+                )
+                for name, value in batch.items()
+            }
+        )
+    return {
+        name: torch.cat(
+            [batch[name].chunk(micro_batches)[m] for m in range(micro_batches) for batch in padded]
+        )
+        for name in padded[0]
+    }
+
+
+CASES: list[tuple[str, bool, str, int, bool]] = [
+    ("llama", False, "zero3", 1, True),
+    ("llama", True, "hzp", 2, False),
+]
+
+
+def _steps(rank: int) -> list[Any]:
+    answers = []
+    for kind, lora, name, micro_batches, masked in CASES:
+        for local in (True, False):
+            plan = method(
+                name,
+                mesh={"world": 2},
+                gradient_accumulation_steps=micro_batches,
+                optimizer={"learning_rate": 1e-3, "weight_decay": 0.5},
+            )
+            with Walker(make(kind, lora), plan) as walker:
+                results = []
+                for step in range(2):
+                    batches = [own_rows(r, step, masked=masked) for r in range(2)]
+                    batch = batches[rank] if local else concatenated(batches, micro_batches)
+                    results.append(walker.step(batch, local_batch=local))
+                figures = [(r.loss, r.tokens, r.copies) for r in results]
+                answers.append((figures, masters(walker.engine)))
+    return answers
+
+
+def test_own_rows_are_a_step_on_all_of_them() -> None:
+    """Bit for bit where every rank is given the rows of all; to rounding a plain loop's."""
+    for kind, lora, *_ in CASES:
+        certified(make(kind, lora))  # once, instead of on each rank
+    for answers in run_ranks(2, _steps, timeout=400):
+        for k, (kind, lora, _, micro_batches, masked) in enumerate(CASES):
+            (local, weights), (whole, expected) = answers[2 * k : 2 * k + 2]
+            assert local == whole
+            assert all(torch.equal(weights[name], value) for name, value in expected.items())
+            batches = [
+                concatenated([own_rows(r, s, masked=masked) for r in range(2)], micro_batches)
+                for s in range(2)
+            ]
+            if not lora:
+                plain = plain_run(make(kind, lora), batches)
+                assert [loss for loss, *_ in local] == pytest.approx(plain["losses"], rel=1e-6)
+                for name, value in plain["weights"].items():
+                    assert close(weights[name], value, 1e-4), name
+
+
+def _copies(rank: int) -> tuple[list[tuple[float, int, int]], list[str]]:
+    plan = method("zero3", mesh={"world": 2}, gradient_accumulation_steps=2)
+    with (
+        Walker(make("llama", False), plan) as walker,
+        warnings.catch_warnings(record=True) as notes,
+    ):
+        warnings.simplefilter("always")
+        result = walker.step(own_rows(rank, 0, rows=3), local_batch=True)
+        whole = walker.step(random_batch(5, 8))
+    figures = [(r.loss, r.tokens, r.copies) for r in (result, whole)]
+    return figures, [str(note.message) for note in notes]
+
+
+def test_rows_that_do_not_divide_are_filled_up_and_said() -> None:
+    """Closed form: 3 rows of 2 ranks for 2 micro-batches lack one on each; 5 rows lack 3."""
+    answers = run_ranks(2, _copies, timeout=400)
+    batch = concatenated([own_rows(rank, 0, rows=3) for rank in range(2)], 1)
+    loss = plain_run(make("llama", False), [batch])["losses"][0]
+    for figures, _ in answers:
+        (local, tokens, copies), (_, _, whole_copies) = figures
+        assert local == pytest.approx(loss, rel=1e-6)
+        assert tokens == int((batch["labels"][:, 1:] != -100).sum())
+        assert (copies, whole_copies) == (2, 3)
+    assert [len(notes) for _, notes in answers] == [1, 0]
+    (note,) = answers[0][1]
+    assert "2 of the 8 rows" in note
+    assert "25%" in note
+
+
+def _refusals(rank: int) -> None:
+    plan = method("zero3", mesh={"world": 2})
+    with Walker(make("llama", False), plan) as walker:
+        before = {name: value.clone() for name, value in masters(walker.engine).items()}
+
+        def step(batch: dict[str, Tensor], *, local: bool = True) -> None:
+            walker.step(batch, local_batch=local)
+
+        rows = own_rows(rank, 0)
+        with refused(ValueError, "local_batch 4 3 batch_size"):
+            step(own_rows(rank, 0, rows=4 - rank))
+        with refused(ValueError, "local_batch attention_mask input_ids labels 1"):
+            step(own_rows(rank, 0, masked=not rank))
+        with refused(ValueError, "local_batch int32 int64"):
+            step({**rows, "labels": rows["labels"].to(torch.int64 if rank else torch.int32)})
+        with refused(ValueError, "local_batch 1 99999 input_ids"):
+            step(
+                {
+                    **rows,
+                    "input_ids": rows["input_ids"] + 0 * rank + (99999 - rows["input_ids"]) * rank,
+                }
+            )
+        with refused(ValueError, "local_batch 1 (0, 14)"):
+            step({name: value[: 4 * (1 - rank)] for name, value in rows.items()})
+        with refused(ValueError, "local_batch=True local_batch=False 1"):
+            step(rows, local=not rank)
+        with refused(ValueError, "-100"):
+            step({**rows, "labels": torch.full_like(rows["labels"], -100)})
+        after = masters(walker.engine)
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+        assert walker.step(rows, local_batch=True).step == 1
+    with Walker(make("llama", False), method("mezo", mesh={"world": 2})) as walker:
+        with refused(ValueError, "local_batch=True mezo 2"):
+            walker.step(rows, local_batch=True)
+        walker.step(random_batch(4, 8))
+
+
+def test_rows_that_ranks_cannot_walk_together_are_refused_by_all() -> None:
+    run_ranks(2, _refusals, timeout=400)
