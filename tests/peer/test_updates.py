@@ -4,7 +4,9 @@ schedules against transformers."""
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockwalk.numerics.updates import (
+    EXACT_PARTS,
     NORM_CHUNK,
     UPDATE_CHUNK,
     Rule,
     clip_coefficient,
+    exact_parts,
     global_norm,
     norm_of_sums,
     square_sums,
@@ -190,6 +194,37 @@ def test_the_norm_does_not_know_how_it_was_sliced(data: st.DataObject) -> None:
         assert norm_of_sums(data.draw(st.permutations(shards))) == expected
     finally:
         torch.set_num_threads(threads)
+
+
+_TINY = 2.0**-298
+"""The square of the least float32."""
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.builds(
+            lambda mantissa, exponent: mantissa * _TINY * 2.0**exponent,
+            st.integers(0, 2**53 - 1),
+            st.integers(0, 540),
+        ),
+        max_size=60,
+    ),
+    st.integers(1, 8),
+    st.randoms(use_true_random=False),
+)
+def test_a_ranks_sums_go_in_a_few_numbers(sums: list[float], ranks: int, order: Random) -> None:
+    """Oracle: the sum as fractions, exact; and math.fsum over all sums of all ranks."""
+    order.shuffle(sums)
+    own = [sums[rank::ranks] for rank in range(ranks)]
+    parts = [exact_parts(of_rank) for of_rank in own]
+    for of_rank, numbers in zip(own, parts, strict=True):
+        assert len(numbers) == EXACT_PARTS <= 64
+        assert sum(map(Fraction, numbers)) == sum(map(Fraction, of_rank))
+    everything = [number for numbers in parts for number in numbers]
+    assert math.fsum(everything) == math.fsum(sums)
+    told = norm_of_sums(torch.tensor(numbers, dtype=torch.float64) for numbers in parts)
+    assert told == norm_of_sums([torch.tensor(sums, dtype=torch.float64)])
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

@@ -13,7 +13,7 @@ from torch import Tensor
 from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.sharded_part import ShardedPart
 from blockwalk.numerics.device import host_buffers, is_cpu, recorded, sent
-from blockwalk.numerics.updates import norm_of_sums, square_sums, sum_of_squares
+from blockwalk.numerics.updates import exact_parts, norm_of_sums, square_sums, sum_of_squares
 from blockwalk.plan.mesh import reach
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import StateKind
@@ -349,15 +349,16 @@ class FlatGradients:
 
     def norm(self) -> float:
         """Return the norm over all ranks. The sums of squares are of the same ranges, over however
-        many ranks masters are spread, and their sum is exactly rounded."""
+        many ranks masters are spread, and their sum is exactly rounded: each rank hands on its own
+        in a few numbers, of however many parameters."""
         ranks = self._plan.optimizer_ranks
         parts = [part_P for slices in self._units.values() for part_P in self._parts(slices)]
         sums: list[float] = []
         if parts:
             sums = torch.cat([square_sums(part_P) for part_P in parts]).tolist()
         start = self._groups.rank // ranks * ranks
-        sums_of_ranks = self._groups.exchange(sums)[start : start + ranks]
-        return norm_of_sums(torch.tensor(sums, dtype=torch.float64) for sums in sums_of_ranks)
+        of_ranks = self._groups.exchange(exact_parts(sums))[start : start + ranks]
+        return norm_of_sums(torch.tensor(parts, dtype=torch.float64) for parts in of_ranks)
 
     def squares(self) -> list[tuple[str, Tensor]]:
         return [

@@ -13,8 +13,10 @@ hands over g·z."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,6 +39,10 @@ DEVICE_UPDATE_CHUNK = 1 << 22
 NORM_CHUNK = 1 << 14
 """Elements under one float64 sum of squares. Below the size from which torch spreads a reduction
 over threads, so that the sum is the same for any number of them."""
+
+EXACT_PARTS = 16
+"""Numbers that hold an exact sum of squares of float32 numbers: it is a multiple of 2⁻²⁹⁸ below
+2³²⁰, and each number takes 53 of these 618 bits."""
 
 _NORM_ROWS = ByDevice(cpu=8, cuda=512)
 """Chunks that are squared at a time: 1 MiB of float64, which stays in a processor's cache; 64 MiB
@@ -226,6 +232,25 @@ def sum_of_squares(gradient: Tensor) -> Tensor:
     is, or where it overflows."""
     flat_P = gradient.reshape(-1)
     return torch.dot(flat_P, flat_P)
+
+
+def exact_parts(sums: Sequence[float]) -> list[float]:
+    """Return :data:`EXACT_PARTS` numbers whose sum is exactly that of so many
+    :func:`square_sums`, the largest first: what a rank tells the others of its own.
+
+    Each is the rounded rest of those before it (an expansion as Shewchuk's, "Adaptive Precision
+    Floating-Point Arithmetic", 1997), and takes 53 bits of the sum at least. Where a sum is not
+    finite, the first is what they add up to."""
+    parts: list[float] = []
+    if all(map(math.isfinite, sums)):
+        remainder = math.fsum(sums)
+        while remainder:
+            parts.append(remainder)
+            remainder = math.fsum(chain(sums, map(operator.neg, parts)))
+    else:
+        parts.append(sum(sums))
+    assert len(parts) <= EXACT_PARTS, f"{len(parts)} parts"
+    return parts + [0.0] * (EXACT_PARTS - len(parts))
 
 
 def norm_of_sums(sums: Iterable[Tensor]) -> float:
