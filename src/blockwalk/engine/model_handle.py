@@ -171,6 +171,15 @@ class ModelHandle:
         self.read_into(name, tensor)
         return tensor
 
+    def part(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+        """Return elements ``start:stop`` of a flat parameter; mapped where it lies in one piece. Of
+        one that is made of several tensors, those that the range does not meet are not read."""
+        if name in self.in_memory or self._source_of(name).in_place(name):
+            return self.whole(name, shape).reshape(-1)[start:stop]
+        part_P = torch.empty(stop - start, dtype=self.compute_dtype_of(name))
+        self._source_of(name).read_range_into(name, start, part_P)
+        return part_P
+
     def fill(self, name: str, layout: Layout, out_P: Tensor) -> None:
         """Write a parameter's bytes (CPU uint8) in a layout: copied where it is stored so,
         otherwise encoded.

@@ -235,25 +235,26 @@ class ShardedPart:
         slices = self.units[unit]
         ranks = self.plan.parameter_ranks
 
-        def travelling(name: str, layout: Layout) -> Tensor:
-            if not layout.codec.encoded and layout.code_dtype == slices.dtype:
-                return self._model.whole(name, layout.shape)
-            bytes_P = torch.empty(layout.nbytes, dtype=torch.uint8)
-            self._model.fill(name, layout, bytes_P)
-            return bytes_P.view(slices.dtype)
-
         shapes = {"slice": ((slices.numel // ranks,), slices.dtype)}
         slice_P = memory.zeros(shapes, ("slice", self._part, unit))["slice"]
-        self.cut(slices, ranks, travelling, slice_P)
+        for run in self.runs(slices, ranks):
+            layout = slices.layout_of(run.name)
+            out_P = slice_P[run.place : run.end]
+            if layout.codec.encoded:
+                bytes_P = torch.empty(layout.nbytes, dtype=torch.uint8)
+                self._model.fill(run.name, layout, bytes_P)
+                out_P.copy_(bytes_P[run.start : run.stop])
+            else:
+                # slices and parameters begin at multiples of ALIGN: no element is cut
+                width = layout.code_dtype.itemsize // slices.dtype.itemsize
+                part_P = self._part_of(run, layout.shape, width)
+                out_P.view(layout.code_dtype).copy_(part_P)
         return slice_P
 
-    def cut(
-        self, slices: UnitSlices, ranks: int, read: Callable[[str, Layout], Tensor], out_P: Tensor
-    ) -> None:
-        """Copy what lies in this rank's slice (zeros) over so many ranks from whole parameters."""
-        for run in self.runs(slices, ranks):
-            flat_P = read(run.name, slices.layout_of(run.name)).reshape(-1)
-            out_P[run.place : run.end].copy_(flat_P[run.start : run.stop])
+    def _part_of(self, run: Run, shape: tuple[int, ...], width: int) -> Tensor:
+        """Return the elements of a parameter that a run of a bucket holds, ``width`` of the
+        bucket's for each."""
+        return self._model.part(run.name, shape, run.start // width, run.stop // width)
 
     def runs(self, slices: UnitSlices, ranks: int) -> Iterator[Run]:
         """Yield what lies of each parameter in this rank's slice over so many ranks."""
@@ -264,16 +265,10 @@ class ShardedPart:
         """Copy what lies in this rank's slice (zeros, float32) over so many ranks of the parameters
         as they came."""
 
-        def spaced(name: str, layout: Layout) -> Tensor:
-            parameter = self._model.whole(name, layout.shape)
-            width = slices.width(name)
-            if width == 1:
-                return parameter
-            spaced_P = torch.zeros(width * parameter.numel(), dtype=torch.float32)
-            spaced_P[::width] = parameter.reshape(-1)
-            return spaced_P
-
-        self.cut(slices, ranks, spaced, out_P)
+        for run in self.runs(slices, ranks):
+            width = slices.width(run.name)
+            shape = slices.params[run.name].shape
+            out_P[run.place : run.end : width].copy_(self._part_of(run, shape, width))
 
     def round_masters(
         self, slices: UnitSlices, ranks: int, master_P: Tensor, out_P: Tensor

@@ -55,6 +55,11 @@ class WeightSource(TensorSource, Protocol):
         """Decode, fuse or copy ``name`` into ``out``: a CPU tensor of the parameter's shape and any
         floating dtype."""
 
+    def read_range_into(self, name: str, start: int, out_P: Tensor) -> None:
+        """Copy consecutive elements of ``name``, flat, from ``start`` on, into ``out_P``: a flat
+        CPU tensor of any floating dtype. Of a parameter that is stacked from several tensors, no
+        other is read than those that the range meets."""
+
     def prefetch(self, names: Iterable[str]) -> int:
         """Bring the bytes of ``names`` into memory, blocking (call it from the disk lane); returns
         their number."""

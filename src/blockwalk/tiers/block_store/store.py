@@ -345,6 +345,11 @@ class BlockStore:
             self._bytes(name), layout, 0, layout.rows, out.view(layout.rows, layout.columns)
         )
 
+    def read_range_into(self, name: str, start: int, out_P: Tensor) -> None:
+        whole = torch.empty(self.shape(name), dtype=out_P.dtype)
+        self.read_into(name, whole)
+        out_P.copy_(whole.view(-1)[start : start + len(out_P)])
+
     def _ranges(self, names: Iterable[str]) -> dict[int, list[tuple[int, int]]]:
         ranges: dict[int, list[tuple[int, int]]] = {}
         for number, offset, param in (self._where[name] for name in names):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,8 @@ from blockwalk.plan.words import counted
 from blockwalk.tiers.model_folder.stored import StoredTensor
 
 View = Callable[["StoredTensor"], Tensor]
+Rows = Callable[["StoredTensor", int, int], Tensor]
+"""A reader of rows ``start:stop`` of a stored matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +107,47 @@ class Recipe:
         if self.conversion is None:
             out.copy_(view(self.sources[0]))
         elif self.conversion.stacks:
-            row = 0
-            for pattern in self.conversion.converter.source_patterns:
-                experts = [
-                    s
-                    for s, p in zip(self.sources, self.conversion.patterns, strict=True)
-                    if p == pattern
-                ]
-                rows = experts[0].shape[0]
-                for expert, stored in enumerate(experts):
-                    out[expert].narrow(0, row, rows).copy_(view(stored))
-                row += rows
+            for stored, expert, row in self._stacked():
+                out[expert].narrow(0, row, stored.shape[0]).copy_(view(stored))
         else:
             out.copy_(self.conversion.run(self.sources, [view(s) for s in self.sources])[self.name])
+
+    def _stacked(self) -> Iterator[tuple[StoredTensor, int, int]]:
+        """Yield the matrices that are stacked, each with the number of its expert and its first row
+        there."""
+        assert self.conversion is not None
+        row = 0
+        for pattern in self.conversion.converter.source_patterns:
+            experts = [
+                s
+                for s, p in zip(self.sources, self.conversion.patterns, strict=True)
+                if p == pattern
+            ]
+            for expert, stored in enumerate(experts):
+                yield stored, expert, row
+            row += experts[0].shape[0]
+
+    def read_range_into(self, start: int, out_P: Tensor, view: View, rows: Rows) -> None:
+        """Write the flat parameter's elements from ``start`` on into ``out_P`` (any floating
+        dtype). Of stacked experts the rows that lie there are read, and no others."""
+        if self.conversion is None or not self.conversion.stacks:
+            whole = torch.empty(self.shape, dtype=self.sources[0].dtype)
+            self.read_into(whole, view)
+            out_P.copy_(whole.view(-1)[start : start + len(out_P)])
+            return
+        stop = start + len(out_P)
+        _, height, columns = self.shape
+        for stored, expert, row in self._stacked():
+            begin = (expert * height + row) * columns
+            first = max(start, begin)
+            last = min(stop, begin + stored.shape[0] * columns)
+            if first >= last:
+                continue
+            first_row = (first - begin) // columns
+            rows_RD = rows(stored, first_row, -(-(last - begin) // columns))
+            skipped = first - begin - first_row * columns
+            part_P = rows_RD.reshape(-1)[skipped : skipped + last - first]
+            out_P[first - start : last - start].copy_(part_P)
 
 
 def resolve(

@@ -80,6 +80,11 @@ class CheckpointFolder:
         weight = self._open(stored)
         return weight if isinstance(weight, Tensor) else weight.rows(0, weight.shape[0]).clone()
 
+    def _rows(self, stored: StoredTensor, start: int, stop: int) -> Tensor:
+        """Return rows of a matrix; those alone are read, and decoded where it is in codes."""
+        weight = self._open(stored)
+        return weight[start:stop] if isinstance(weight, Tensor) else weight.rows(start, stop)
+
     def names(self) -> Sequence[str]:
         return tuple(self._recipes)
 
@@ -125,6 +130,9 @@ class CheckpointFolder:
             decode_whole(self._bytes(stored), stored.layout, out)
         else:
             recipe.read_into(out, self._view)
+
+    def read_range_into(self, name: str, start: int, out_P: Tensor) -> None:
+        self._recipes[name].read_range_into(start, out_P, self._view, self._rows)
 
     def _ranges(self, names: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
         ranges: dict[str, list[tuple[int, int]]] = {}

@@ -1,0 +1,74 @@
+"""Closed form: of experts that are stored one by one, a rank reads the bytes of its slices, counted
+where they are read; and every rank's slices together are the model's own weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blockwalk.cutting.verify import certified
+from blockwalk.plan.methods import method
+from blockwalk.plan.placement import StateKind
+from blockwalk.tiers.model_folder.folder import CheckpointFolder
+from blockwalk.walk.walker import Walker
+from tests.models import random_batch, tiny_model
+from tests.support.held import masters
+from tests.support.processes import run_ranks
+from tests.support.sharded_runs import _loss
+
+
+def _opened(
+    rank: int, folder: Path, lora: bool
+) -> tuple[Counter[str], int, dict[str, torch.Tensor], float]:
+    """Return the bytes read of each stored expert, the bytes of the slices that this rank keeps of
+    all experts, the masters, and the loss of a step."""
+    read: Counter[str] = Counter()
+    whole = CheckpointFolder._view
+    rows = CheckpointFolder._rows
+
+    def viewed(self, stored):  # type: ignore[no-untyped-def]
+        read[stored.key] += stored.nbytes
+        return whole(self, stored)
+
+    def some_rows(self, stored, start, stop):  # type: ignore[no-untyped-def]
+        part = rows(self, stored, start, stop)
+        read[stored.key] += part.nbytes
+        return part
+
+    plan = method("zero3", mesh={"world": 2})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointFolder, "_view", viewed)
+        patch.setattr(CheckpointFolder, "_rows", some_rows)
+        walker = Walker(folder, plan, lora={"rank": 2} if lora else None, workdir=folder / "work")
+    with walker:
+        home: Any = walker.engine.homes[StateKind.FROZEN if lora else StateKind.TRAINABLE]
+        slices = 0
+        for unit in home.units:
+            for run in home.runs(unit, 2) if unit.numel else ():
+                if ".experts." in run.name:
+                    slices += run.size * unit.dtype.itemsize
+        weights = masters(walker.engine)
+        return read, slices, weights, walker.step(random_batch(4, 8)).loss
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_rank_reads_of_experts_what_its_slices_hold(lora: bool, tmp_path: Path) -> None:
+    model = tiny_model("mixtral", num_local_experts=6)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    experts = {name: tensor for name, tensor in stored.items() if ".experts." in name}
+    assert len(experts) == 2 * 6 * 3  # one by one
+    certified(tiny_model("mixtral", num_local_experts=6))
+    answers = run_ranks(2, _opened, tmp_path, lora, timeout=400)
+    for read, slices, weights, loss in answers:
+        in_experts = sum(nbytes for name, nbytes in read.items() if name in experts)
+        assert slices <= in_experts <= 1.1 * slices
+        assert loss == pytest.approx(float(_loss(model, random_batch(4, 8)).detach()), rel=1e-6)
+        for name, parameter in model.named_parameters() if not lora else ():
+            assert torch.equal(weights[name], parameter), name
+    assert sum(slices for _, slices, *_ in answers) == sum(t.nbytes for t in experts.values())
