@@ -90,7 +90,7 @@ def test_what_little_memory_would_take_is_said_beside_what_was_chosen() -> None:
     few, many = (planner.Candidate(method(name), name, Counter({Pool.DEVICE: nbytes}))
                  for name, nbytes in (("mebp", 4 * 10**8), ("plain", 6 * 10**9)))  # fmt: skip
     (line,) = _of_little_memory(planner.Ranking((many, few), (), ()), many)
-    assert "mebp would take 400.0 MB instead of 6.0 GB" in line
+    assert "mebp would take 400.0 MB of tensors instead of 6.0 GB" in line
     assert list(_of_little_memory(planner.Ranking((few, many), (), ()), few)) == []
 
 

@@ -52,3 +52,21 @@ def test_a_run_of_which_most_records_are_cut_is_refused(
             ["--data.allow_truncation", "true"],
         ):
             assert main.main([*run, *way, "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize(("batch_size", "noted"), [(4, False), (8, True)])
+def test_a_batch_of_more_than_all_records_is_noted(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    batch_size: int,
+    noted: bool,
+) -> None:
+    """Oracle: four records; a batch of eight has each of them twice."""
+    data = tmp_path / "d.jsonl"
+    data.write_text("".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(4)))
+    given = ["--model", str(tiny_run.model), "--method", "plain", "--data.train", str(data)]
+    assert main.main(["train", *given, "--batch_size", str(batch_size), "--dry-run"]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if "batch_size" in line]
+    assert len(notes) == noted
+    assert all("8" in line and "4 sequences" in line for line in notes)

@@ -84,6 +84,29 @@ def test_a_text_file_is_one_record(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("names", "both"),
+    [
+        (("gsm8k_train.jsonl", "gsm8k_test.jsonl"), True),
+        (("data.json", "Validation-00000-of-00001.json"), True),
+        (("part-1.jsonl", "part-2.jsonl", "contest.jsonl"), False),
+        (("test-1.jsonl", "test-2.jsonl"), False),
+    ],
+)
+def test_a_folder_of_a_data_sets_splits_is_not_one_source(
+    names: tuple[str, ...], both: bool, tmp_path: Path
+) -> None:
+    """Oracle: the names that data sets give their splits; who names a folder of both would train on
+    the records that are held out."""
+    for name in names:
+        jsonl(tmp_path / name, {"text": name})
+    if both:
+        with refused(ValueError, " ".join(names)):
+            list(read_records(tmp_path))
+    else:
+        assert len(list(read_records(tmp_path))) == len(names)
+
+
 def test_columns_are_named_anew(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "d.jsonl", {"question": "1+1", "answer": "2"})
     (record,) = read_records(file, columns=["prompt = question", "completion=answer"])

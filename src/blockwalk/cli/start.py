@@ -111,8 +111,8 @@ def _of_little_memory(ranking: planner.Ranking, best: planner.Candidate) -> Iter
     if mebp and best.plan.method != "mebp":
         smallest = min(mebp, key=_peak_bytes)
         yield (
-            f"method: mebp would take {_tensors(smallest)} instead of {_tensors(best)}, and more"
-            " time: weights come from disk."
+            f"method: mebp would take {_tensors(smallest)} of tensors instead of {_tensors(best)},"
+            " and more time: weights come from disk."
         )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from blockwalk.data.records import Record, half_character
 from blockwalk.system.lfs import refuse_pointer
 
 INSTALL = "pip install 'blockwalk[data]'"
+HELD_OUT = frozenset(("test", "valid", "validation", "val", "dev", "eval", "heldout"))
+"""Words in the names of files whose records are not to be trained on."""
+
 LONGEST_CELL = 1 << 30
 """Characters of a CSV cell at most; Python's own limit, 131,072, is less than a long document."""
 
@@ -84,6 +88,7 @@ def _read(source: str | Path, split: str, subset: str | None) -> Iterator[Record
         )
         if not files:
             raise ValueError(f"{path}: no {', '.join(SUFFIXES[:-1])} file in this folder")
+        _refuse_splits(path, files)
         for file in files:
             yield from _of_file(file)
     elif path.is_file():
@@ -94,6 +99,20 @@ def _read(source: str | Path, split: str, subset: str | None) -> Iterator[Record
         raise ValueError(f"{source}: no such file")
     else:
         yield from _read_hub(str(source), split, subset)
+
+
+def _refuse_splits(folder: Path, files: Sequence[Path]) -> None:
+    """Raise ValueError where some files of a folder are held out by their names, and others are
+    not: nobody means to train on both."""
+    held_out = [
+        file for file in files if not HELD_OUT.isdisjoint(re.split(r"[\W_]+", file.stem.lower()))
+    ]
+    others = [file for file in files if file not in held_out]
+    if held_out and others:
+        raise ValueError(
+            f"{folder} holds {others[0].name} and {held_out[0].name}, which is held out by its"
+            f" name, and all files of a folder are read: name files instead, as in {others[0]}"
+        )
 
 
 def _of_file(path: Path) -> Iterator[Record]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["zero", "range", "ratio"]
-"""Where an axis begins: at zero; near the least value; or there with equal ratios of equal height,
+"""Beginning of an axis: zero; near the least value; or there, with equal ratios of equal height
 if the values differ by :data:`DECADE` or more."""
 
 DECADE = 10.0

@@ -32,6 +32,7 @@ from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.schedules import schedule_of
 from blockwalk.plan.settings import override
+from blockwalk.plan.words import counted, is_or_are
 from blockwalk.program.program import Shape
 from blockwalk.program.settling import settled_before
 from blockwalk.report.forecast import Forecast
@@ -142,7 +143,8 @@ def prepare(run: RunConfig) -> PreparedRun:
     require_rows(rows.report.largest, tokenizer, vocabulary, "data.train")
     if held_out is not None:
         require_rows(held_out.encoded.report.largest, tokenizer, vocabulary, "data.eval")
-    notes = tuple(filter(None, [missing_marks(run.data.chat_template, tokenizer)]))
+    marks = missing_marks(run.data.chat_template, tokenizer)
+    notes = tuple(filter(None, [marks, _repeats(run.batch_size, len(rows))]))
     shown = first_example(rows, tokenizer)
     files = tokenizer_files(tokenizer)
     if rows.report.stops:
@@ -196,6 +198,18 @@ def prepare(run: RunConfig) -> PreparedRun:
         foreseen=foreseen,
         usual=usual,
         notes=notes,
+    )
+
+
+def _repeats(batch_size: int, sequences: int) -> str:
+    """Return a sentence on a batch that has more places than there are sequences; empty where it
+    has not."""
+    if batch_size <= sequences:
+        return ""
+    return (
+        f"batch_size is {batch_size}, and there {is_or_are(sequences)}"
+        f" {counted(sequences, 'sequence')}: a step sees the same one more than once; lower"
+        f" batch_size to {sequences}"
     )
 
 
