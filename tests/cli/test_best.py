@@ -188,3 +188,20 @@ def test_two_ranks_end_at_the_step_of_one(tiny_run: TinyRun, tmp_path: Path) -> 
     )
     assert max(figures(tmp_path / "two")) == max(figures(tmp_path / "one")) < 8
     assert checkpoints(tmp_path / "two") == checkpoints(tmp_path / "one")
+
+
+def test_a_file_whose_run_is_not_there_reads_untrained_weights_aloud(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the folders. Who trained into another folder than the file's would take the base
+    model's answers for those of what was trained."""
+    file = tmp_path / "run.yaml"
+    there = tmp_path / "there"
+    file.write_text(f"model: {tiny_run.model}\noutput_dir: {there}\n")
+    asked = ["generate", str(file), "--prompt", "a", "--max_new_tokens", "1"]
+    silent = ["generate", "--model", str(tiny_run.model), *asked[2:]]
+    for command, notes in ((asked, 1), ([*asked, "--adapter", "none"], 0), (silent, 0)):
+        assert main.main(command) == 0
+        said = capsys.readouterr().err
+        assert said.count("untrained weights") == notes, said
+        assert said.count(str(there)) == notes

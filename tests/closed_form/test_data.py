@@ -39,7 +39,7 @@ from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.prepared_run import read_training_rows
 from tests.support import data_files
 from tests.support.data_files import jsonl
-from tests.support.messages import refused
+from tests.support.messages import refused, says
 
 tokenizer = data_files.tokenizer
 
@@ -360,6 +360,10 @@ def test_a_long_prompt_is_cut_on_its_left(
     assert learnt(encoded, tokenizer) == (row, in_loss)
     assert encoded.report.truncated == (max_length < 9)
     assert encoded.report.longest == 9
+    lost = [line for line in encoded.report.warnings() if "whole prompt" in line]
+    assert len(lost) == (max_length <= 5)
+    for line in lost:
+        says(line, f"1 max_length {max_length} data.max_length 9")
 
 
 def test_what_is_cut_or_dropped_is_counted(tokenizer: Any) -> None:

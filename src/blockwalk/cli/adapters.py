@@ -56,9 +56,14 @@ def trained_by(run: RunConfig, arguments: argparse.Namespace) -> tuple[RunConfig
     if named is not None:
         return run, None if named == NONE else named
     folder = Path(run.output_dir)
-    if arguments.config is None or "model" in arguments.named or not (folder / SETTINGS).is_file():
+    if arguments.config is None or "model" in arguments.named:
         return run, None
-    if read_yaml(folder / SETTINGS, Loader).get("model") != run.model:  # another run's folder
+    if not _is_run_of(folder, run.model):
+        say(
+            f"note: {folder} (output_dir) holds no run of {run.model}: untrained weights are read;"
+            " --adapter names others",
+            file=sys.stderr,
+        )
         return run, None
     if (folder / "adapter" / ADAPTER_CONFIG).is_file():
         say(
@@ -80,6 +85,12 @@ def trained_by(run: RunConfig, arguments: argparse.Namespace) -> tuple[RunConfig
     if Path(arguments.config).resolve().parent == folder.resolve():
         refuse_unfinished(folder)
     return run, None
+
+
+def _is_run_of(folder: Path, model: str) -> bool:
+    """Return whether a folder is of a run that began from this model."""
+    settings = folder / SETTINGS
+    return settings.is_file() and read_yaml(settings, Loader).get("model") == model
 
 
 def _note_best(run: Path) -> None:

@@ -142,6 +142,7 @@ def encode_choices(
         )
     report.truncated = -(-report.truncated * len(right) // report.records)
     report.answers_cut = report.answers_cut * len(right) // report.records
+    report.prompts_lost = report.prompts_lost * len(right) // report.records
     report.records = len(right)
     encoded = _flatten(
         [row for row, _ in rows], [mask for _, mask in rows], _pad_id(tokenizer), report
@@ -227,6 +228,7 @@ def _tokenize(
             report.count(record, len(row.ids))
             if limit is not None and len(row.ids) > limit:
                 report.truncated += 1
+                report.prompts_lost += row.loses_prompt(len(row.ids) - limit)
                 row = row.without_prompt(len(row.ids) - limit)
                 report.answers_cut += any(row.mask[limit:])
                 row = row.until(limit)
@@ -253,6 +255,12 @@ class _Row(NamedTuple):
         stop = self.kept + cut
         ids = self.ids[: self.kept] + self.ids[stop:]
         return self._replace(ids=ids, mask=self.mask[: self.kept] + self.mask[stop:])
+
+    def loses_prompt(self, excess: int) -> bool:
+        """Return whether nothing of the prompt is left without ``excess`` tokens, though it had
+        some."""
+        cuttable = self.prompt - max(self.kept, 1)
+        return 0 < cuttable <= excess
 
     def until(self, limit: int) -> _Row:
         """Return the first ``limit`` tokens."""

@@ -39,6 +39,8 @@ class EncodeReport:
     truncated: int = 0
     answers_cut: int = 0
     """Records whose last learnt token was cut away."""
+    prompts_lost: int = 0
+    """Records whose prompt was cut away as a whole, for an answer that fills the row."""
     dropped: int = 0
     turns_left_out: int = 0
     longest: int = 0
@@ -62,7 +64,7 @@ class EncodeReport:
 
     def __add__(self, other: EncodeReport) -> EncodeReport:
         """Return the counts of two sources together."""
-        counts = ("records", "truncated", "answers_cut", "dropped")
+        counts = ("records", "truncated", "answers_cut", "prompts_lost", "dropped")
         turns = ("turns_left_out", "turns_marked", "turns_of_others", "turns_unwritten")
         names = (*counts, *turns, "turn_ends", "origin")
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
@@ -95,6 +97,12 @@ class EncodeReport:
                 f"{self.truncated} of {self.records} records were longer than max_length ="
                 f" {self.max_length} tokens (the longest: {self.longest}) and were cut; raise"
                 " data.max_length to keep them whole"
+            )
+        if self.prompts_lost:
+            lines.append(
+                f"{self.prompts_lost} of {self.records} records lose their whole prompt, since the"
+                f" answer alone fills max_length = {self.max_length}: the answer to nothing is"
+                f" learnt. Set data.max_length to {self.longest}, or leave long records out"
             )
         if 2 * self.answers_cut > self.records:
             lines.append(
