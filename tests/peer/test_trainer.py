@@ -173,3 +173,22 @@ def test_arguments_that_the_walk_does_not_follow(
         BlockwalkTrainer(
             tiny_model("llama"), arguments(tmp_path, **settings), plan=blockwalk.method(plan)
         )
+
+
+def test_adapters_are_trained_beside_the_models_own_weights(tmp_path: Path) -> None:
+    """Oracle: the Trainer's evaluation of the model. Nothing is rounded that memory can hold."""
+    data: dict[str, Any] = {"eval_dataset": rows(8, 2), "data_collator": default_data_collator}
+    ours = BlockwalkTrainer(tiny_model("llama"), arguments(tmp_path), lora={"rank": 2}, **data)
+    theirs = Trainer(tiny_model("llama"), arguments(tmp_path), **data)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)
+
+
+def test_records_without_tokens_are_refused_by_their_columns(tmp_path: Path) -> None:
+    """Oracle: the column's name; the message names what reads such records."""
+    from datasets import Dataset
+
+    chats = Dataset.from_list([{"messages": [{"role": "user", "content": "a"}]}] * 8)
+    data: dict[str, Any] = {"train_dataset": chats, "data_collator": default_data_collator}
+    done = BlockwalkTrainer(tiny_model("llama"), arguments(tmp_path, eval_strategy="no"), **data)
+    with refused(ValueError, "training messages input_ids blockwalk.train"):
+        done.train()

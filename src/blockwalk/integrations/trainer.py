@@ -25,7 +25,7 @@ from blockwalk.integrations.trainer_table import PASSED, read_arguments, refuse_
 from blockwalk.plan.losses import IGNORE
 from blockwalk.plan.methods import method
 from blockwalk.plan.plan import Plan
-from blockwalk.plan.settings import override
+from blockwalk.plan.settings import override, unnamed_codec
 from blockwalk.plan.update_rules import RULES
 from blockwalk.system import links
 from blockwalk.system.paths import StrPath
@@ -62,7 +62,8 @@ class BlockwalkTrainer(Trainer):
         args: learning rate, scheduler, betas, weight decay, clipping, batch size, accumulation,
             seed and everything else but the device and the precision.
         plan: the method; see :func:`blockwalk.method`. ``mebp`` with adapters and ``plain``
-            without, unless given.
+            without, unless given; frozen weights are rounded only where half of the memory cannot
+            hold them.
         lora: adapters; see :class:`blockwalk.Walker`.
         more: what ``transformers.Trainer`` takes besides.
 
@@ -113,6 +114,17 @@ class BlockwalkTrainer(Trainer):
             names = inspect.signature(self.walker.engine.cut.base.forward).parameters
             columns: Any = [*dict.fromkeys([*names, "label", "label_ids", *self.label_names])]
             self._signature_columns = columns
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """Leave out what no model takes. A data set without tokens is refused by its columns."""
+        names = dataset.column_names
+        if self.args.remove_unused_columns and "input_ids" not in names:
+            raise ValueError(
+                f"the {description or 'data'} set has the columns {', '.join(names)}, and no"
+                " input_ids: BlockwalkTrainer takes records as tokens; blockwalk.train and"
+                " blockwalk train read messages, prompts and completions, and texts"
+            )
+        return super()._remove_unused_columns(dataset, description)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Make the optimizer that transformers' schedulers count with; the walker's rule does the
@@ -308,4 +320,6 @@ def _plan(
     }
     if plan.compute_dtype == "auto" and (args.bf16 or half):
         settings["compute_dtype"] = "bfloat16"
-    return (method(name, **settings) if user_plan is None else override(plan, settings)), notes
+    if user_plan is not None:
+        return override(plan, settings), notes
+    return unnamed_codec(method(name, **settings)), notes
