@@ -125,6 +125,7 @@ _BY_TYPE: dict[Any, Schema] = {
     str: _TEXT,
     bool: _SWITCH,
     int | None: _SIZE,
+    int | str: {"anyOf": [{"type": "integer"}, {"type": "string"}]},
     tuple[str, ...]: _TEXTS,
     str | tuple[str, ...]: _TEXTS,
     str | tuple[str | Source, ...]: _SOURCES,

@@ -55,7 +55,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("optimizer", "optimizer.* update.* neftune_noise_alpha", _TRAIN),
     (
         "where the rest lives",
-        "estimator gradient optimizer_state activation recompute budget cache.*",
+        "estimator gradient optimizer_state activation recompute sequence_tile budget cache.*",
         _TRAIN,
     ),
     ("zeroth order", "zo.*", _TRAIN),

@@ -48,6 +48,11 @@ class Anatomy:
     hands_on: bool = False
     """Whether blocks hand tensors to later ones in a dictionary among their arguments, as shared
     keys and values."""
+    against_tiles: str = "it was not tried"
+    """The reason for which blocks are not computed by tiles of the sequence; empty: they are."""
+    attended: tuple[str, ...] = ()
+    """Linear layers, by their paths inside a block, whose outputs attention alone reads
+    (:mod:`blockwalk.cutting.tile_trial`)."""
     notes: Mapping[str, float] = field(default_factory=dict)
     """Relative differences found when the walk was compared with the model's own run."""
 

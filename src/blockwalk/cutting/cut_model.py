@@ -11,6 +11,7 @@ epilogue."""
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from blockwalk.cutting.anatomy import Anatomy, canonical_name, head_spec
 from blockwalk.cutting.batch_facts import answered
+from blockwalk.cutting.block_tiles import SEQUENCE_DIM, BlockTiles
 from blockwalk.cutting.by_part import ByPart, NotByPart
 from blockwalk.cutting.calls import (
     BlockCall,
@@ -28,6 +30,7 @@ from blockwalk.cutting.calls import (
     Handed,
     Prologue,
     containers_of,
+    is_cache,
     rebuild,
     tensors_of,
 )
@@ -41,6 +44,9 @@ from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.numerics.row_tiles import narrow_products
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.sizes import Tiling
+
+log = logging.getLogger(__name__)
 
 ModelInputs = Mapping[str, Any]
 
@@ -124,7 +130,11 @@ class CutModel:
                 module.__dict__["gradient_checkpointing"] = False
         self.anatomy = anatomy
         self._call_block: Callable[..., Any] = _call
+        self._told = False
+        """Whether it was said that long sequences are computed whole."""
         self.device = torch.device("cpu")
+        self.tiling: Tiling | None = None
+        """How long sequences are computed by tiles; None: whole."""
         self.draws_random_numbers = _has_dropout(model)
         """Whether a forward in training mode may draw random numbers."""
         signature = inspect.signature(self.base.forward).parameters
@@ -504,13 +514,56 @@ class CutModel:
         See :meth:`run`."""
         return self.run(call, hidden_BSD, seed).hidden_BSD
 
-    def run(self, call: BlockCall, hidden_BSD: Tensor, seed: int | None = None) -> BlockResult:
+    def tile(self, length: int) -> int:
+        """Return the positions of a tile of a sequence of this length; 0 where it is computed
+        whole."""
+        if self.tiling is None or length <= self.tiling.threshold:
+            return 0
+        reason = self.anatomy.against_tiles
+        if self.draws_random_numbers and self.model.training:
+            reason = "it draws random numbers in training, as dropout does"
+        if reason:
+            if not self._told:
+                log.warning("long sequences are computed whole, not by tiles: %s", reason)
+            self._told = True
+            return 0
+        return self.tiling.size
+
+    def _by_tiles(
+        self, call: BlockCall, arguments: Mapping[int | str, Any], *, reads_answer: bool
+    ) -> Tensor | None:
+        """Run one block by tiles of the sequence; None where it is to be run whole."""
+        size = self.tile(arguments[call.hidden_at].shape[1])
+        cached = any(map(is_cache, arguments.values()))
+        if not size or cached or call.leaves or call.hands_on or self._call_block is not _call:
+            return None
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            with narrow_products(arguments[call.hidden_at]), call.document_mode:
+                yield
+
+        return BlockTiles(
+            call.module, arguments, call.hidden_at, size, around, self.anatomy.attended
+        ).run(reads_answer=reads_answer)
+
+    def run(
+        self,
+        call: BlockCall,
+        hidden_BSD: Tensor,
+        seed: int | None = None,
+        *,
+        reads_answer: bool = True,
+        by_tiles: bool = True,
+    ) -> BlockResult:
         """Run one block in the current grad mode: its hidden state, of the shape that went in, and
         what it hands on.
 
         Its parameters must be bound. With the same ``seed`` a block drops the same activations
-        again. Raises ValueError where the block writes into an argument that other blocks read, but
-        for entries that it adds to a dictionary."""
+        again. Where nobody ``reads_answer``, and gradients alone are wanted, zeros may stand for
+        the hidden state. A long sequence is computed by tiles where the model's cut allows it, and
+        the caller. Raises ValueError where the block writes into an argument that other
+        blocks read, but for entries that it adds to a dictionary."""
         args, kwargs = call.view(hidden_BSD)
         arguments: dict[int | str, Any] = dict(enumerate(args))
         arguments.update(kwargs)
@@ -519,12 +572,16 @@ class CutModel:
         versions = [t._version for t in watched]
         containers = containers_of([args, kwargs])
         compiled = self._call_block is not _call
-        with ExitStack() as stack:
-            stack.enter_context(self._seeded(seed))
-            if not compiled:
-                stack.enter_context(narrow_products(hidden_BSD))
-                stack.enter_context(call.document_mode)
-            out = self._call_block(call.module, args, kwargs)
+        out: Any = None
+        if by_tiles:
+            out = self._by_tiles(call, arguments, reads_answer=reads_answer)
+        if out is None:
+            with ExitStack() as stack:
+                stack.enter_context(self._seeded(seed))
+                if not compiled:
+                    stack.enter_context(narrow_products(hidden_BSD))
+                    stack.enter_context(call.document_mode)
+                out = self._call_block(call.module, args, kwargs)
         handed: list[Tensor] = []
         if self.anatomy.hands_on:
             for key, items in dictionaries.items():
@@ -570,10 +627,22 @@ class CutModel:
         seed: int | None,
         *,
         head: bool,
+        tile: slice | None = None,
     ) -> Any:
         """Return the model's forward with its prologue's modules and layers stubbed: its output, or
-        the head's input."""
+        the head's input. The hidden state may be that of a ``tile`` of the sequence."""
         queues = {name: list(values) for name, values in prologue.stand_ins.items()}
+        if tile is not None:
+            length = batch["input_ids"].shape[1]
+            batch = {"input_ids": batch["input_ids"][:, tile]}
+
+            def part(tensor: Tensor) -> Tensor:
+                dim = SEQUENCE_DIM.get(tensor.dim())
+                if dim is None or tensor.shape[dim] != length:
+                    return tensor
+                return tensor.narrow(dim, tile.start, tile.stop - tile.start)
+
+            queues = {name: rebuild(values, part, name) for name, values in queues.items()}
         caught: list[Tensor] = []
         last_layer = self._units.layers[-1].module
 
@@ -622,14 +691,21 @@ class CutModel:
         return output
 
     def head_input(
-        self, prologue: Prologue, hidden_BSD: Tensor, batch: ModelInputs, seed: int | None = None
+        self,
+        prologue: Prologue,
+        hidden_BSD: Tensor,
+        batch: ModelInputs,
+        seed: int | None = None,
+        tile: slice | None = None,
     ) -> Tensor:
         """Return the output embedding's input: the last block's hidden state [B, S, D] after the
-        final norm.
+        final norm, or that of a ``tile`` of the sequence, [B, T, D].
 
         The epilogue's own parameters must be bound; neither the embedding's nor the head's weight
         is needed."""
-        normed: Tensor = self._epilogue_pass(prologue, hidden_BSD, batch, seed, head=False)
+        normed: Tensor = self._epilogue_pass(
+            prologue, hidden_BSD, batch, seed, head=False, tile=tile
+        )
         return normed
 
     def logits(

@@ -18,7 +18,7 @@ from blockwalk.cutting.saved_adapters import save_adapter
 from blockwalk.engine.home import Home, Job
 from blockwalk.engine.homes import Homes
 from blockwalk.engine.model_handle import ModelHandle
-from blockwalk.engine.slots import saved_by_place
+from blockwalk.engine.slots import Slots, saved_by_place
 from blockwalk.numerics.codecs.weights import DenseWeight, Value, Weight
 from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.model_spec import ParamSpec
@@ -144,8 +144,16 @@ class Engine:
     def graph(self, unit: int) -> AbstractContextManager[None]:
         """Return graphs of a unit that outlive its turn are made inside: they refer to what lies in
         slots by its place."""
-        slots = [home.slots for home in self.homes.values() if home.slots is not None]
+        slots = self._slots()
         return saved_by_place(slots, unit) if slots else nullcontext()
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether parameters lie in slots, which another unit's take after their turn."""
+        return bool(self._slots())
+
+    def _slots(self) -> list[Slots]:
+        return [home.slots for home in self.homes.values() if home.slots is not None]
 
     def unread(self, unit: int) -> list[Weight]:
         """Return the weights of a block whose products a recomputation may leave out."""

@@ -87,6 +87,7 @@ class ModelHandle:
             module.requires_grad_(False)
         self.module = module
         self.cut = certified(module).to(device)
+        self.cut.tiling = plan.tiling(device.type)
         if training and plan.neftune_noise_alpha:
             self.cut.add_noise(plan.neftune_noise_alpha)
         self.in_memory = self.cut.take_parameters()

@@ -261,7 +261,14 @@ class Backprop:
             input_BSD, saving = self._save_graph(saved, call, input_BSD, trainables)
         input_BSD = input_BSD.detach().requires_grad_()
         with self.engine.graph(op.unit), saving, torch.enable_grad():
-            result = self.engine.cut.run(call, input_BSD, seed=self._seed(state, op))
+            result = self.engine.cut.run(
+                call,
+                input_BSD,
+                seed=self._seed(state, op),
+                reads_answer=op.keep_graph,
+                # tiles are computed again in backward, where a kept graph's slots are another's
+                by_tiles=not (op.keep_graph and self.engine.has_slots),
+            )
         if self._maps_graphs:
             state.graph_bytes[op.unit, op.micro_batch] = saved.nbytes
         outputs: list[Tensor | GradientEdge | None] = []
@@ -309,7 +316,6 @@ class Backprop:
     def _loss(self, op: Op, state: _State) -> None:
         m = op.micro_batch
         engine = self.engine
-        hidden_BSD = state.hidden.pop(m).detach().requires_grad_()
         trainables = engine.bind(op.unit)
 
         def vector(name: str | None) -> Tensor | None:
@@ -318,20 +324,19 @@ class Backprop:
         ending = Ending(
             engine.cut,
             state.prologues[m],
-            hidden_BSD,
+            state.hidden.pop(m).detach(),
             state.batches[m],
             state.labels[m],
             engine.weight,
             vector,
             self._seed(state, op),
         )
-        loss = self.loss.with_gradient(ending, state.tokens, self.gradients.accumulator)
+        leaves = list(trainables.values())
+        accumulator = self.gradients.accumulator
+        loss = self.loss.with_gradient(ending, state.tokens, accumulator, leaves)
         state.losses.append(loss.loss_sum)
-        inputs = [hidden_BSD, *trainables.values()]
-        grads = torch.autograd.grad(loss.output, inputs, loss.seed, allow_unused=True)
-        assert grads[0] is not None
-        state.gradient[m] = grads[0]
-        self.gradients.add(trainables, grads[1:])
+        state.gradient[m] = loss.hidden_BSD
+        self.gradients.add(trainables, loss.trained)
 
     def _backward(self, op: Op, state: _State) -> None:
         key = (op.unit, op.micro_batch)

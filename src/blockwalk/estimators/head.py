@@ -4,7 +4,7 @@ the head is never decoded whole."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,13 @@ from torch import Tensor
 from blockwalk.cutting.calls import Prologue
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.data.batch import loss_tokens
+from blockwalk.numerics import sequence_tiles
 from blockwalk.numerics.codecs.weights import DenseWeight, JoinedWeight, LowRankSum, Weight
 from blockwalk.numerics.losses.head import head_logits
 from blockwalk.numerics.scratch import ScratchArena
 
+_OF_TOKENS = {"input_ids", "attention_mask", "position_ids", "labels"}
+"""The tensors of a batch whose end may be computed by tiles."""
 Matrix = Callable[[str], Weight]
 """A 2-D parameter by its canonical name, to be read a range at a time."""
 Vector = Callable[[str | None], Tensor | None]
@@ -54,12 +57,30 @@ class Ending:
     """The hidden state after the last block."""
     batch: Mapping[str, Any]
     labels_BS: Tensor
-    """The batch's labels, on the CPU."""
+    """The labels of these positions and of the one after them, where there is one, on the CPU."""
     matrix: Matrix
     vector: Vector
     seed: int | None = None
     """The seed of what the model draws in its last part, in training."""
     scratch: ScratchArena | None = None
+    tile: slice | None = None
+    """The positions of the sequence that ``hidden_BSD`` holds; None: all."""
+
+    def parts(self) -> list[Ending]:
+        """Return the ends of the tiles of a long sequence; of others this one."""
+        length = self.hidden_BSD.shape[1]
+        size = self.cut.tile(length)
+        if not size or not self.batch.keys() <= _OF_TOKENS:
+            return [self]
+        return [
+            replace(
+                self,
+                hidden_BSD=self.hidden_BSD[:, tile],
+                labels_BS=self.labels_BS[:, tile.start : tile.stop + 1],
+                tile=tile,
+            )
+            for tile in sequence_tiles.tiles(length, size)
+        ]
 
     @property
     def counted(self) -> int:
@@ -75,7 +96,9 @@ class Ending:
             last: hidden states [B, D] of the last position, instead of all [B, S, D].
         """
         head = self.cut.head
-        normed_BSD = self.cut.head_input(self.prologue, self.hidden_BSD, self.batch, self.seed)
+        normed_BSD = self.cut.head_input(
+            self.prologue, self.hidden_BSD, self.batch, self.seed, self.tile
+        )
         normed_XD = normed_BSD[:, -1] if last else normed_BSD
         weight = self.matrix(head.weight)
         bias = self.vector(head.bias)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from blockwalk.data.label_words import row_losses
 from blockwalk.estimators.head import Ending, Factors
 from blockwalk.numerics.losses.head import TokenLoss
 from blockwalk.numerics.scratch import ScratchArena
+from blockwalk.numerics.sequence_tiles import added
 from blockwalk.plan.losses import LossFacts
 
 Objective = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
@@ -29,15 +30,15 @@ Accumulator = Callable[[str | None], Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Differentiable:
-    """A loss, and where its gradient goes on from."""
+class Differentiated:
+    """A loss and its gradients."""
 
     loss_sum: Tensor
     """The sum over the tokens that count, float64 0-d."""
-    output: Tensor
-    """The tensor to differentiate further."""
-    seed: Tensor
-    """The gradient of the step's mean loss with respect to it."""
+    hidden_BSD: Tensor
+    """The gradient of the step's mean loss with respect to the hidden state."""
+    trained: Sequence[Tensor | None]
+    """Its gradients with respect to the parameters of the last norm and of the head's adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +51,57 @@ class TokenSum:
     @torch.no_grad()
     def forward(self, ending: Ending, *, by_row: bool) -> Tensor:
         """Return the summed loss, float64 0-d; ``by_row`` the sum over each sequence, [B]."""
-        batches = [(ending.factors(), ending.labels_BS)]
-        (losses_B,) = self.of_passes(ending.cut.head, batches, ending.scratch)
+        losses = []
+        for part in ending.parts():
+            batches = [(part.factors(), part.labels_BS)]
+            losses += self.of_passes(ending.cut.head, batches, ending.scratch)
+        losses_B = losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
         return losses_B if by_row else losses_B.sum()
 
     def with_gradient(
-        self, ending: Ending, tokens: int, accumulator: Accumulator
-    ) -> Differentiable:
+        self,
+        ending: Ending,
+        tokens: int,
+        accumulator: Accumulator,
+        trained: Sequence[Tensor],
+    ) -> Differentiated:
         """Return the loss of a step that counts so many ``tokens``. The head's own gradient, or
-        that of B of its LoRA, and its bias's are added to their accumulators."""
+        that of B of its LoRA, and its bias's are added to their accumulators. Those of a long
+        sequence add up over its tiles in float32."""
+        parts = ending.parts()
+        if len(parts) == 1:
+            return self._of_part(ending, tokens, accumulator, trained)
+        grad_BSD = torch.empty_like(ending.hidden_BSD)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=grad_BSD.device)
+        sums: list[Tensor | None] = [None] * len(trained)
+        for part in parts:
+            result = self._of_part(part, tokens, accumulator, trained)
+            grad_BSD[:, part.tile] = result.hidden_BSD
+            loss_sum += result.loss_sum
+            sums = [added(total, grad) for total, grad in zip(sums, result.trained, strict=True)]
+        in_dtype = [
+            None if total is None else total.to(leaf.dtype)
+            for total, leaf in zip(sums, trained, strict=True)
+        ]
+        return Differentiated(loss_sum, grad_BSD, in_dtype)
+
+    def _of_part(
+        self,
+        ending: Ending,
+        tokens: int,
+        accumulator: Accumulator,
+        leaves: Sequence[Tensor],
+    ) -> Differentiated:
+        """Return what one part of a sequence adds."""
+        ending = replace(ending, hidden_BSD=ending.hidden_BSD.detach().requires_grad_())
         head = ending.cut.head
         trained = head.weight if head.lora is None else head.lora[1]
         with torch.enable_grad():
             normed_BSD, weight, bias = ending.factors()
         batch_size, _, width = normed_BSD.shape
+        count = ending.labels_BS.shape[1] - 1
         result = self.loss.with_gradient(
-            normed_BSD.detach()[:, :-1].reshape(-1, width),
+            normed_BSD.detach()[:, :count].reshape(-1, width),
             ending.labels_BS[:, 1:].reshape(-1),
             weight,
             bias=bias,
@@ -76,8 +112,8 @@ class TokenSum:
             bias_grad=accumulator(head.bias),
         )
         seed_BSD = torch.zeros_like(normed_BSD)
-        seed_BSD[:, :-1] = result.grad_hidden_ND.view(batch_size, -1, width)
-        return Differentiable(result.loss_sum, normed_BSD, seed_BSD)
+        seed_BSD[:, :count] = result.grad_hidden_ND.view(batch_size, count, width)
+        return _differentiated(ending, result.loss_sum, normed_BSD, seed_BSD, leaves)
 
     def of_passes(
         self,
@@ -89,7 +125,10 @@ class TokenSum:
         the sum over each sequence, float64 [B], of each batch's factors and labels [B, S]."""
         _, weight, bias = batches[0][0]
         pairs = [
-            (h_BSD[:, :-1].reshape(-1, h_BSD.shape[-1]), labels_BS[:, 1:].reshape(-1))
+            (
+                h_BSD[:, : labels_BS.shape[1] - 1].reshape(-1, h_BSD.shape[-1]),
+                labels_BS[:, 1:].reshape(-1),
+            )
             for (h_BSD, *_), labels_BS in batches
         ]
         of_batches = self.loss.losses(
@@ -101,7 +140,7 @@ class TokenSum:
             scratch=scratch or ScratchArena(),
         )
         return [
-            losses_N.view(len(labels_BS), -1).sum(1)
+            losses_N.view(len(labels_BS), labels_BS.shape[1] - 1).sum(1)
             for losses_N, (_, labels_BS) in zip(of_batches, batches, strict=True)
         ]
 
@@ -124,17 +163,33 @@ class BatchMean:
         return self.mean(ending)
 
     def with_gradient(
-        self, ending: Ending, tokens: int, accumulator: Accumulator
-    ) -> Differentiable:
+        self,
+        ending: Ending,
+        tokens: int,
+        accumulator: Accumulator,
+        trained: Sequence[Tensor],
+    ) -> Differentiated:
         """Return the loss of a step that counts so many ``tokens``."""
-        hidden_BSD = ending.hidden_BSD
+        hidden_BSD = ending.hidden_BSD.detach().requires_grad_()
+        ending = replace(ending, hidden_BSD=hidden_BSD)
         if not ending.counted:  # a mean over nothing: its gradient is none
             zero = hidden_BSD.new_zeros((), dtype=torch.float64)
-            return Differentiable(zero, hidden_BSD, torch.zeros_like(hidden_BSD))
+            return Differentiated(zero, torch.zeros_like(hidden_BSD), [None] * len(trained))
         with torch.enable_grad():
             mean = self.mean(ending)
         seed = torch.full_like(mean, ending.counted / max(tokens, 1))
-        return Differentiable(mean.detach().double() * ending.counted, mean, seed)
+        loss_sum = mean.detach().double() * ending.counted
+        return _differentiated(ending, loss_sum, mean, seed, trained)
+
+
+def _differentiated(
+    ending: Ending, loss_sum: Tensor, output: Tensor, seed: Tensor, leaves: Sequence[Tensor]
+) -> Differentiated:
+    """Return a loss whose gradient with respect to an output is known."""
+    inputs = [ending.hidden_BSD, *leaves]
+    grad_BSD, *grads = torch.autograd.grad(output, inputs, seed, allow_unused=True)
+    assert grad_BSD is not None
+    return Differentiated(loss_sum, grad_BSD, grads)
 
 
 Loss = TokenSum | BatchMean

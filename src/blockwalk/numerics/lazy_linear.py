@@ -58,6 +58,11 @@ def unread(weights: Iterable[Weight]) -> Iterator[None]:
         _unread.reset(token)
 
 
+def unread_now() -> tuple[Weight, ...]:
+    """Return the weights for whose products zeros stand now."""
+    return _unread.get()
+
+
 def lazy_linear(
     x: Tensor, weight: Weight, bias: Tensor | None = None, *, transposed: bool = False
 ) -> Tensor:

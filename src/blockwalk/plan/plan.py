@@ -36,11 +36,14 @@ from blockwalk.plan.mesh import group_sizes, make_axes
 from blockwalk.plan.noise_kinds import NOISES, NoiseFacts
 from blockwalk.plan.placement import NOBODY, Codec, Placement
 from blockwalk.plan.refusal import must_be
-from blockwalk.plan.sizes import THIN_TOGETHER, TOGETHER
+from blockwalk.plan.sizes import LEAST_TILE, SEQUENCE_TILE, THIN_TOGETHER, TOGETHER, Tiling
 from blockwalk.plan.table import spoken
 from blockwalk.plan.update_rules import RULES, RuleFacts
 from blockwalk.plan.words import counted
 from blockwalk.plan.zeroth_order_kinds import KINDS, TARGETS, KindFacts, TargetFacts
+
+AUTO_TILE = "auto"
+"""The value of ``sequence_tile`` that leaves it to the length of the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,10 @@ class Plan:
     """Activations that the backward walk computes again. all: those of every block. none: they are
     kept, where ``activation`` says. auto: the last blocks' are kept, as many as there is room
     for."""
+    sequence_tile: int | str = "auto"
+    """Positions of the tiles that long sequences are computed in, where backpropagation computes
+    blocks again: norms, projections, feed-forward and the loss. auto: 1,024 on a CPU, 8,192 on a
+    GPU, for sequences of more than two tiles. A number: for all that are longer. off: none."""
     prefetch: int = 1
     """The number of blocks that are fetched ahead of the one that computes."""
     resident: int = AUTO
@@ -134,6 +141,7 @@ class Plan:
         yield from self.target.refuses(self)
         yield from self.update_rule.refuses(self)
         yield from self.loss_facts.refuses(self)
+        yield from _tiles(self)
         yield from _together(self)
 
     @property
@@ -217,6 +225,17 @@ class Plan:
     def loss_facts(self) -> LossFacts:
         """The row of ``loss``."""
         return LOSSES[self.loss]
+
+    def tiling(self, device: str) -> Tiling | None:
+        """Return how long sequences are computed by tiles on a device; None where they are not."""
+        kept = self.sequence_tile == AUTO_TILE and self.recompute == "none"
+        if self.compile or kept or not self.estimator.facts.walks_back:
+            return None
+        if isinstance(self.sequence_tile, int):
+            return Tiling(self.sequence_tile, self.sequence_tile)
+        if self.sequence_tile != AUTO_TILE:
+            return None
+        return Tiling(SEQUENCE_TILE[device], 2 * SEQUENCE_TILE[device])
 
     @property
     def noise(self) -> NoiseFacts:
@@ -312,6 +331,22 @@ def _groups(plan: Plan) -> Iterator[str]:
                 f" {getattr(plan, outer)}, {more}: {inner} is spread {rule} {outer}; change one of"
                 " them"
             )
+
+
+def _tiles(plan: Plan) -> Iterator[str]:
+    """Yield what speaks against ``sequence_tile``."""
+    size = plan.sequence_tile
+    if isinstance(size, str):
+        if size not in (AUTO_TILE, "off"):
+            yield f"sequence_tile is {size!r}; it must be auto, off or a number of positions"
+        return
+    if size < LEAST_TILE:
+        yield f"sequence_tile is {size}; it must be at least {LEAST_TILE}, or off"
+    if not plan.estimator.facts.walks_back:
+        drawn = "zeroth order would draw a perturbation again for every tile"
+        yield from must_be(plan, "sequence_tile", AUTO_TILE, drawn)
+    if plan.compile:
+        yield f"sequence_tile is {size}, and compiled blocks are whole; set sequence_tile: auto"
 
 
 def _together(plan: Plan) -> Iterator[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 
 class ByDevice(dict[str, int]):
@@ -25,6 +26,23 @@ LOGITS_BUDGET = ByDevice(cpu=64 << 20, cuda=1 << 30)
 LIFT = ByDevice(cpu=1 << 18, cuda=1 << 24)
 """Elements of the float32 scratch through which 16-bit products are added up: 1 MiB, which stays in
 a processor's cache; 64 MiB on an accelerator, where each part costs two launches."""
+
+
+SEQUENCE_TILE = ByDevice(cpu=1024, cuda=8192)
+"""Positions of a tile of a long sequence: enough that decoding a weight for each tile costs little
+beside its products."""
+LEAST_TILE = 64
+"""The fewest positions that a tile may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """The tiles that long sequences are computed in."""
+
+    size: int
+    """Positions of a tile."""
+    threshold: int
+    """The most positions of a sequence that is computed whole."""
 
 
 def spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:

@@ -35,7 +35,7 @@ from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class,
 from blockwalk.cutting.verify import certified
 from blockwalk.data.packing import LONGEST_PACKED_ROW
 from blockwalk.models.model_source import model_source
-from blockwalk.numerics import lazy_linear, row_tiles
+from blockwalk.numerics import lazy_linear, row_tiles, sequence_tiles
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.device import chosen
@@ -123,7 +123,7 @@ class UnitCosts:
     def __call__(self, plan: Plan, shape: Shape) -> Costs:
         """Return the cost of each kind of unit; none, with a warning, for a model whose code does
         not run on fake tensors."""
-        traits = _traits(plan, name_of(self.stored), self._stored_codec)
+        traits = _traits(plan, name_of(self.stored), self._stored_codec, shape, self.device)
         loss = f"{plan.loss} {_source(traits.loss.cost)}"
         key = cache.key(f"{self._digest} {loss} {traits} {shape}".encode())
         if key not in self._known:
@@ -231,6 +231,8 @@ class _Traits:
     """Whether blocks are perturbed whole."""
     scales: bool = False
     """Whether the scales of codes are perturbed, beside a copy of the codes."""
+    tiling: chunks.Tiling | None = None
+    """How long sequences are computed by tiles."""
 
     @property
     def noise_facts(self) -> NoiseFacts:
@@ -238,11 +240,16 @@ class _Traits:
         return NOISES[self.noise]
 
 
-def _traits(plan: Plan, stored: str, stored_codec: Codec | None) -> _Traits:
+def _traits(
+    plan: Plan, stored: str, stored_codec: Codec | None, shape: Shape, device: str
+) -> _Traits:
     """Return the traits of a plan for a model whose weights are stored in this dtype, or lie in a
     codec that they are read in."""
     codec = plan.frozen.codec
     backprop = plan.estimator.facts.walks_back
+    tiling = plan.tiling(device)
+    if tiling is not None and shape.sequence <= tiling.threshold:
+        tiling = None
     if stored_codec is not None and codec.facts.as_it_came:
         codec = stored_codec
     return _Traits(
@@ -253,6 +260,7 @@ def _traits(plan: Plan, stored: str, stored_codec: Codec | None) -> _Traits:
         codec,
         plan.frozen.tier.facts.resident and not codec.encoded,
         plan.trainable.codec,
+        tiling=tiling,
         **({} if backprop else _perturbed_traits(plan)),
     )
 
@@ -371,11 +379,12 @@ class _Bench:
 
 def _measure(cut: CutModel, traits: _Traits, shape: Shape, device: str, padded: bool) -> Costs:
     cut.model.train(traits.backprop)
+    cut.tiling = traits.tiling
     bench = _Bench(
         cut, traits, shape, torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True)
     )
     prologue, cost = _prologue(bench, device, padded)
-    costs = {"prologue": cost, "epilogue": _epilogue(bench, prologue, device)}
+    costs = {"prologue": cost, "epilogue": _epilogue_by_tiles(bench, prologue, device)}
     # where torch sees no GPU, whatever its build, blocks are run as on a CPU: attention saves its
     # inputs there as well
     measured_on = torch.device(device if torch.cuda.is_available() else "cpu")
@@ -459,7 +468,7 @@ def _block(
             layer = cut.layer_name(index)
             unread = (values.get(f"{layer}.{path}.weight") for path in cut.anatomy.unread)
             with lazy_linear.unread([w for w in unread if isinstance(w, _FakeWeight)]):
-                result = cut.run(call, input_BSD)
+                result = cut.run(call, input_BSD, reads_answer=False)
             saved = meter.live
             again = meter.work
             inputs = [input_BSD, *leaves.values(), *call.leaves]
@@ -495,7 +504,30 @@ def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:
     return replace(call, arguments=arguments, differentiable=tuple(map(fake, call.differentiable)))
 
 
-def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
+def _epilogue_by_tiles(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
+    """Return the cost of the epilogue: where it is computed by tiles, a tile's, as often as there
+    are, beside the gradient of the whole hidden state."""
+    shape = bench.shape
+    size = bench.cut.tile(shape.sequence) if bench.loss.by_chunks and bench.backprop else 0
+    if not size:
+        return _epilogue(bench, prologue, device)
+    tile = replace(bench, shape=replace(shape, sequence=size))
+    cost = _epilogue(tile, prologue, device, slice(0, size))
+    count = -(-shape.sequence // size)
+    hidden_bytes = shape.tokens * bench.cut.spec().hidden_size * bench.dtype.itemsize
+    return replace(
+        cost,
+        backward_transient=cost.backward_transient + hidden_bytes,
+        forward_flops=cost.forward_flops * count,
+        backward_flops=cost.backward_flops * count,
+        forward=cost.forward * count,
+        backward=cost.backward * count,
+    )
+
+
+def _epilogue(
+    bench: _Bench, prologue: Prologue, device: str, tile: slice | None = None
+) -> UnitCost:
     """Return the final norm, on fake tensors; the head and the loss by the formula of its row."""
     cut = bench.cut
     spec = cut.spec()
@@ -514,7 +546,7 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
         widened=row_tiles.widened(torch.empty(0, dtype=bench.dtype)),
     )
     cost = bench.loss.cost(call)
-    norm = _final_norm(bench, prologue) if bench.loss.by_chunks else _Norm()
+    norm = _final_norm(bench, prologue, tile) if bench.loss.by_chunks else _Norm()
     copies = bench.copies(reads)
     forward_flops = 2 * cost.rows * spec.hidden_size * spec.vocab_size
     backward_flops = forward_flops
@@ -552,7 +584,7 @@ class _Norm:
     work: Work = NOTHING
 
 
-def _final_norm(bench: _Bench, prologue: Prologue) -> _Norm:
+def _final_norm(bench: _Bench, prologue: Prologue, tile: slice | None) -> _Norm:
     """Run the final norm on fake tensors."""
     cut = bench.cut
     shape = bench.shape
@@ -568,9 +600,10 @@ def _final_norm(bench: _Bench, prologue: Prologue) -> _Norm:
         )
         hidden_BSD = torch.empty(shape.batch, shape.sequence, spec.hidden_size, dtype=bench.dtype)
     hidden_BSD.requires_grad_(bench.backprop)
-    batch = {"input_ids": torch.zeros(shape.batch, shape.sequence, dtype=torch.int64)}
+    length = shape.sequence if tile is None else prologue.hidden_BSD.shape[1]
+    batch = {"input_ids": torch.zeros(shape.batch, length, dtype=torch.int64)}
     with torch.set_grad_enabled(bench.backprop), Meter() as meter:
-        normed_BSD = cut.head_input(prologue, hidden_BSD, batch)
+        normed_BSD = cut.head_input(prologue, hidden_BSD, batch, tile=tile)
         kept = meter.live
         if bench.backprop:
             seed_BSD = torch.zeros_like(normed_BSD)
@@ -670,7 +703,7 @@ def _source(function: Callable[..., Any]) -> str:
     return f"{function.__qualname__} {cache.source_key(inspect.getfile(function))}"
 
 
-_ROOMS = (chunks, lazy_linear, row_tiles, metering, work, unit_costs)
+_ROOMS = (chunks, lazy_linear, row_tiles, sequence_tiles, metering, work, unit_costs)
 _SOURCES = cache.source_key(*(room.__file__ for room in _ROOMS), __file__)
 
 

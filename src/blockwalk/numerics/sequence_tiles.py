@@ -1,0 +1,187 @@
+"""Functions that act on each position of a sequence by itself, computed by tiles of it.
+
+Forward, a tile's answer is written into its place of the whole one. Backward computes each tile
+again with its graph, so that nothing is kept but the inputs; gradients of parameters add up over
+the tiles in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from blockwalk.plan.sizes import spans
+
+OfTile = Callable[[slice, Sequence[Tensor]], Sequence[Tensor]]
+"""The answers of a tile, from its positions and its parts of the inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Positionwise:
+    """A function that acts on each position by itself."""
+
+    of_tile: OfTile
+    takes: Sequence[int]
+    """The dimension of each input along which the sequence lies."""
+    gives: Sequence[int]
+    """The dimension of each answer along which the sequence lies."""
+    around: Callable[[], AbstractContextManager[object]]
+    """The context of a tile, in backward too."""
+
+    def part(self, tensor: Tensor, dim: int, tile: slice) -> Tensor:
+        """Return a tile's part of a tensor."""
+        return tensor.narrow(dim, tile.start, tile.stop - tile.start)
+
+
+def tiles(length: int, size: int) -> list[slice]:
+    """Return the tiles of a sequence, of ``size`` positions each but for the last."""
+    return [slice(*span) for span in spans(0, length, size)]
+
+
+def by_tiles(
+    function: Positionwise, inputs: Sequence[Tensor], parameters: Sequence[Tensor], size: int
+) -> tuple[Tensor, ...]:
+    """Return the answers of a function, computed by tiles of ``size`` positions.
+
+    Args:
+        inputs: tensors that are cut into tiles.
+        parameters: leaves that the function reads whole, whose gradients add up in float32.
+    """
+    arguments = (function, size, len(inputs), *inputs, *parameters)
+    outs: tuple[Tensor, ...] = _ByTiles.apply(*arguments)  # type: ignore[no-untyped-call]
+    return outs
+
+
+def unread_answer(
+    function: Positionwise,
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    size: int,
+    like: Tensor,
+) -> Tensor:
+    """Return zeros in place of the one answer, which nobody reads: its gradients are those of
+    :func:`by_tiles`."""
+    arguments = (function, size, len(inputs), *inputs, *parameters)
+    out: Tensor = _Unread.apply(like, *arguments)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _ByTiles(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, function: Positionwise, size: int, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        inputs = tensors[:count]
+        _keep(ctx, function, size, count, tensors)
+        length = inputs[0].shape[function.takes[0]]
+        wholes: list[Tensor] = []
+        for tile in tiles(length, size):
+            parts = [
+                function.part(whole, dim, tile)
+                for whole, dim in zip(inputs, function.takes, strict=True)
+            ]
+            with function.around():
+                answers = function.of_tile(tile, parts)
+            if not wholes:
+                wholes = [
+                    _lengthened(answer, dim, length)
+                    for answer, dim in zip(answers, function.gives, strict=True)
+                ]
+            for whole, dim, answer in zip(wholes, function.gives, answers, strict=True):
+                function.part(whole, dim, tile).copy_(answer)
+            del answers
+        return tuple(wholes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, None, *_gradients(ctx, grads))
+
+
+class _Unread(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, like: Tensor, function: Positionwise, size: int, count: int, *tensors: Tensor
+    ) -> Tensor:
+        _keep(ctx, function, size, count, tensors)
+        return like.new_zeros(()).expand(like.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, None, None, *_gradients(ctx, (grad,)))
+
+
+def _keep(
+    ctx: Any, function: Positionwise, size: int, count: int, tensors: Sequence[Tensor]
+) -> None:
+    ctx.function = function
+    ctx.size = size
+    ctx.save_for_backward(*tensors[:count])
+    ctx.parameters = tensors[count:]
+    ctx.set_materialize_grads(False)
+
+
+def _lengthened(answer: Tensor, dim: int, length: int) -> Tensor:
+    """Return an empty tensor of a tile's kind for the whole sequence, its dimensions in the same
+    order in memory."""
+    order = sorted(range(answer.dim()), key=answer.stride, reverse=True)
+    shape = [length if d == dim else answer.shape[d] for d in order]
+    return answer.new_empty(shape).permute([order.index(d) for d in range(answer.dim())])
+
+
+def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients of the inputs and of the parameters, a tile at a time."""
+    function: Positionwise = ctx.function
+    inputs: Sequence[Tensor] = ctx.saved_tensors
+    count = len(inputs)
+    needed = ctx.needs_input_grad[-count - len(ctx.parameters) :]
+    read = needed[:count]
+    trained = [p for p, needs in zip(ctx.parameters, needed[count:], strict=True) if needs]
+    wholes = [torch.empty_like(t) if needs else None for t, needs in zip(inputs, read, strict=True)]
+    sums: list[Tensor | None] = [None] * len(trained)
+    for tile in tiles(inputs[0].shape[function.takes[0]], ctx.size):
+        leaves = [
+            function.part(whole, dim, tile).detach().requires_grad_(needs)
+            for whole, dim, needs in zip(inputs, function.takes, read, strict=True)
+        ]
+        with torch.enable_grad(), function.around():
+            answers = function.of_tile(tile, leaves)
+        pairs = [
+            (answer, function.part(grad, dim, tile))
+            for answer, dim, grad in zip(answers, function.gives, grads, strict=True)
+            if grad is not None and answer.requires_grad
+        ]
+        del answers
+        needing = [leaf for leaf in leaves if leaf.requires_grad]
+        outputs = [answer for answer, _ in pairs]
+        seeds = [seed for _, seed in pairs]
+        of_tile = torch.autograd.grad(outputs, [*needing, *trained], seeds, allow_unused=True)
+        del outputs, pairs
+        gradients = iter(of_tile)
+        for whole, dim in zip(wholes, function.takes, strict=True):
+            if whole is not None:
+                part = function.part(whole, dim, tile)
+                grad_part = next(gradients)
+                part.zero_() if grad_part is None else part.copy_(grad_part)
+        for place, grad_part in enumerate(gradients):
+            sums[place] = added(sums[place], grad_part)
+    of_trained = iter(
+        None if total is None else total.to(p.dtype) for total, p in zip(sums, trained, strict=True)
+    )
+    return [*wholes, *(next(of_trained) if needs else None for needs in needed[count:])]
+
+
+def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    """Return a sum with a gradient added, in float32 at least."""
+    if grad is None:
+        return total
+    if total is None:
+        return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+    return total.add_(grad)
