@@ -108,7 +108,8 @@ def _of_norm(
 
 def _tiles(call: BlockCall, hidden_BSD: Tensor, size: int, idle: Sequence[str] = ()) -> BlockTiles:
     args, kwargs = call.view(hidden_BSD)
-    arguments = {**dict(enumerate(args)), **kwargs}
+    arguments: dict[int | str, Any] = dict(enumerate(args))
+    arguments.update(kwargs)
     return BlockTiles(call.module, arguments, call.hidden_at, size, nullcontext, idle)
 
 
