@@ -47,6 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**SMALL, "num_local_experts": 2},
     "gpt2": {
         "n_embd": 16,
+        "max_position_embeddings": 256,
         "n_layer": 2,
         "n_head": 2,
         "resid_pdrop": 0.0,
