@@ -368,3 +368,16 @@ def test_settings_are_listed_by_the_beginning_of_their_names(
     assert sorted(listed) == sorted(
         name for name in config.setting_names() if name.startswith("lora")
     )
+
+
+def test_a_switch_needs_no_value() -> None:
+    """Oracle: other tools' command lines, where the name alone is true."""
+    words = ["--overwrite_output_dir", "--data.packing", "--batch_size", "2"]
+    pairs, others = config.split_flags(words)
+    assert not others
+    run = config.from_mapping({}, pairs)
+    assert run.overwrite_output_dir
+    assert run.data.packing
+    assert run.batch_size == 2
+    with refused(ValueError, "output_dir value"):
+        config.split_flags(["--output_dir"])

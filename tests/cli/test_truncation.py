@@ -70,3 +70,21 @@ def test_a_batch_of_more_than_all_records_is_noted(
     notes = [line for line in capsys.readouterr().out.splitlines() if "batch_size" in line]
     assert len(notes) == noted
     assert all("8" in line and "4 sequences" in line for line in notes)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_records_that_are_learnt_and_held_out_are_noted(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], same: bool
+) -> None:
+    """Oracle: the file system, which knows a file by two of its names."""
+    other = tmp_path / "other.jsonl"
+    if same:
+        other.symlink_to(tiny_run.train)
+    else:
+        other.write_bytes(tiny_run.train.read_bytes())
+    files = ["--data.train", str(tiny_run.train), "--data.eval", str(other)]
+    given = ["--model", str(tiny_run.model), "--data.format", "text", "--data.packing", "--dry-run"]
+    assert main.main(["train", *given, *files]) == 0
+    said = capsys.readouterr().out
+    assert ("data.eval_share" in said) == same
+    assert (str(tiny_run.train.resolve()) in said) == same

@@ -9,6 +9,7 @@ imports torch, but for ``method: auto``."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 from collections import deque
@@ -64,6 +65,18 @@ def setting_names() -> list[str]:
         for f in dataclasses.fields(cls)
     ]
     return [*_OWN, "lora", *sections, *PLACEMENTS, *plan_settings.setting_names()]
+
+
+@functools.cache
+def _switches() -> frozenset[str]:
+    """Return the settings of a run and of its sections that are true or false."""
+    sections = {"": RunConfig, **{f"{name}.": cls for name, cls in _SECTIONS.items()}}
+    return frozenset(
+        f"{prefix}{setting_of(name)}"
+        for prefix, cls in sections.items()
+        for name, hint in hints_of(cls).items()
+        if hint is bool
+    )
 
 
 def load(
@@ -316,7 +329,7 @@ def split_flags(
     """Return the settings among ``["run.yaml", "--optimizer.learning_rate", "1e-4",
     "--prefetch=2"]`` as pairs of dotted name and value, and the other arguments. Names that other
     tools have for a setting are settings too, but for those of ``options``; one of these without a
-    value is true.
+    value is true, and so is a setting that is true or false.
 
     Raises:
         ValueError: a setting without a value.
@@ -335,7 +348,7 @@ def split_flags(
             continue
         if not equals:
             has_value = bool(words) and not words[0].startswith("--")
-            if not (has_value or foreign):
+            if not (has_value or foreign or name in _switches()):
                 raise ValueError(f"--{name} needs a value (known settings: blockwalk train --help)")
             text = words.popleft() if has_value else "true"
         is_text = text.startswith("{") and _takes_no_mapping(name, names)

@@ -10,7 +10,7 @@ from blockwalk.data.batch import note_on_copies
 from blockwalk.data.sources import read_records
 from blockwalk.models.model_source import model_source
 from blockwalk.plan.choices import OptimizerSettings
-from blockwalk.plan.data_source import names_of
+from blockwalk.plan.data_source import listed, names_of
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.sizes import steps_of_epochs
 from blockwalk.system.versions import untested
@@ -40,6 +40,11 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
         yield newer
     if run.eval_every and not run.data.evaluates:
         yield f"note: eval_every is {run.eval_every}, and data.eval is empty: nothing is evaluated"
+    if in_both := sorted(_origins(run, held_out=False) & _origins(run, held_out=True)):
+        yield (
+            f"note: data.train and data.eval both have {in_both[0][0]}: evaluations are of what is"
+            " learnt; data.eval_share holds records out"
+        )
     plan = run.plan
     if not plan.estimator.facts.shares_forwards and (
         copies := note_on_copies(run.batch_size, plan.cuts)
@@ -69,6 +74,20 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
             f"note: lora.rank is {run.lora.rank}, above the model's width of {width}: adapters"
             " that wide gain nothing"
         )
+
+
+def _origins(run: RunConfig, *, held_out: bool) -> set[tuple[str, ...]]:
+    """Return where the records of a part come from: local paths, or a hub's name, subset and
+    split."""
+    data = run.data
+    sources = listed(data.eval if held_out else data.train)
+    split = data.eval_split if held_out else data.train_split
+    return {
+        (str(path.resolve()),)
+        if (path := Path(source.path).expanduser()).exists()
+        else (source.path, source.subset or data.subset, source.split or split)
+        for source in sources
+    }
 
 
 def usual_elsewhere(run: RunConfig) -> Iterator[str]:
