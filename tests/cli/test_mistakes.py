@@ -265,6 +265,8 @@ def test_wrong_data(
         (["tune"], "unknown command 'tune'"),
         (["chat", ".", "--prompt", "hi"], "chat reads turns from standard input"),
         (["chat", ".", "--prompt=hi"], "blockwalk generate RUN --chat --prompt TEXT"),
+        (["generate", ".", "--prompt", "hi", "--max_length", "9"], "--max_new_tokens N"),
+        (["chat", ".", "--max-tokens", "9"], "--max_new_tokens N"),
         (["settings", "lroa"], "no setting's name begins with 'lroa'; did you mean 'lora'?"),
         (["train", "empty.yaml"], "a mapping of settings is needed"),
         (["merge", "absent", "adapter", "out"], "absent"),

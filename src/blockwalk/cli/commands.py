@@ -40,6 +40,10 @@ _OWN_ADAPTER = _value(
 _SYSTEM = _value("--system", "TEXT", "a system prompt before the conversation")
 _TEMPERATURE = _value("--temperature", "T", "0, the default: greedy", type=float, default=0.0)
 _UNTIL = _value("--until", "STEP", "the last step to apply; default: all", type=int)
+_LENGTHS = tuple(
+    (name, "the length of an answer is --max_new_tokens N") for name in ("max_length", "max_tokens")
+)
+"""Names that other tools have for the length of an answer; here the first is one of data's."""
 _JSON = _switch("--json", "print JSON")
 _AS_TRAINED = _switch("--as-trained", "evaluate only on the quantised weights (halves the time)")
 
@@ -182,6 +186,7 @@ COMMANDS = (
             _value("--max_new_tokens", "N", "default: 64", type=int, default=64),
             _TEMPERATURE,
         ),
+        elsewhere=_LENGTHS,
         takes_settings=True,
         answers=True,
     ),
@@ -208,6 +213,7 @@ COMMANDS = (
                 "chat reads turns from standard input; one prompt is answered by blockwalk"
                 " generate RUN --chat --prompt TEXT",
             ),
+            *_LENGTHS,
         ),
         takes_settings=True,
         answers=True,

@@ -127,7 +127,7 @@ def _parsed(
     if command is not None and unknown:
         names = [*command.flags, *(config.setting_names() if command.takes_settings else [])]
         name = unknown[0].removeprefix("--").partition("=")[0]
-        instead = dict(command.elsewhere).get(name)
+        instead = dict(command.elsewhere).get(name.replace("-", "_"))
         hint = did_you_mean(name, names) if instead is None else f": {instead}"
         raise ValueError(f"unknown argument {unknown[0]!r}{hint}")
     return arguments, settings
