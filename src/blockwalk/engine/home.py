@@ -110,7 +110,7 @@ class Gradients(Protocol):
 
     def squares(self) -> list[tuple[str, Tensor]]:
         """Return the sums of squares of the gradients that this rank has had in this step, 0-d
-        float32, each with a name: as many on every rank."""
+        float32, each with a name."""
 
     def take(self) -> dict[str, Tensor]:
         """Hand over the whole gradients by parameter, on every rank."""

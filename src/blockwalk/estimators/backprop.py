@@ -36,7 +36,7 @@ from blockwalk.numerics.lazy_linear import unread
 from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.numerics.noise.key import derive_seed
 from blockwalk.numerics.rule_mask import RuleMask
-from blockwalk.numerics.updates import clip_coefficient
+from blockwalk.numerics.updates import clip_coefficient, exact_parts
 from blockwalk.program.program import Op, OpKind, Shape
 from blockwalk.program.state_sizes import maps_graphs
 from blockwalk.ranks.forward_sharing import ForwardSharing
@@ -400,7 +400,8 @@ class Backprop:
         squares = state.add_up(square for _, square in named)
         judged = zip(named, squares, strict=True)
         infinite = [name for (name, _), square in judged if not math.isfinite(square)]
-        answers = self.ranks.exchange([state.loss_sum, float(len(infinite)), *squares])
+        told = [state.loss_sum, float(len(infinite)), *exact_parts(squares)]
+        answers = self.ranks.exchange(told)
         state.loss_sum = sum(answer[0] for answer in answers)
         count = sum(answer[1] for answer in answers)
         if count or not math.isfinite(state.loss):
