@@ -304,7 +304,8 @@ def shared_memory(device: torch.device) -> dict[str, Any]:
                 sizes[name] = max(
                     [kernel.metadata.shared for kernel in compiled], default=sizes.get(name, 0)
                 )
-    properties = torch.get_device_module(device).get_device_properties(device)
+    properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
+    properties = properties_of(device) if properties_of is not None else None
     limit = getattr(properties, "shared_memory_per_block_optin", 0)
     return (
         {"of": {name: size for name, size in sizes.items() if size}, "limit": limit}

@@ -1,10 +1,11 @@
 """The suite in two environments: the oldest and the newest supported versions of what Blockwalk
 computes with.
 
-    python dev/test_range.py [--only oldest|newest] [PYTEST ARGUMENT ...]
+    python dev/test_range.py [--only oldest|newest] [--again] [PYTEST ARGUMENT ...]
 
 Each environment is made below ``build/range`` and kept. The outcome is written to
-``docs/tested-with.md``. Exit code 1 where a test fails."""
+``docs/tested-with.md``, where ``--again`` adds that of the tests that failed, run once more. Exit
+code 1 where a test fails."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "build" / "range"
 PAGE = ROOT / "docs" / "tested-with.md"
-OLDEST = ("torch==2.11.*", "transformers==5.17.*", "peft==0.20.*", "huggingface_hub==1.33.*")
+OLDEST = (
+    "torch==2.11.*",
+    "transformers==5.17.*",
+    "peft==0.20.*",
+    "huggingface_hub==1.33.*",
+    "numpy==2.2.*",
+)
 """The lower ends of pyproject.toml; the extras for development pull the rest."""
 PACKAGES = (
     "torch",
@@ -82,7 +89,9 @@ def outcome(python: Path, arguments: list[str]) -> tuple[str, list[str], bool]:
         (line.strip("= ") for line in reversed(lines) if " passed" in line or " failed" in line),
         "no test ran",
     )
-    failed = [match[1] for line in lines if (match := re.match(r"(?:FAILED|ERROR) (\S+)", line))]
+    failed = [
+        match[1] for line in lines if (match := re.match(r"(?:FAILED|ERROR) (.+?)(?: - |$)", line))
+    ]
     return closing, failed, run.returncode == 0
 
 
@@ -115,6 +124,7 @@ def main() -> int:
     """Test both ends of the range, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("oldest", "newest"))
+    parser.add_argument("--again", action="store_true")
     options, arguments = parser.parse_known_args()
     kept = FOLDER / "outcomes.json"
     rows: dict[str, dict[str, object]] = json.loads(kept.read_text()) if kept.exists() else {}
@@ -122,7 +132,11 @@ def main() -> int:
     for name, requirements in (("oldest", OLDEST), ("newest", ())):
         if options.only in (None, name):
             python = environment(name, requirements)
-            closing, failed, well = outcome(python, arguments)
+            if options.again:
+                closing, failed, well = outcome(python, ["--last-failed", *arguments])
+                closing = f"{rows[name]['closing']}; the failed ones again: {closing}"
+            else:
+                closing, failed, well = outcome(python, arguments)
             rows[name] = {
                 "versions": versions(python),
                 "closing": closing,

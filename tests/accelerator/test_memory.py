@@ -192,7 +192,9 @@ def test_an_op_is_finished_when_the_device_has_done_it(sim: Simulated) -> None:
     marks = [lanes.submit(lane, lambda: there.mul_(2), ()) for lane in (Lane.COMPUTE, Lane.COMPUTE)]
     lanes.drain(marks)
     assert lanes.finished() == 0
-    torch.accelerator.synchronize("sim:1")
+    for mark in marks:
+        assert mark.event is not None
+        mark.event.synchronize()
     assert lanes.finished() == 2
     assert there.sum() == 16
 

@@ -9,6 +9,7 @@ import torch
 from blockwalk.cutting.causality import CAUSAL_TOLERANCE, later_changes
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified
+from blockwalk.system.versions import is_older
 from tests.support.control import tiny_config, tiny_model
 from tests.support.messages import refused
 
@@ -65,6 +66,8 @@ def test_what_attends_to_later_tokens_is_refused(model_type: str, settings: dict
 
 @pytest.mark.parametrize(("model_type", "settings"), CAUSAL, ids=lambda value: str(value))
 def test_a_causal_model_changes_by_rounding_alone(model_type: str, settings: dict) -> None:
+    if model_type == "megatron-bert" and is_older("transformers", "5.23"):
+        pytest.skip("older versions of transformers let it attend to later tokens")
     assert not reads_the_last_token(model_type, settings)
     changes_T = later_changes(tiny_model(tiny_config(model_type, **settings)).eval())
     assert len(changes_T) == 23

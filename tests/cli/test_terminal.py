@@ -11,6 +11,7 @@ import pytest
 
 from blockwalk.cli import main
 from blockwalk.simulate import hardware
+from tests.support.versions import has_cuda_libraries
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs" / "terminal.svg"
@@ -33,6 +34,9 @@ def pictured() -> list[str]:
     return [" ".join(row.split()) for _, row in sorted(rows.items()) if row.strip()]
 
 
+@pytest.mark.skipif(
+    has_cuda_libraries, reason="a build for CUDA says in its first line that it found no driver"
+)
 def test_the_picture_of_a_terminal_shows_todays_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,7 @@ from blockwalk.numerics.operators import sent
 from blockwalk.numerics.updates import Rule
 from blockwalk.plan.choices import OptimizerSettings
 from blockwalk.plan.placement import Codec
+from blockwalk.system.versions import is_older
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton (286 MB) is not installed: pip install triton"
@@ -595,6 +596,8 @@ def test_a_product_loads_a_byte_once_and_a_scale_once_a_group(
 def test_every_variant_compiles_and_rounds_each_operation(
     kernel: str, capability: int, compiled: Run
 ) -> None:
+    if (kernel, capability) == ("_product_kernel", 100) and is_older("triton", "3.7"):
+        pytest.skip("Triton 3.6 does not compile this kernel for sm_100: its passes fail")
     compiled(compiles, kernel, capability)
 
 

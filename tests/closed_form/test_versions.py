@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from blockwalk.system.versions import NEWEST_TESTED, untested
+from blockwalk.system import versions as system_versions
+from blockwalk.system.versions import NEWEST_TESTED, is_older, untested
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -34,6 +35,19 @@ def test_one_note_names_what_is_newer_than_tested(
     note = untested(versions)
     assert bool(note) == bool(named)
     assert all(f"{name} (tested to" in note for name in named)
+
+
+@pytest.mark.parametrize(
+    ("version", "older"),
+    [("5.9.1", True), ("5.22.0.dev0", True), ("5.23.0", False), ("6.0", False)],
+)
+def test_versions_are_compared_by_number(
+    version: str, older: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        system_versions, "installed", lambda packages: dict.fromkeys(packages, version)
+    )
+    assert is_older("transformers", "5.23") is older
 
 
 def test_newest_tested_versions_can_be_installed() -> None:

@@ -15,8 +15,14 @@ from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified
 from blockwalk.plan.placement import Codec
 from blockwalk.tiers.block_store.writer import write_store
+from tests.support.versions import has_cuda_libraries
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.skipif(
+        has_cuda_libraries, reason="480 MB do not hold the libraries of a build for CUDA"
+    ),
+]
 
 WEIGHTS = 400 * 10**6
 LIMIT = 480 * 10**6

@@ -16,6 +16,7 @@ import blockwalk
 from tests.models import random_batch
 from tests.support import gguf_files, quantised_files
 from tests.support.messages import refused
+from tests.support.versions import needs_gguf
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def pickled(folder: Path, model: nn.Module) -> Path:
 
 
 def gguf(folder: Path, model: nn.Module, kind: str) -> Path:
-    pytest.importorskip("gguf", reason="needs the gguf package")
+    needs_gguf()
     folder.mkdir()
     return gguf_files.write(folder / f"model-{kind}.gguf", model, kind)
 
@@ -112,7 +113,7 @@ def walked_to_their_loss(path: Path) -> None:
         plan = blockwalk.method(method, frozen=frozen, compute_dtype="float32")
         with blockwalk.Walker(path, plan, training=False, device="cpu") as walker:
             found = walker.evaluate(batch)
-        assert found.loss_sum / found.tokens == pytest.approx(wanted, rel=2e-6), method
+        assert found.loss_sum / found.tokens == pytest.approx(wanted, rel=4e-6), method
 
 
 @pytest.mark.parametrize("quant_method", ["quark", "hqq", "unheard-of"])

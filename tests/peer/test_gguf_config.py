@@ -13,10 +13,12 @@ from benchmarks import gguf_metadata
 
 from blockwalk.models.gguf_folder import MADE
 from blockwalk.models.model_source import model_source
+from blockwalk.system import versions
 from tests.support import gguf_files
 from tests.support.messages import refused
+from tests.support.versions import needs_gguf
 
-pytest.importorskip("gguf", reason="needs the gguf package")
+needs_gguf()
 
 CASES = {case.name: case for case in gguf_metadata.cases()}
 READ = (
@@ -116,6 +118,14 @@ def test_a_padding_token_beyond_the_rows_is_none(
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
     path = gguf_files.write(tmp_path / "tiny.gguf", gguf_files.tiny("phi3"), "F32", tokenizer=False)
     assert build_skeleton(path).config.pad_token_id is None
+
+
+def test_an_older_transformers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: llama.cpp's tokens (test_gguf_written), which versions before do not give."""
+    monkeypatch.setattr(versions, "installed", lambda packages: dict.fromkeys(packages, "5.22.1"))
+    path = gguf_files.write(tmp_path / "tiny.gguf", gguf_files.tiny("llama"), "F32")
+    with refused(ValueError, "tiny.gguf transformers 5.23"):
+        _ = model_source(path).weights_folder
 
 
 def test_a_folder_of_older_rules_is_made_again(

@@ -21,8 +21,9 @@ from blockwalk.plan.placement import Codec
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from tests.models import random_batch
 from tests.support import gguf_files
+from tests.support.versions import needs_gguf
 
-pytest.importorskip("gguf", reason="needs the gguf package")
+needs_gguf()
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,9 @@ from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from blockwalk.train.evaluation import HeldOut
 from tests.support import gguf_files
 from tests.support.messages import refused, says
+from tests.support.versions import needs_gguf
 
-pytest.importorskip("gguf", reason="needs the gguf package")
+needs_gguf()
 
 TYPES = [name for name, _ in gguf_header.TYPES.values()]
 

@@ -16,8 +16,9 @@ from blockwalk.models import gguf_splits
 from blockwalk.models.model_source import model_source
 from tests.support import llama_cpp
 from tests.support.messages import refused, says
+from tests.support.versions import needs_gguf
 
-pytest.importorskip("gguf", reason="needs the gguf package")
+needs_gguf()
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"
 TEXTS = (

@@ -27,6 +27,7 @@ from tests.models import tiny_model
 from tests.support import gguf_files
 from tests.support.hub import COMMITS, Hub, serving
 from tests.support.messages import refused
+from tests.support.versions import needs_gguf
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_any_part_of_a_gguf_brings_the_others(
     hub: Hub, repos: dict[str, dict[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the files that were handed out, beside one of another model."""
-    pytest.importorskip("gguf", reason="needs the gguf package")
+    needs_gguf()
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "stands-for"))
     (folder := tmp_path / "gguf").mkdir()
     for name, most in (("tiny.gguf", 6), ("other.gguf", 0)):
@@ -126,7 +127,7 @@ def test_an_adapter_names_the_file_of_its_base(
 ) -> None:
     """Oracle: PEFT and huggingface_hub, which read what it is to be put on; a repository alone
     would not say which."""
-    pytest.importorskip("gguf", reason="needs the gguf package")
+    needs_gguf()
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "stands-for"))
     (folder := tmp_path / "several").mkdir()
     for name, kind in (("a.gguf", "Q8_0"), ("b.gguf", "F32")):

@@ -21,6 +21,7 @@ from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.models.model_source import model_source
 from blockwalk.models.quantised import METHODS
 from blockwalk.numerics.codecs.weights import EncodedWeight, opened
+from blockwalk.system.versions import is_older
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from tests.conftest import TinyRun
 from tests.models import random_batch
@@ -124,6 +125,14 @@ def test_every_form_is_read_as_it_lies(kind: str, family: str, made: Folders) ->
     source.close()
 
 
+DECODED_LATER = (
+    "compressed-tensors int8",
+    "compressed-tensors naive",
+    "compressed-tensors int8 asymmetric",
+)
+"""Forms that the oldest transformers does not decode; the other tests here hold them."""
+
+
 def theirs(folder: Path, **settings: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -145,6 +154,8 @@ def test_the_weights_are_those_that_transformers_decodes(kind: str, made: Folder
         pytest.importorskip(
             "compressed_tensors", reason="needs compressed-tensors: the extra quantisers"
         )
+        if kind in DECODED_LATER and is_older("transformers", "5.18"):
+            pytest.skip("transformers 5.17 has no decoder of these, or another")
         from transformers import CompressedTensorsConfig
 
         settings["quantization_config"] = CompressedTensorsConfig(dequantize=True)

@@ -209,13 +209,13 @@ def as_converted(architecture: str, name: str, tensor: torch.Tensor, config: Any
 def add_tokenizer(writer: Any, vocabulary: int) -> None:
     """Bytes for tokens, a beginning and an end, and a chat template; the last tokens stand for
     nothing."""
-    letters = [*map(chr, range(33, 127)), "Ġ", "Ċ", "th"]
+    letters = [*map(chr, range(33, 127)), "Ġ", "Ċ", "th", "he"]
     tokens = ["<s>", "</s>", *letters]
     tokens += [f"<unused{i}>" for i in range(vocabulary - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3, *[1] * len(letters), *[3] * (vocabulary - len(letters) - 2)])
-    writer.add_token_merges(["t h"])
+    writer.add_token_merges(["t h", "h e"])  # older readers take a list of one for its entry
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_pad_token_id(1)

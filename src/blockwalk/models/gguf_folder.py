@@ -21,12 +21,17 @@ from blockwalk.models.gguf import Header, TensorInfo, parts_of, read_header
 from blockwalk.models.gguf_architectures import FACTORS
 from blockwalk.models.gguf_config import settings_of
 from blockwalk.plan.placement import Codec
-from blockwalk.system import atomic_files, cache
+from blockwalk.system import atomic_files, cache, versions
 
 MADE = "gguf.json"
 """The file of a folder that stands for a GGUF file: what that was."""
 _FORM = 2
 """The number of the rules by which such a folder is made; another number makes it anew."""
+
+
+READS_TOKENIZERS = "5.23"
+"""The first version of transformers whose tokenizer of a GGUF file begins a text with the token
+that the file says. Those before leave it out, in silence."""
 
 
 def folder_of(path: Path) -> Path:
@@ -37,8 +42,14 @@ def folder_of(path: Path) -> Path:
     written, for this process.
 
     Raises:
-        ValueError: as :func:`read_header`; or metadata that transformers cannot use.
+        ValueError: as :func:`read_header`; metadata that transformers cannot use; or a version of
+            transformers before :data:`READS_TOKENIZERS`.
     """
+    if versions.is_older("transformers", READS_TOKENIZERS):
+        raise ValueError(
+            f"model: {path} is GGUF, which needs transformers {READS_TOKENIZERS} or newer: before,"
+            " texts do not begin with the token that the file says. pip install -U transformers"
+        )
     header = read_header(path)
     parts = parts_of(path.absolute())
     seen = [[str(part), part.stat().st_size, part.stat().st_mtime_ns, _FORM] for part in parts]

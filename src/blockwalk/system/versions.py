@@ -19,6 +19,13 @@ def installed(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     }
 
 
+def is_older(package: str, than: str) -> bool:
+    """Return whether an installed package is older than a version, by its major and minor number;
+    False where it is not installed."""
+    version = installed((package,))[package]
+    return _minor(version) != (0, 0) and _minor(version) < _minor(than)
+
+
 def untested(versions: dict[str, str] | None = None) -> str:
     """Return one note that names the packages that are newer than any tested version; empty where
     none is.
