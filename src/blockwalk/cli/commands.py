@@ -253,6 +253,30 @@ COMMANDS = (
         ),
     ),
     Command(
+        "convert",
+        "write a first-order checkpoint as torch.distributed.checkpoint reads it, or what that"
+        " wrote (FSDP, torchtitan) as a checkpoint or a model",
+        "blockwalk.cli.models:convert",
+        (
+            _value("source", "FOLDER", "a run's checkpoint, or a folder that torch wrote"),
+            _value("out", "OUT", "the folder to write"),
+            _choice(
+                "--to",
+                ["dcp", "checkpoint", "model"],
+                "dcp: for torch, safetensors alone; checkpoint: with the optimizer's states; model:"
+                " weights",
+                required=True,
+            ),
+            _value(
+                "--model",
+                "MODEL",
+                "dcp: what gives the shapes, default: the run's; model: what configuration and"
+                " tokenizer come from",
+                default="",
+            ),
+        ),
+    ),
+    Command(
         "replay",
         "rebuild what a zeroth-order run trained, from its base and its ledger",
         "blockwalk.cli.models:replay",

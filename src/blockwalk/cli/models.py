@@ -1,5 +1,5 @@
-"""``blockwalk pack``, ``merge``, ``replay`` and ``export``: the subcommands that write a model, or
-what it is made from."""
+"""``blockwalk pack``, ``merge``, ``convert``, ``replay`` and ``export``: the subcommands that write
+a model, or what it is made from."""
 
 from __future__ import annotations
 
@@ -131,6 +131,29 @@ def gguf(arguments: argparse.Namespace) -> None:
     create = shlex.join(["ollama", "create", out.stem, "-f", str(out.with_name("Modelfile"))])
     say(f"written to {out}; run it with: {run}")
     say(f"or with Ollama:  {create} && {shlex.join(['ollama', 'run', out.stem])}")
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    """Write a checkpoint for torch, or one of torch's as a checkpoint or a model."""
+    from blockwalk.convert import dcp
+
+    source = arguments.source
+    out = arguments.out
+    model = arguments.model
+    if arguments.to == "model" and not model:
+        raise ValueError(
+            "--to model needs --model: a model of the same architecture, whose configuration and"
+            " tokenizer go beside the weights"
+        )
+    if arguments.to == "checkpoint" and model:
+        raise ValueError("--model has no use with --to checkpoint; leave it out")
+    if arguments.to == "dcp":
+        written = counted(dcp.to_dcp(source, out, model=model), "tensor")
+    elif arguments.to == "checkpoint":
+        written = counted(dcp.to_checkpoint(source, out), "parameter")
+    else:
+        written = counted(dcp.to_model(source, out, model=model), "tensor")
+    say(f"wrote {written} of {source} to {out}")
 
 
 def replay(arguments: argparse.Namespace) -> None:
