@@ -183,6 +183,7 @@ class Flaky:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.broken = False
+        self.most_read = 0
 
     def clone(self) -> Flaky:
         return self
@@ -206,6 +207,7 @@ class Flaky:
         return self.values[key]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.most_read = max(self.most_read, len(keys))
         return [self.values[key] for key in keys]
 
 
@@ -227,6 +229,41 @@ def test_a_store_that_fails_for_a_moment_ends_nothing_and_one_that_stays_away_do
     assert "does not answer for 1 s (Connection reset by peer)" in said[0]
     watch._done.set()
     Watch.current = None
+
+
+def test_a_rank_reads_a_few_beats_of_1024_and_hears_of_those_that_it_does_not_read() -> None:
+    """Closed form: of nodes of four ranks it reads its own and the next; rank 6 is silent, and
+    rank 512, which reads no beat of it, ends with the same reason."""
+    there = Flaky()
+    said = list[str]()
+    watches = []
+    for rank, dead_after in ((512, 60.0), (3, 1.0)):
+        about = f"blockwalk/watch-{Watch._made}" if not watches else watches[0]._about
+        there.values |= {f"{about}/beat/{other}": b"0" for other in range(1024)}
+        there.values[f"{about}/present"] = b"1023"
+        Watch._made = int(about.rpartition("-")[2])
+        watches.append(
+            Watch(
+                Place(rank, 1024, rank % 4, 4),
+                there,
+                interval=0.05,
+                dead_after=dead_after,
+                end=said.append,
+            )
+        )
+    deadline = time.monotonic() + 20
+    alive = [rank for rank in range(1024) if rank not in (3, 6, 512)]
+    beat = 0
+    while len(said) < 2 and time.monotonic() < deadline:
+        beat += 1
+        there.values |= {f"{about}/beat/{rank}": str(beat).encode() for rank in alive}
+        time.sleep(0.05)
+    for watch in watches:
+        watch._done.set()
+    Watch.current = None
+    assert there.most_read == 8
+    reason = "no sign of life from rank 6 for 1 s"
+    assert [text.partition(reason)[0] for text in said] == ["rank 3: ", "rank 512: "]
 
 
 def _come(rank: int) -> str:

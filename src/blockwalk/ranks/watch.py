@@ -45,8 +45,11 @@ class Watch:
     it for minutes; the other looks at the clock.
 
     It begins when every rank has come, which it waits for. Every three seconds a rank counts its
-    own beat up and reads the others'. A rank whose beat stands still for :data:`DEAD_AFTER` seconds
-    is dead, stopped or unreachable; so is the store's host where it does not answer for as long.
+    own beat up and reads those of its node and of the next, of however many ranks there are; the
+    others hear through the store why it ends. A rank whose beat stands still for
+    :data:`DEAD_AFTER` seconds is dead, stopped or unreachable; so is the store's host where it does
+    not answer for as long.
+
     Inside a step (see :meth:`begin_step`) the time since the last finished op is watched: more than
     :data:`STUCK_AFTER` seconds and ten usual steps, and the step is stuck. A slow step whose ops
     finish is left alone, and so is a first step of any length.
@@ -94,9 +97,15 @@ class Watch:
         self._steps: list[float] = []
         self._about = f"blockwalk/watch-{Watch._made}"
         Watch._made += 1
-        self._keys = [f"{self._about}/beat/{rank}" for rank in range(here.world)]
-        leader = here.rank // here.ranks_per_node * here.ranks_per_node
-        self._node = range(leader, leader + here.ranks_per_node)
+        node = here.ranks_per_node
+        leader = here.rank // node * node
+        following = (leader + node) % here.world
+        self._node = range(leader, leader + node)
+        self._watched = sorted({*self._node, *range(following, following + node)})
+        """The ranks whose beats this one reads."""
+        self._end_key = f"{self._about}/end"
+        self._heard = ""
+        """The message with which a rank has ended that saw others silent."""
         self._seen: dict[int, tuple[bytes, float]] = {}
         """Each rank's newest beat, and when that was first seen."""
         self._used: dict[int, int] = {}
@@ -127,7 +136,7 @@ class Watch:
         wait = 0.01
         deadline = time.monotonic() + timeout
         try:
-            store.set(self._keys[rank], "0")
+            store.set(self._beat_of(rank), "0")
             process = os.getpid()
             store.set(self._process(rank), f"{process} {_began(process)} {platform.node()}")
             store.add(count, 1)
@@ -222,10 +231,12 @@ class Watch:
         while not self._done.wait(self.interval):
             beats += 1
             try:
-                self._store.set(self._keys[self._rank], str(beats))
-                values = self._store.multi_get(self._keys)
+                self._store.set(self._beat_of(self._rank), str(beats))
+                values = self._store.multi_get(list(map(self._beat_of, self._watched)))
+                if self._store.check([self._end_key]):
+                    self._heard = self._store.get(self._end_key).decode()
                 now = self._answered = self._lived
-                for rank, value in enumerate(values):
+                for rank, value in zip(self._watched, values, strict=True):
                     if rank not in self._seen or self._seen[rank][0] != value:
                         self._seen[rank] = (value, now)
                     elif (
@@ -233,7 +244,7 @@ class Watch:
                         and now - self._seen[rank][1] > self.dead_after / 2
                         and self._works(rank)
                     ):
-                        self._store.set(self._keys[rank], f"{beats} of rank {self._rank}")
+                        self._store.set(self._beat_of(rank), f"{beats} of rank {self._rank}")
             except Exception as error:
                 # a store that fails once may answer again, over another connection
                 self._trouble = f" ({str(error).splitlines()[0]})"
@@ -275,15 +286,29 @@ class Watch:
             rank for rank, (_, since) in list(self._seen.items()) if now - since > self.dead_after
         ]
         if not silent:
-            return None
+            return f"rank {self._rank}: {self._heard}" if self._heard else None
         for rank in silent:
             if rank in self._node:
                 _kill(self._store.clone().get(self._process(rank)).decode())
-        return (
-            f"rank {self._rank}: no sign of life from rank {', '.join(map(str, silent))} for"
+        message = (
+            f"no sign of life from rank {', '.join(map(str, silent))} for"
             f" {self.dead_after:.0f} s: dead, stopped or unreachable. The run ends; start it again"
             " to resume"
         )
+        # in a thread of its own: the store's host may be gone as well
+        telling = threading.Thread(target=self._tell, args=(message,), daemon=True)
+        telling.start()
+        telling.join(self.interval)
+        return f"rank {self._rank}: {message}"
+
+    def _tell(self, message: str) -> None:
+        """Leave the reason of the end for ranks that do not read the silent ones' beats."""
+        with contextlib.suppress(Exception):
+            self._store.clone().set(self._end_key, message)
+
+    def _beat_of(self, rank: int) -> str:
+        """Return the key of a rank's beat."""
+        return f"{self._about}/beat/{rank}"
 
     def _process(self, rank: int) -> str:
         """Return the key of a rank's process: its number, when it began, and its host."""
