@@ -36,6 +36,16 @@ def own_rows(rank: int, step: int, *, rows: int = 4, masked: bool = True) -> dic
     return batch
 
 
+def mostly_padding(rank: int, step: int) -> dict[str, Tensor]:
+    """Rows of one rank that lie side by side without their padding, more of them on rank 1."""
+    lengths = [(40, 3, 9, 5), (56, 20, 11, 13)][rank]
+    batch = random_batch(4, lengths[0], seed=10 * step + rank)
+    real = torch.arange(lengths[0]) < torch.tensor(lengths)[:, None]
+    batch["attention_mask"] = real.long()
+    batch["labels"] = batch["input_ids"].masked_fill(~real, -100)
+    return batch
+
+
 def concatenated(batches: list[dict[str, Tensor]], micro_batches: int) -> dict[str, Tensor]:
     """The rows of all ranks, those of each micro-batch together, padded to the longest."""
     longest = max(batch["input_ids"].shape[1] for batch in batches)
@@ -63,6 +73,39 @@ CASES: list[tuple[str, bool, str, int, bool]] = [
     ("llama", False, "zero3", 1, True),
     ("llama", True, "hzp", 2, False),
 ]
+
+
+def _packed(rank: int) -> list[tuple[float, int, dict[str, Tensor]]]:
+    answers = []
+    for local in (True, False):
+        with Walker(make("llama", False), method("zero3", mesh={"world": 2})) as walker:
+            shapes = set[tuple[int, ...]]()
+            begin = walker.estimator.begin
+
+            def noted(batches: Any, *rest: Any) -> None:
+                shapes.update(tuple(batch["input_ids"].shape) for batch in batches)  # noqa: B023
+                begin(batches, *rest)  # noqa: B023
+
+            walker.estimator.begin = noted  # type: ignore[method-assign]
+            batches = [mostly_padding(r, 0) for r in range(2)]
+            batch = batches[rank] if local else concatenated(batches, 1)
+            loss = walker.step(batch, local_batch=local).loss
+            ((rows, tokens),) = shapes
+            assert rows == 1
+            answers.append((loss, tokens, masters(walker.engine)))
+    return answers
+
+
+def test_own_rows_lie_side_by_side_in_rows_of_one_length() -> None:
+    """Bit for bit the step that every rank is given all rows for; both ranks walk as many
+    tokens."""
+    certified(make("llama", False))
+    answers = run_ranks(2, _packed, timeout=400)
+    for local, whole in answers:
+        assert local[:2] == whole[:2]
+        assert all(torch.equal(local[2][name], value) for name, value in whole[2].items())
+    assert len({local[1] for local, _ in answers}) == 1
+    assert answers[0][0][1] < 4 * 56
 
 
 def _steps(rank: int) -> list[Any]:
