@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,10 @@ def read_folder(folder: Path) -> dict[str, SpreadTensor]:
     return tensors
 
 
+class ForeignGlobal(ValueError):
+    """A global in a pickle that a checkpoint's metadata has no use for."""
+
+
 class _Unpickler(pickle.Unpickler):
     """A reader of metadata that makes values of the known classes alone."""
 
@@ -121,7 +126,7 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise ValueError(
+        raise ForeignGlobal(
             f"{self._path} names {module}.{name}, which the metadata of a checkpoint has no use"
             " for: it is not read, and nothing of it was run"
         )
@@ -138,7 +143,9 @@ def _of_metadata(folder: Path) -> dict[str, SpreadTensor]:
     try:
         with reading(path):
             metadata = _Unpickler(path, path.read_bytes()).load()
-    except (pickle.UnpicklingError, EOFError, ImportError) as error:
+    except (ForeignGlobal, Damaged):
+        raise
+    except (pickle.UnpicklingError, EOFError, MemoryError, RuntimeError, ValueError) as error:
         raise Damaged(f"{path} is damaged: {error}") from None
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{path} holds {type(metadata).__name__}, not a checkpoint's metadata")
@@ -147,11 +154,15 @@ def _of_metadata(folder: Path) -> dict[str, SpreadTensor]:
         for name, stored in metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
                 continue  # bytes: settings of an optimizer, counters
-            tensor = SpreadTensor(stored.properties.dtype, tuple(stored.size))
+            dtype = stored.properties.dtype
+            if not isinstance(dtype, torch.dtype) or not isinstance(name, str):
+                raise TypeError(f"{name} has dtype {dtype}")
+            tensor = SpreadTensor(dtype, tuple(map(index, stored.size)))
             for chunk in stored.chunks:
                 info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-                read = _slice_of(folder, name, tuple(chunk.sizes), info)
-                tensor.chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), read))
+                sizes = tuple(map(index, chunk.sizes))
+                read = _slice_of(folder, name, sizes, info)
+                tensor.chunks.append(Chunk(tuple(map(index, chunk.offsets)), sizes, read))
             tensors[name] = tensor
     return tensors
 
@@ -159,6 +170,8 @@ def _of_metadata(folder: Path) -> dict[str, SpreadTensor]:
 def _slice_of(folder: Path, name: str, sizes: tuple[int, ...], info: Any) -> Callable[[], Tensor]:
     """Return a function that reads a chunk from its place in a ``.distcp`` file."""
     path = folder / str(info.relative_path)
+    offset = index(info.offset)
+    length = index(info.length)
     if Path(info.relative_path).name != str(info.relative_path):
         raise ValueError(f"{folder / METADATA} names a file elsewhere: {info.relative_path}")
     if getattr(info, "transform_descriptors", None):
@@ -169,11 +182,11 @@ def _slice_of(folder: Path, name: str, sizes: tuple[int, ...], info: Any) -> Cal
 
     def read() -> Tensor:
         try:
-            with path.open("rb") as file:
-                file.seek(info.offset)
-                data = io.BytesIO(file.read(info.length))
-            tensor = torch.load(data, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            with path.open("rb") as file, reading(path):
+                file.seek(offset)
+                data = io.BytesIO(file.read(length))
+                tensor = torch.load(data, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
             text = str(error).partition("\n")[0]
             raise Damaged(f"{path} does not hold {name}: {text}") from None
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != sizes:
