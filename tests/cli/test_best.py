@@ -14,7 +14,7 @@ from blockwalk.cli import main
 from blockwalk.train.best import Best
 from tests.conftest import TinyRun
 from tests.support.callback_settings import settings
-from tests.support.messages import refused
+from tests.support.messages import refused, says
 
 CLASSES = {"template": "{text} It was {label}.", "label_words": ["good", "bad"]}
 
@@ -205,3 +205,20 @@ def test_a_file_whose_run_is_not_there_reads_untrained_weights_aloud(
         said = capsys.readouterr().err
         assert said.count("untrained weights") == notes, said
         assert said.count(str(there)) == notes
+
+
+def test_a_checkpoint_that_was_not_kept_is_named_with_those_that_were(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the folders that a run has left."""
+    out = tmp_path / "run"
+    kept = {"save_every": 1, "keep_checkpoints": 2}
+    blockwalk.train(settings(tiny_run, out, max_steps=4, lora={"rank": 2}, **kept))
+    names = [f"checkpoint-{step:06d}" for step in checkpoints(out)]
+    assert len(names) == 2
+    capsys.readouterr()
+    asked = ["generate", str(out), "--prompt", "a", "--adapter"]
+    assert main.main([*asked, str(out / "checkpoint-000001")]) == 2
+    says(capsys.readouterr().err, str(out / "checkpoint-000001"), *names, "keep_checkpoints")
+    assert main.main([*asked, str(tmp_path / "nowhere")]) == 2
+    says(capsys.readouterr().err, str(tmp_path / "nowhere"))

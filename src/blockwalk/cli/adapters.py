@@ -28,7 +28,8 @@ def opened_adapter(adapter: str | None, model: str) -> Iterator[Path | None]:
     """Yield the folder of an adapter of a model; None where none is named.
 
     Raises:
-        ValueError: a checkpoint that holds no adapter, with what gives its weights.
+        ValueError: a checkpoint that was not kept, or one that holds no adapter, with what gives
+            its weights.
     """
     if not adapter or adapter == NONE:
         yield None
@@ -36,6 +37,7 @@ def opened_adapter(adapter: str | None, model: str) -> Iterator[Path | None]:
     from blockwalk.convert.checkpoint_adapter import is_checkpoint, write_adapter
 
     folder = adapter_of(adapter)
+    _require_kept(folder)
     if not (folder / ADAPTER_CONFIG).is_file():
         refuse_unfinished(folder)
     if not is_checkpoint(folder):
@@ -91,6 +93,18 @@ def _is_run_of(folder: Path, model: str) -> bool:
     """Return whether a folder is of a run that began from this model."""
     settings = folder / SETTINGS
     return settings.is_file() and read_yaml(settings, Loader).get("model") == model
+
+
+def _require_kept(folder: Path) -> None:
+    """Raise ValueError for a checkpoint that a run has not kept, with those that it has."""
+    from blockwalk.checkpoints import run_checkpoint
+
+    kept = [] if folder.exists() else run_checkpoint.whole(folder.parent)
+    if kept:
+        raise ValueError(
+            f"there is no {folder}; {folder.parent} has {', '.join(path.name for path in kept)}"
+            " (keep_checkpoints says how many stay)"
+        )
 
 
 def _note_best(run: Path) -> None:
