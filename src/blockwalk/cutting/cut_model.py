@@ -134,7 +134,7 @@ class CutModel:
         """Whether it was said that long sequences are computed whole."""
         self.device = torch.device("cpu")
         self.tiling: Tiling | None = None
-        """How long sequences are computed by tiles; None: whole."""
+        """Tiles by which long sequences are computed; None: they are computed whole."""
         self.draws_random_numbers = _has_dropout(model)
         """Whether a forward in training mode may draw random numbers."""
         signature = inspect.signature(self.base.forward).parameters

@@ -232,7 +232,7 @@ class _Traits:
     scales: bool = False
     """Whether the scales of codes are perturbed, beside a copy of the codes."""
     tiling: chunks.Tiling | None = None
-    """How long sequences are computed by tiles."""
+    """Tiles by which long sequences are computed; None: they are computed whole."""
 
     @property
     def noise_facts(self) -> NoiseFacts:
