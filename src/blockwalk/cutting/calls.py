@@ -139,8 +139,9 @@ class BlockCall:
     differentiable: tuple[Tensor, ...]
     """Leaves among the arguments that receive a gradient; blocks that share an argument share its
     leaf."""
-    document_mode: AbstractContextManager[object]
-    """The mode in which its attention keeps the documents of a packed row apart."""
+    attention_mode: AbstractContextManager[object]
+    """The mode in which its attention keeps the documents of a packed row apart, or reads what
+    other ranks hold of its rows."""
     live_cache: bool = False
     """Whether the block writes into the batch's own key-value cache (generation), not into a view
     of it."""
@@ -183,7 +184,7 @@ def joined_call(
     """Return a block's calls for several batches of ``rows`` sequences as the call for all of them,
     one batch after the other; None where an argument differs between the calls and is not of their
     rows. ``joined`` are the arguments joined before, by the identities of their parts."""
-    if not isinstance(calls[0].document_mode, nullcontext):
+    if not isinstance(calls[0].attention_mode, nullcontext):
         return None  # documents side by side are computed by themselves
     if calls[0].hands_on:
         return None  # what a block hands on belongs to one batch

@@ -36,12 +36,14 @@ from blockwalk.cutting.calls import (
 )
 from blockwalk.cutting.decay import spared_by_decay
 from blockwalk.cutting.ownership import find_parameters, find_parts
+from blockwalk.cutting.parts_of_rows import attention_of_parts, masks_of_rows
 from blockwalk.cutting.rule_masks import long_masks_as_rules
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.documents import by_document
 from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.numerics.row_tiles import narrow_products
+from blockwalk.numerics.sequence_part import SequencePart
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import Tiling
@@ -201,15 +203,17 @@ class CutModel:
             and plan.estimator.facts.walks_back
             and plan.loss_facts.for_head(custom=self.head.custom).by_chunks
         )
-        split = split and not (plan.compile or plan.neftune_noise_alpha)
+        split = split and not (plan.compile or plan.neftune_noise_alpha or plan.mesh.context > 1)
         prompted = any(
             config.is_prompt_learning for config in getattr(self.model, "peft_config", {}).values()
         )
         return split and bool(self.anatomy.borders) and not (prompted or self.draws_random_numbers)
 
-    def _masks(self) -> AbstractContextManager[None]:
-        """Return the context of a pass in which long masks are rules; a compiled block takes
-        none."""
+    def _masks(self, batch: ModelInputs) -> AbstractContextManager[None]:
+        """Return the context of a pass in which long masks are rules, and those of a part of rows
+        are of whole rows; a compiled block takes none."""
+        if "part" in batch:
+            return masks_of_rows(batch["part"])
         compiled = self._call_block is not _call
         return nullcontext() if compiled else long_masks_as_rules()
 
@@ -362,8 +366,11 @@ class CutModel:
         unless it brings one.
 
         A model that builds its mask without looking at positions gets one that keeps the documents
-        of a row apart."""
+        of a row apart. One that is run on a part of its rows gets the places of that part."""
         inputs = {name: value for name, value in batch.items() if labels or name != "labels"}
+        part: SequencePart | None = inputs.pop("part", None)
+        if part is not None:
+            inputs |= part.inputs(inputs["input_ids"])
         if self._takes_use_cache and "use_cache" not in inputs:
             inputs["use_cache"] = False
         masked = inputs.keys() & {"attention_mask", "past_key_values"}
@@ -406,7 +413,9 @@ class CutModel:
         outputs: dict[str, list[Any]] = {}
         live = bool(batch.get("use_cache"))
         masked = batch.keys() & {"attention_mask", "past_key_values"}
-        document_mode = by_document(None if masked else batch.get("position_ids"), self.base.dtype)
+        attention_mode = by_document(None if masked else batch.get("position_ids"), self.base.dtype)
+        if "part" in batch:
+            attention_mode = attention_of_parts
         handed = Handed()
 
         def leaf(tensor: Tensor) -> Tensor:
@@ -444,7 +453,7 @@ class CutModel:
                         hidden_at,
                         recorded,
                         tuple(leaves.values()),
-                        document_mode,
+                        attention_mode,
                         live,
                         handed,
                         self.anatomy.hands_on,
@@ -470,7 +479,7 @@ class CutModel:
             stack.enter_context(self._seeded(seed))
             stack.enter_context(self._forwards(stubs))
             stack.enter_context(answered(batch))
-            stack.enter_context(self._masks())
+            stack.enter_context(self._masks(batch))
             for name, module in self._prologue_pieces:
                 stack.callback(module.register_forward_hook(note(name)).remove)
             try:
@@ -535,12 +544,15 @@ class CutModel:
         """Run one block by tiles of the sequence; None where it is to be run whole."""
         size = self.tile(arguments[call.hidden_at].shape[1])
         cached = any(map(is_cache, arguments.values()))
-        if not size or cached or call.leaves or call.hands_on or self._call_block is not _call:
+        in_parts = call.attention_mode is attention_of_parts
+        if not size or cached or call.leaves or call.hands_on or in_parts:
+            return None
+        if self._call_block is not _call:
             return None
 
         @contextmanager
         def around() -> Iterator[None]:
-            with narrow_products(arguments[call.hidden_at]), call.document_mode:
+            with narrow_products(arguments[call.hidden_at]), call.attention_mode:
                 yield
 
         return BlockTiles(
@@ -580,7 +592,7 @@ class CutModel:
                 stack.enter_context(self._seeded(seed))
                 if not compiled:
                     stack.enter_context(narrow_products(hidden_BSD))
-                    stack.enter_context(call.document_mode)
+                    stack.enter_context(call.attention_mode)
                 out = self._call_block(call.module, args, kwargs)
         handed: list[Tensor] = []
         if self.anatomy.hands_on:
@@ -678,7 +690,7 @@ class CutModel:
             self._forwards(replaced),
             self._zeros_in_prologue(),
             answered(batch),
-            self._masks(),
+            self._masks(batch),
         )
         with ExitStack() as stack, narrow_products(hidden_BSD):
             for context in passing:

@@ -58,7 +58,7 @@ def certified_anatomy(model: Any) -> Anatomy:
     Raises:
         ValueError: the walk would not be the model's own computation, with the figures.
     """
-    key = _key(model)
+    key = key_of(model)
     if key not in _verdicts:
         _verdicts[key] = cache.read_json(f"anatomy-{key}", _parsed) or _study_and_keep(key, model)
     verdict = _verdicts[key]
@@ -70,7 +70,7 @@ def certified_anatomy(model: Any) -> Anatomy:
 _SOURCES = cache.source_key(*map(str, sorted(Path(__file__).parent.glob("*.py"))))
 
 
-def _key(model: Any) -> str:
+def key_of(model: Any) -> str:
     """Return everything that the verdict depends on."""
     import transformers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blockwalk.plan.losses import IGNORE
@@ -79,6 +80,51 @@ def share(batch: Batch, micro_batches: int, world: int, rank: int) -> list[Batch
         for name, rows in padded.items()
     }
     return [{name: part[m] for name, part in parts.items()} for m in range(micro_batches)]
+
+
+def columns(batch: Batch, count: int, number: int) -> Batch:
+    """Return one of ``count`` equal parts of the sequences of a batch, tensors [B, S].
+
+    Its ``input_ids`` are [B, s]; ``labels`` [B, s + 1], for the token after the part is what its
+    last one predicts. Mask and positions stay those of whole sequences. These are first filled up
+    on the right to a multiple of ``count`` tokens, of which nothing is learnt."""
+    length = batch["input_ids"].shape[1]
+    tokens = -(-length // count)
+    fills = {"labels": IGNORE}
+    whole = {
+        name: F.pad(tensor_BS, (0, tokens * count - length), value=fills.get(name, 0))
+        for name, tensor_BS in batch.items()
+    }
+    begin = number * tokens
+    end = begin + tokens
+    labels_BS = F.pad(whole["labels"], (0, 1), value=IGNORE)
+    return {
+        **whole,
+        "input_ids": whole["input_ids"][:, begin:end],
+        "labels": labels_BS[:, begin : end + 1],
+    }
+
+
+def require_columns(batch: Batch, count: int) -> None:
+    """Raise ValueError for a batch whose sequences cannot be cut into so many parts: they have
+    fewer than two tokens for each, or padding on the left."""
+    require_tokens(batch["input_ids"].shape[1], count)
+    seen_BS = batch.get("attention_mask")
+    if seen_BS is not None and bool((seen_BS[:, 1:] > seen_BS[:, :-1]).any()):
+        raise ValueError(
+            f"mesh.context is {count}, and the attention mask hides tokens before others that it"
+            " does not: parts are of sequences that are padded on the right; set mesh.context: 1"
+        )
+
+
+def require_tokens(length: int, count: int) -> None:
+    """Raise ValueError for sequences with fewer than two tokens for each of ``count`` parts."""
+    if count > 1 and length < 2 * count:
+        raise ValueError(
+            f"a batch has sequences of {counted(length, 'token')}, and mesh.context: {count} parts"
+            f" need {2 * count}; set mesh.context: {max(1, length // 2)}, or data.padding_multiple"
+            " higher"
+        )
 
 
 def filled(batch: Batch, multiple: int) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
 """The settings of a plan by group, each a frozen value with its defaults: ``optimizer.*``,
-``update.*``, ``zo.*``, ``cache.*``, ``mesh.*``, ``lora.*`` and ``prefix.*``."""
+``update.*``, ``zo.*``, ``cache.*``, ``context.*``, ``mesh.*``, ``lora.*`` and ``prefix.*``."""
 
 from __future__ import annotations
 
@@ -243,15 +243,28 @@ class CacheSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextSettings:
+    """Sequences in parts over ranks (``context.*``), where ``mesh.context`` is above 1."""
+
+    way: str = "auto"
+    """The way in which the tokens of a part attend to those of all parts. keys: keys and values
+    are gathered. heads: each rank gets whole sequences of some heads, which
+    ``mesh.context`` divides. auto: the one that sends fewer bytes."""
+
+
+@dataclass(frozen=True, slots=True)
 class MeshSettings:
     """The ranks (``mesh.*``): sizes of named axes. Over ``node``, ``world`` and ``groups`` state is
     spread, as its placement says; over ``data`` and ``perturb`` a zeroth-order step's work is
-    shared."""
+    shared, over ``context`` the tokens of a sequence."""
 
     data: int = 1
     """Parts that the global batch is cut into, the outer axis."""
     perturb: int = 1
     """Ranks that share the forwards of a step, the inner axis: neighbours."""
+    context: int = 1
+    """Backpropagation over ranks: neighbours that each hold a part of every sequence. Parameters,
+    gradients and optimizer states stay spread as without it."""
     check_every: int = 100
     """The steps between comparisons of the copies of weights and moments that ranks hold. The run
     ends where two differ. Backpropagation compares them before every checkpoint as well."""

@@ -157,7 +157,35 @@ class EstimatorFacts:
     help: str = ""
 
 
+def _against_context(plan: Any) -> Iterator[str]:
+    """Yield what speaks against sequences in parts over ranks."""
+    mesh = plan.mesh
+    if mesh.context == 1:
+        return
+    if mesh.world % mesh.context:
+        yield (
+            f"mesh.context is {mesh.context}, and so many ranks hold the parts of each sequence:"
+            f" they do not divide mesh.world, {counted(mesh.world, 'rank')}; start a multiple of"
+            " them, or set mesh.context: 1"
+        )
+    elif max(mesh.context, mesh.ranks_per_node) % min(mesh.context, mesh.ranks_per_node):
+        yield (
+            f"mesh.context is {mesh.context}, and mesh.ranks_per_node {mesh.ranks_per_node}: the"
+            " parts of a sequence would lie on some nodes in part; set mesh.context to a divisor"
+            f" of {mesh.ranks_per_node}"
+        )
+    elif mesh.data not in (1, mesh.world // mesh.context):
+        yield (
+            f"mesh.data × mesh.context = {mesh.data}×{mesh.context} ="
+            f" {mesh.data * mesh.context}, but there are {mesh.world} ranks; set mesh.data:"
+            f" {mesh.world // mesh.context}, or leave it out"
+        )
+    unlike = "noise on embeddings would be drawn otherwise for parts of a sequence (mesh.context)"
+    yield from must_be(plan, "neftune_noise_alpha", 0, unlike)
+
+
 def _against_backprop(plan: Any) -> Iterator[str]:
+    yield from _against_context(plan)
     if plan.compute_dtype == "float16":
         yield (
             "compute_dtype is float16, and backpropagation does not scale its losses: most"
@@ -178,6 +206,7 @@ def _against_zeroth_order(plan: Any) -> Iterator[str]:
         ("optimizer.lora_b_ratio", 1, "a ledger has one learning rate a step"),
         ("optimizer.decay", "matrices", "zeroth order spares the names that the original spares"),
         ("neftune_noise_alpha", 0, noiseless),
+        ("mesh.context", 1, "zeroth order shares forwards and rows, and walks whole sequences"),
     ):
         yield from must_be(plan, setting, value, because)
     if plan.zo.epsilon <= 0:

@@ -5,7 +5,7 @@ Bytes and operations are closed forms of one call. They follow :mod:`blockwalk.n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -257,10 +257,21 @@ def whole_logits(call: LossCall) -> LossCost:
     )
 
 
+def _against_parts(plan: Any) -> Iterator[str]:
+    """Yield what speaks against a loss of whole sequences where ranks hold parts of them."""
+    if plan.mesh.context > 1:
+        yield (
+            f"loss is {plan.loss}, which reads the logits of whole sequences, and mesh.context is"
+            f" {plan.mesh.context}: each rank has a part of them; set mesh.context: 1, or loss:"
+            " chunked"
+        )
+
+
 OBJECTIVE = LossFacts(
     "blockwalk.estimators.losses:objective_of",
     whole_logits,
     takes_objective=True,
+    refuses=_against_parts,
     help="the function that Walker(objective=...) is given",
 )
 """The loss of a training step that has an objective."""
@@ -275,7 +286,10 @@ LOSSES = Table(
             help="cross-entropy over parts of the vocabulary, which never holds all logits",
         ),
         "model": LossFacts(
-            "blockwalk.estimators.losses:own_loss", whole_logits, help="the model's own loss"
+            "blockwalk.estimators.losses:own_loss",
+            whole_logits,
+            refuses=_against_parts,
+            help="the model's own loss",
         ),
         "objective": OBJECTIVE,
     },

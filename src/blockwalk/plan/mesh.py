@@ -11,7 +11,8 @@ the slices over the next larger group in the order of the next coordinate, and n
 reducing ever moves an element inside a buffer.
 
 A zeroth-order step's work is shared over two further axes of the same ranks: ``perturb``, inside,
-and ``data``.
+and ``data``. Under backpropagation the ranks of an axis ``context``, neighbours too, hold parts of
+the same sequences.
 
 Nothing here imports torch: plans are compiled from these numbers, and :mod:`blockwalk.ranks.groups`
 makes process groups of them."""
@@ -31,6 +32,8 @@ from blockwalk.plan.words import counted
 PERTURB = "perturb"
 DATA = "data"
 """The axes that a zeroth-order step's forwards, and the global batch, are shared over."""
+CONTEXT = "context"
+"""The axis that the tokens of a sequence are shared over, under backpropagation."""
 
 Coordinates = tuple[tuple[str, int], ...]
 """A rank's place on each axis, by the axis's name; 0 on those that are left out."""
@@ -73,7 +76,7 @@ def group_sizes(mesh: MeshSettings) -> Mapping[str, int]:
     sizes = {NOBODY: 1, NODE: mesh.ranks_per_node}
     for text in mesh.groups:
         name, _, ranks = (word.strip() for word in text.partition("="))
-        is_new = name not in (*sizes, WORLD, PERTURB, DATA)
+        is_new = name not in (*sizes, WORLD, PERTURB, DATA, CONTEXT)
         if not ranks.isdecimal() or not int(ranks) or not name or "×" in name or not is_new:
             raise ValueError(
                 f"mesh.groups has {text!r}; it takes new names, each with its ranks, such as half=4"
@@ -107,13 +110,23 @@ def make_axes(mesh: MeshSettings) -> tuple[Axis, ...]:
 
 
 def work_axes(mesh: MeshSettings) -> tuple[Axis, ...]:
-    """Return the axes that a zeroth-order step's work is shared over, innermost first."""
-    axes = ((PERTURB, 1, mesh.perturb), (DATA, mesh.perturb, mesh.perturb * mesh.data))
+    """Return the axes that a step's work is shared over, innermost first."""
+    axes = (
+        (CONTEXT, 1, mesh.context),
+        (PERTURB, 1, mesh.perturb),
+        (DATA, mesh.perturb, mesh.perturb * mesh.data),
+    )
     return tuple(
         Axis(name, inner, outer, outer > mesh.ranks_per_node)
         for name, inner, outer in axes
         if inner < outer
     )
+
+
+def context_axis(mesh: MeshSettings) -> Axis:
+    """Return the axis of the ranks that hold parts of the same sequences, also where it is one
+    rank long."""
+    return Axis(CONTEXT, 1, mesh.context, mesh.context > mesh.ranks_per_node)
 
 
 def coordinates_of(mesh: MeshSettings, rank: int) -> Coordinates:

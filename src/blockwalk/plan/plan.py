@@ -17,6 +17,7 @@ from blockwalk.plan import ranges
 from blockwalk.plan.choices import (
     AUTO,
     CacheSettings,
+    ContextSettings,
     LoraSettings,
     MeshSettings,
     OptimizerSettings,
@@ -82,6 +83,7 @@ class Plan:
     zo: ZerothOrderSettings = field(default_factory=ZerothOrderSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
     mesh: MeshSettings = field(default_factory=MeshSettings)
+    context: ContextSettings = field(default_factory=ContextSettings)
     gradient_accumulation_steps: int = 1
     """Micro-batches that a step's batch is cut into."""
     accumulation_order: str = "micro_batch"
@@ -167,9 +169,15 @@ class Plan:
     def cuts(self) -> int:
         """Parts that a step's batch is cut into, each a micro-batch of one rank or of ranks that
         share it."""
+        return self.gradient_accumulation_steps * self.row_shares
+
+    @property
+    def row_shares(self) -> int:
+        """Shares of a batch's rows: ranks that each take one, or groups of ranks that hold parts of
+        the same rows."""
         mesh = self.mesh
-        ranks = mesh.data if self.estimator.facts.shares_forwards else mesh.world
-        return self.gradient_accumulation_steps * ranks
+        shares_forwards = self.estimator.facts.shares_forwards
+        return mesh.data if shares_forwards else mesh.world // mesh.context
 
     @property
     def sums_apart(self) -> bool:

@@ -31,6 +31,7 @@ CHOICES: dict[str, Collection[str]] = {
     "zo.noise": NOISES,
     "zo.rounding": ("nearest", "stochastic"),
     "cache.tier": ("none", "device", "host"),
+    "context.way": ("auto", "keys", "heads"),
 }
 """Settings that take one of a few words, and the words."""
 
@@ -49,8 +50,8 @@ SMALLER = by_name(
     (2**16, "lora.rank"),
     (
         2**20,
-        "mesh.world mesh.ranks_per_node mesh.data mesh.perturb gradient_accumulation_steps"
-        " prefetch",
+        "mesh.world mesh.ranks_per_node mesh.data mesh.perturb mesh.context"
+        " gradient_accumulation_steps prefetch",
     ),
     (2**20, "prefix.num_virtual_tokens zo.queries zo.noise_rank keep_checkpoints eval_batches"),
     (2**31 - 1, "batch_size eval_batch_size data.max_length data.padding_multiple"),

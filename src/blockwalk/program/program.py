@@ -129,6 +129,10 @@ class Shape:
     def tokens(self) -> int:
         return self.batch * self.sequence
 
+    def part(self, count: int) -> Shape:
+        """Return the shape of one of so many equal parts of the sequences."""
+        return Shape(self.batch, -(-self.sequence // count))
+
 
 Bytes = tuple[tuple[Pool, int], ...]
 """Memory taken or given back, pool by pool."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from blockwalk.models.model_source import model_source
 from blockwalk.plan.parsing import flat
-from blockwalk.ranks.groups import all_gather
+from blockwalk.ranks.exchange import all_gather
 from blockwalk.system.paths import StrPath
 from blockwalk.system.versions import installed
 

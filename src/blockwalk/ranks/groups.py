@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blockwalk.plan.choices import MeshSettings
-from blockwalk.plan.mesh import Axis, between, make_axes, named, slice_of
+from blockwalk.plan.mesh import Axis, between, context_axis, make_axes, named, slice_of
 from blockwalk.plan.words import counted
 from blockwalk.program.program import Lane
+from blockwalk.ranks.exchange import RankExchange, all_gather
 from blockwalk.ranks.place import TIMEOUT, place
 
-all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Torch's collectives over one tensor, by their names of torch 2.13 or by those before."""
+"""Torch's reduce-scatter over one tensor, by its name of torch 2.13 or by that before."""
 
 
 @dataclass(slots=True)
@@ -38,6 +38,8 @@ class Groups:
     device: torch.device
     _groups: dict[tuple[Axis, Lane], dist.ProcessGroup] = field(default_factory=dict)
     _scratch: dict[Lane, Tensor] = field(default_factory=dict)
+    context: RankExchange | None = None
+    """The exchange with the ranks that hold parts of the same sequences."""
 
     def slice(self, numel: int, size: int) -> slice:
         """Return this rank's slice, as a range of elements, of a buffer of ``numel`` elements over
@@ -147,6 +149,9 @@ class Groups:
             dist.barrier()
             for group in self._groups.values():
                 dist.destroy_process_group(group)
+            if self.context is not None:
+                dist.destroy_process_group(self.context.group)
+                self.context = None
             self._groups.clear()
 
     def _room(self, lane: Lane, numel: int) -> Tensor:
@@ -204,4 +209,10 @@ def make_groups(mesh: MeshSettings, device: torch.device, *, sums_apart: bool = 
                 group = dist.new_group(list(members), timeout=TIMEOUT, backend=_backend(device))
                 if groups.rank in members:
                     groups._groups[axis, lane] = group
+    parts = context_axis(mesh)
+    for begin in range(0, world if parts.length > 1 else 0, parts.length):
+        members = parts.members(begin)
+        group = dist.new_group(list(members), timeout=TIMEOUT, backend=_backend(device))
+        if groups.rank in members:
+            groups.context = RankExchange(group, parts.length)
     return groups

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blockwalk.plan.choices import MeshSettings
-from blockwalk.ranks.groups import all_gather
+from blockwalk.ranks.exchange import all_gather
 from blockwalk.ranks.place import TIMEOUT
 
 

@@ -35,6 +35,8 @@ def foresee(
     from blockwalk.program.compile import compile, compile_ranks
 
     device = measured.device
+    context = run.plan.mesh.context
+    shape = shape.part(context)
     room = machine.room(Path(run.output_dir), measured.device)
     model = model_spec(run.model, measured)
     costs = measured(run.plan, shape)
@@ -45,12 +47,13 @@ def foresee(
     )
     held_out = None
     if visit is not None:
+        of_part = visit[0].part(context)
         arguments: Any = {
-            "costs": measured(run.plan, visit[0]),
+            "costs": measured(run.plan, of_part),
             "batches": visit[1],
             "device": device,
         }
-        held_out = compile(plan, model, StepKind.EVALUATE, visit[0], **arguments)
+        held_out = compile(plan, model, StepKind.EVALUATE, of_part, **arguments)
     notes = (*settled.notes, *without_bfloat16(machine.card(device), plan, model))
     decided = (settled.names, notes, room.device_free)
     return Forecast(plan, model, programs, device, costs, held_out, *decided)

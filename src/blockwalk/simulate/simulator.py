@@ -111,7 +111,7 @@ def simulate(
         program=program,
         spans=spans[0],
         seconds=max((span.ended for times in spans for span in times), default=0.0),
-        tokens=program.shape.tokens * plan.cuts,
+        tokens=program.shape.tokens * plan.mesh.context * plan.cuts,
         peaks=highest,
         bytes_by_lane=program.bytes_by_lane(),
         useful_flops=sum(op.flops for op in program.ops) - recomputed,

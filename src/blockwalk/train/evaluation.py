@@ -127,14 +127,22 @@ class HeldOut:
         text = json.dumps([self.encoded.fingerprint(), right])
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
-    def visit(self, world: int) -> tuple[Shape, int]:
-        """Return the largest visit of a block: the shape of a rank's part of a batch, and how many
-        batches there are."""
+    def visit(self, shares: int) -> tuple[Shape, int]:
+        """Return the largest visit of a block: the shape of one of so many shares of a batch's
+        rows, and how many batches there are."""
         rows = min(len(self.encoded), self.batch_size * self.batches)
         multiple = self.settings.padding_multiple
         longest = int(np.diff(self.encoded.starts).max())
         batches = -(-rows // self.batch_size)
-        return Shape(-(-rows // (batches * world)), -(-longest // multiple) * multiple), batches
+        return Shape(-(-rows // (batches * shares)), -(-longest // multiple) * multiple), batches
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the rows of the shortest batch."""
+        lengths = np.sort(np.diff(self.encoded.starts))
+        longest = int(lengths[min(self.batch_size * self.batches, len(lengths)) - 1])
+        multiple = self.settings.padding_multiple
+        return -(-longest // multiple) * multiple
 
     def notes(self) -> list[str]:
         """Return one sentence for each thing that a user should know of: records that were cut or

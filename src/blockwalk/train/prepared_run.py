@@ -13,7 +13,7 @@ import numpy as np
 
 from blockwalk.cutting.skeleton import require_positions, vocabulary_rows
 from blockwalk.cutting.verify import require_borders
-from blockwalk.data.batch import Batch
+from blockwalk.data.batch import Batch, require_tokens
 from blockwalk.data.batching import Batches
 from blockwalk.data.corpus import training_set
 from blockwalk.data.dataset import Choices, Encoded, mapped
@@ -44,6 +44,7 @@ from blockwalk.system.temporary import require_temporary
 from blockwalk.train.best import require_evaluations
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.frozen_codec import settled
+from blockwalk.walk.context_check import require_parts
 from blockwalk.walk.unit_costs import of_run
 
 LOOKED_AT = 100_000
@@ -177,7 +178,11 @@ def prepare(run: RunConfig) -> PreparedRun:
     steps = min(total, -(-LOOKED_AT // run.batch_size))
     lengths_T = batches.row_lengths(steps, plan.cuts, apart=documents_walk_apart)
     fullest = Shape(micro_batch, int(lengths_T.max()) if documents_walk_apart else longest)
-    visit = held_out.visit(plan.mesh.world) if held_out else None
+    require_parts(run.model, plan)
+    require_tokens(int(lengths_T.min()), plan.mesh.context)
+    if held_out is not None:
+        require_tokens(held_out.shortest, plan.mesh.context)
+    visit = held_out.visit(plan.mesh.world // plan.mesh.context) if held_out else None
     foreseen = foresee(run, fullest, costs, visit)
     plan = override(plan, {"resident": foreseen.plan.resident, **foreseen.choices()})
     usual = foreseen.simulated()

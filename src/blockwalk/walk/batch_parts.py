@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,16 +12,20 @@ from torch import Tensor
 from blockwalk.cutting.batch_facts import BatchFacts, note
 from blockwalk.data.batch import (
     Batch,
+    columns,
     copies_of,
     loss_tokens,
     micro_batches,
+    require_columns,
     require_ids,
     share,
 )
 from blockwalk.data.packing import cut_padding, pack_batch
 from blockwalk.numerics.device import is_cpu, sent
+from blockwalk.numerics.sequence_part import Exchange, SequencePart
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import Shape
+from blockwalk.ranks.groups import Groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +48,48 @@ class BatchParts:
         """Labels of each, int64 [B, S], on the CPU."""
         return [part["labels"].to("cpu") for part in self.parts]
 
-    def on(self, device: torch.device, *, hides_unseen: bool) -> list[Batch]:
+    def on(
+        self, device: torch.device, *, hides_unseen: bool, place: RowPlace | None = None
+    ) -> list[Batch]:
         """Return the micro-batches on a device; ``hides_unseen`` False where padding may be read
-        too."""
+        too. With a ``place`` each has the rows' part there beside its tensors, as ``part``."""
+        if place is not None:
+            return [place.of(part, device) for part in self.parts]
         return [_on(part, device, hides_unseen) for part in self.parts]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlace:
+    """A rank's place among those that hold parts of the same sequences."""
+
+    number: int
+    count: int
+    way: str
+    exchange: Exchange
+
+    def of(self, batch: Batch, device: torch.device) -> Any:
+        """Return a micro-batch on a device: of its own tokens the ids, and the part that they
+        are."""
+        on_device = {name: sent(tensor, device) for name, tensor in batch.items()}
+        part = SequencePart(
+            self.number,
+            self.count,
+            self.way,
+            self.exchange,
+            batch["input_ids"].shape[1],
+            attention_mask_BS=on_device.pop("attention_mask", None),
+            position_ids_BS=on_device.pop("position_ids", None),
+        )
+        return {**on_device, "part": part}
+
+
+def row_place(plan: Plan, groups: Groups | None) -> RowPlace | None:
+    """Return this rank's place among those that hold parts of the same sequences; None where each
+    has whole ones."""
+    if groups is None or groups.context is None:
+        return None
+    count = plan.mesh.context
+    return RowPlace(groups.rank % count, count, plan.context.way, groups.context)
 
 
 def cut_batch(
@@ -72,27 +115,47 @@ def cut_batch(
         vocab_size: rows of the model's embeddings.
 
     Raises:
-        ValueError: a token has no row; all ranks refuse what one cannot walk.
+        ValueError: a token has no row, or the sequences cannot be cut into parts; all ranks refuse
+            what one cannot walk.
     """
-    world = plan.mesh.world
-    cuts = count * (world if split else plan.mesh.data)
+    context = plan.mesh.context
+    shares = plan.mesh.world // context if split else plan.mesh.data
+    cuts = count * shares
     sequences = len(batch["input_ids"])
     rows = -(-sequences // cuts)
     if packs:
         batch = pack_batch(batch, cuts)
-    parts = share(batch, count, world, rank) if split else micro_batches(batch, cuts)
+    if context > 1:
+        require_columns(batch, context)
+    parts = share(batch, count, shares, rank // context) if split else micro_batches(batch, cuts)
     for inputs in [batch] if split else parts:
         require_ids(inputs["input_ids"], vocab_size)
-    copies = copies_of(sequences, cuts)
-    return parts_of(parts, plan, rows, tokens=loss_tokens(batch) if split else None, copies=copies)
+    return parts_of(
+        parts,
+        plan,
+        rows,
+        tokens=loss_tokens(batch) if split else None,
+        copies=copies_of(sequences, cuts),
+        part=rank % context,
+    )
 
 
 def parts_of(
-    parts: Sequence[Batch], plan: Plan, rows: int, *, tokens: int | None, copies: int
+    parts: Sequence[Batch],
+    plan: Plan,
+    rows: int,
+    *,
+    tokens: int | None,
+    copies: int,
+    part: int = 0,
 ) -> BatchParts:
-    """Return this rank's micro-batches, of so many sequences, rid of padding that hides nothing."""
-    shape = Shape(rows, -(-parts[0]["input_ids"].numel() // rows))
-    parts = [cut_padding(part, unmask=plan.loss_facts.by_chunks) for part in parts]
+    """Return this rank's micro-batches, of so many sequences, rid of padding that hides nothing;
+    where ranks hold parts of sequences, the part of this number."""
+    context = plan.mesh.context
+    shape = Shape(rows, -(-parts[0]["input_ids"].numel() // rows)).part(context)
+    parts = [cut_padding(batch, unmask=plan.loss_facts.by_chunks) for batch in parts]
+    if context > 1:
+        parts = [columns(batch, context, part) for batch in parts]
     return BatchParts(parts, shape, tokens, copies)
 
 

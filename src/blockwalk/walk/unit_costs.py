@@ -35,10 +35,11 @@ from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class,
 from blockwalk.cutting.verify import certified
 from blockwalk.data.packing import LONGEST_PACKED_ROW
 from blockwalk.models.model_source import model_source
-from blockwalk.numerics import lazy_linear, row_tiles, sequence_tiles
+from blockwalk.numerics import lazy_linear, row_tiles, sequence_part, sequence_tiles
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.device import chosen
+from blockwalk.numerics.sequence_part import PartMask, SequencePart
 from blockwalk.plan import sizes as chunks
 from blockwalk.plan import work
 from blockwalk.plan.choices import Adapters
@@ -233,6 +234,10 @@ class _Traits:
     """Whether the scales of codes are perturbed, beside a copy of the codes."""
     tiling: chunks.Tiling | None = None
     """Tiles by which long sequences are computed; None: they are computed whole."""
+    context: int = 1
+    """The parts that sequences are in; shapes are of one."""
+    way: str = "auto"
+    """The way in which they attend to one another."""
 
     @property
     def noise_facts(self) -> NoiseFacts:
@@ -248,7 +253,7 @@ def _traits(
     codec = plan.frozen.codec
     backprop = plan.estimator.facts.walks_back
     tiling = plan.tiling(device)
-    if tiling is not None and shape.sequence <= tiling.threshold:
+    if tiling is not None and (shape.sequence <= tiling.threshold or plan.mesh.context > 1):
         tiling = None
     if stored_codec is not None and codec.facts.as_it_came:
         codec = stored_codec
@@ -262,6 +267,8 @@ def _traits(
         plan.trainable.codec,
         tiling=tiling,
         **({} if backprop else _perturbed_traits(plan)),
+        context=plan.mesh.context,
+        way=plan.context.way if plan.mesh.context > 1 else "auto",
     )
 
 
@@ -413,8 +420,10 @@ def _prologue(bench: _Bench, device: str, padded: bool) -> tuple[Prologue, UnitC
     mask_BS = torch.ones_like(ids_BS)
     if padded:
         mask_BS[0, -1] = 0
-    batch = {"input_ids": ids_BS, "attention_mask": mask_BS}
-    if device != "cpu":  # as a walker does
+    batch: dict[str, Any] = {"input_ids": ids_BS, "attention_mask": mask_BS}
+    if bench.traits.context > 1:
+        batch = _last_part(ids_BS, bench.traits)
+    elif device != "cpu":  # as a walker does
         note(ids_BS, BatchFacts.of(batch))
     with (
         torch.set_grad_enabled(bench.backprop and bool(unit.numel(trainable=True))),
@@ -435,6 +444,27 @@ def _prologue(bench: _Bench, device: str, padded: bool) -> tuple[Prologue, UnitC
             sizes([(3 * trained * bench.dtype.itemsize, 1)]), bench.dtype.itemsize
         ),
     )
+
+
+@dataclass(frozen=True)
+class _Unsent:
+    """An exchange of shapes alone (:class:`blockwalk.numerics.sequence_part.Exchange`)."""
+
+    count: int
+
+    def gather(self, part_P: Tensor) -> Tensor:
+        return part_P.expand(self.count, -1).clone()
+
+    def swap(self, pieces_cP: Tensor) -> Tensor:
+        return pieces_cP.clone()
+
+
+def _last_part(ids_Bs: Tensor, traits: _Traits) -> dict[str, Any]:
+    """Return the last part of a batch's rows, whose tokens attend to the most others."""
+    count = traits.context
+    exchange = _Unsent(count)
+    part = SequencePart(count - 1, count, traits.way, exchange, ids_Bs.shape[1])
+    return {"input_ids": ids_Bs, "part": part}
 
 
 def _block(
@@ -493,6 +523,8 @@ def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:
     leaves: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, PartMask):
+            return tensor
         if id(tensor) not in leaves:
             leaf = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
@@ -703,7 +735,16 @@ def _source(function: Callable[..., Any]) -> str:
     return f"{function.__qualname__} {cache.source_key(inspect.getfile(function))}"
 
 
-_ROOMS = (chunks, lazy_linear, row_tiles, sequence_tiles, metering, work, unit_costs)
+_ROOMS = (
+    chunks,
+    lazy_linear,
+    row_tiles,
+    sequence_part,
+    sequence_tiles,
+    metering,
+    work,
+    unit_costs,
+)
 _SOURCES = cache.source_key(*(room.__file__ for room in _ROOMS), __file__)
 
 

@@ -49,7 +49,8 @@ from blockwalk.ranks.watch import Watch, begin_watch
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.memories import Memories
 from blockwalk.walk import generation
-from blockwalk.walk.batch_parts import BatchParts, cut_batch
+from blockwalk.walk.batch_parts import BatchParts, cut_batch, row_place
+from blockwalk.walk.context_check import require_parts
 from blockwalk.walk.executor import Executor, Timeline
 from blockwalk.walk.lanes import Lanes
 from blockwalk.walk.own_rows import cut_own_rows, require_own_rows
@@ -159,6 +160,7 @@ class Walker:
         plan = self.plan
         if training:
             refuse_dropout(plan, lora)
+        require_parts(model, plan)
         if adapters or not training:
             frozen_codec.say_codec(plan, model, reason)
         self.device = chosen(device)
@@ -187,6 +189,7 @@ class Walker:
         memories = Memories(self.device, folder)
         homes = resolved(plan.home.make)(handle, memories, self.ranks, run)
         self.engine = Engine(handle, homes, memories)
+        self._row_place = row_place(plan, homes.groups)
         self.lanes = Lanes(self.device)
         self._executor = Executor(self.engine, self.lanes)
         self._reads_padding = objective is not None  # it may read any logits
@@ -363,7 +366,9 @@ class Walker:
         else:
             parts = self._share_of(batch, step)
         step = replace(step, tokens=parts.tokens)
-        on_device = parts.on(self.device, hides_unseen=not self._reads_padding)
+        on_device = parts.on(
+            self.device, hides_unseen=not self._reads_padding, place=self._row_place
+        )
         while True:
             pieces = self.sharing.share(step.number, self.plan.forward_passes, len(on_device))
             program = self.program(step_kind, parts.shape, pieces=pieces)
@@ -438,18 +443,23 @@ class Walker:
             rank=self.ranks.rank,
             vocab_size=self.spec.vocab_size,
         )
-        on_device = parts.on(self.device, hides_unseen=not self._reads_padding)
+        on_device = parts.on(
+            self.device, hides_unseen=not self._reads_padding, place=self._row_place
+        )
         self._forward.begin(on_device, parts.labels, Losses(by_row))
         program = self.program(StepKind.EVALUATE, parts.shape, batches=batches)
         self._executor.run(program, self._forward, self.timeline)
         losses = [self._forward.row_losses[m].tolist() for m in range(batches)]
         everyone = self.ranks.exchange([loss for part in losses for loss in part])
+        context = self.plan.mesh.context
+        shares = [everyone[begin : begin + context] for begin in range(0, len(everyone), context)]
+        sums = [[sum(parts) for parts in zip(*share, strict=True)] for share in shares]
         rows = len(losses[0])
         return [
             loss
             for m in range(batches)
-            for of_rank in everyone
-            for loss in of_rank[m * rows : (m + 1) * rows]
+            for of_share in sums
+            for loss in of_share[m * rows : (m + 1) * rows]
         ]
 
     def next_logits(self, batch: Mapping[str, Any]) -> Tensor:

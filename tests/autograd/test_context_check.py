@@ -1,0 +1,105 @@
+"""Oracle: autograd over whole rows of a small instance, which parts of them must agree with; and
+mutants of the parts, which must not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockwalk.cutting import verify
+from blockwalk.data import batch as batches
+from blockwalk.numerics.rule_mask import RuleMask
+from blockwalk.numerics.sequence_part import PartMask, SequencePart
+from blockwalk.plan.methods import method
+from blockwalk.walk import context_check
+from tests.models import tiny_model
+from tests.support.messages import refused
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def check(kind: str, way: str = "keys", context: int = 2, **changes: Any) -> None:
+    mesh = {"world": context, "ranks_per_node": context, "context": context}
+    plan = method("hzp", mesh=mesh, context={"way": way})
+    context_check.require_parts(tiny_model(kind, **changes), plan)
+
+
+def test_layers_that_see_their_own_part_alone_are_named() -> None:
+    """ALiBi, attention of a model's own, convolutions and states along the sequence."""
+    bloom = {"n_head": 4, "n_layer": 2, "hidden_size": 32}
+    with refused(ValueError, "BloomForCausalLM", "eager", "sdpa", "mesh.context: 1"):
+        check("bloom", **bloom)
+    falcon = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}
+    with refused(ValueError, "FalconForCausalLM", "before", "mesh.context: 1"):
+        check("falcon", **falcon)
+    with refused(ValueError, "FalconForCausalLM", "transformer.h.0", "mesh.context: 1"):
+        check("falcon", **{**falcon, "alibi": False})
+    lfm2 = {**SIZES, "num_key_value_heads": 2, "layer_types": ["full_attention", "conv"]}
+    with refused(ValueError, "Lfm2ForCausalLM", "layers.1", "2 parts", "0.0001"):
+        check("lfm2", **lfm2)
+
+
+def test_dropout_in_attention_is_refused() -> None:
+    with refused(ValueError, "GPT2LMHeadModel", "transformer.h.0", "dropout 0.1"):
+        check("gpt2")
+
+
+def test_heads_must_divide() -> None:
+    with refused(ValueError, "context.way", "4 heads", "mesh.context: 3", "keys"):
+        check("llama", "heads", 3)
+
+
+def test_two_mutants_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels that are cut before they are shifted, and a mask by the positions in a part."""
+    model: Any = tiny_model("llama")
+    anatomy = verify.certified_anatomy(model)
+
+    def study() -> None:
+        context_check.study(type(model), model.config, anatomy, "keys")
+
+    study()
+    columns = batches.columns
+
+    def cut_before_shift(batch: batches.Batch, count: int, number: int) -> batches.Batch:
+        part = dict(columns(batch, count, number))
+        part["labels"] = part["labels"].clone()
+        part["labels"][:, -1] = -100
+        return part
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batches, "columns", cut_before_shift)
+        with refused(ValueError, "2 parts", "0.0001"):
+            study()
+
+    def local(part: SequencePart, rule: Any, rows: int, device: Any) -> PartMask:
+        mask = PartMask.of(part, rule, rows, device)
+        mask.of_part = RuleMask([(rule, rows)], (0, part.tokens), mask.keys, device)
+        return mask
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SequencePart, "mask", local)
+        with refused(ValueError, "model.layers.0", "2 parts", "0.0001"):
+            study()
+
+
+def test_a_gradient_that_no_part_has_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts whose keys have no gradient from the others: the loss is right to the last bit."""
+    model: Any = tiny_model("llama")
+    anatomy = verify.certified_anatomy(model)
+
+    def detached(self: Any, part_P: Tensor) -> Tensor:
+        parts = self.board.share(self.number, part_P)
+        own = [p if n == self.number else p.detach() for n, p in enumerate(parts)]
+        return torch.stack(own)
+
+    monkeypatch.setattr(context_check._BoardExchange, "gather", detached)
+    with refused(ValueError, "the gradient of", "2 parts", "0.0001"):
+        context_check.study(type(model), model.config, anatomy, "keys")
