@@ -94,9 +94,9 @@ class Plan:
     kept, where ``activation`` says. auto: the last blocks' are kept, as many as there is room
     for."""
     sequence_tile: int | str = "auto"
-    """Positions of the tiles that long sequences are computed in, where backpropagation computes
-    blocks again: norms, projections, feed-forward and the loss. auto: 1,024 on a CPU, 8,192 on a
-    GPU, for sequences of more than two tiles. A number: for all that are longer. off: none."""
+    """Positions of the tiles that backpropagation computes long sequences in, attention left whole.
+    auto: 1,024 on a CPU, 8,192 on a GPU, for sequences of more than two tiles. A number: for all
+    that are longer. off: none."""
     prefetch: int = 1
     """The number of blocks that are fetched ahead of the one that computes."""
     resident: int = AUTO
