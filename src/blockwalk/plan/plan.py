@@ -237,7 +237,8 @@ class Plan:
     def tiling(self, device: str) -> Tiling | None:
         """Return how long sequences are computed by tiles on a device; None where they are not."""
         kept = self.sequence_tile == AUTO_TILE and self.recompute == "none"
-        if self.compile or kept or not self.estimator.facts.walks_back:
+        whole = self.compile or self.mesh.context > 1
+        if whole or kept or not self.estimator.facts.walks_back:
             return None
         if isinstance(self.sequence_tile, int):
             return Tiling(self.sequence_tile, self.sequence_tile)
@@ -355,6 +356,11 @@ def _tiles(plan: Plan) -> Iterator[str]:
         yield from must_be(plan, "sequence_tile", AUTO_TILE, drawn)
     if plan.compile:
         yield f"sequence_tile is {size}, and compiled blocks are whole; set sequence_tile: auto"
+    if plan.mesh.context > 1:
+        yield (
+            f"sequence_tile is {size}, and mesh.context: {plan.mesh.context} computes a rank's part"
+            " of a sequence whole; set sequence_tile: auto"
+        )
 
 
 def _together(plan: Plan) -> Iterator[str]:
