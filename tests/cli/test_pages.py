@@ -34,6 +34,7 @@ BEFORE = {
 ALWAYS = {
     "README.md",
     "how-to/commands.md",
+    "how-to/long-sequences.md",
     "how-to/run-it.md",
     "how-to/what-you-own.md",
     "how-to/add-a-method.md",
