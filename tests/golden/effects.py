@@ -186,7 +186,7 @@ class Effects:
         for gradients in (NamedGradients, FlatGradients):
             self._tap(gradients, "norm", lambda _: ("norm",))
             self._tap(gradients, "squares", lambda _: ("check",))
-        self._tap(Backprop, "_over_ranks", lambda _, values: ("total",))
+        self._tap(Backprop, "_of_ranks", lambda _, values: ("total",))
         self._tap(Buckets, "advance", lambda _, unit, step: ("update", unit, step))
         self._tap(
             arithmetic,

@@ -393,15 +393,14 @@ class Backprop:
 
     def _total(self, op: Op, state: _State) -> None:
         state.add_up()
-        (state.loss_sum,) = self._over_ranks([state.loss_sum])
+        state.loss_sum = sum(loss_sum for (loss_sum,) in self._of_ranks([state.loss_sum]))
 
     def _check(self, op: Op, state: _State) -> None:
         named = self.gradients.squares()
         squares = state.add_up(square for _, square in named)
         judged = zip(named, squares, strict=True)
         infinite = [name for (name, _), square in judged if not math.isfinite(square)]
-        told = [state.loss_sum, float(len(infinite)), *exact_parts(squares)]
-        answers = self.ranks.exchange(told)
+        answers = self._of_ranks([state.loss_sum, float(len(infinite)), *exact_parts(squares)])
         state.loss_sum = sum(answer[0] for answer in answers)
         count = sum(answer[1] for answer in answers)
         if count or not math.isfinite(state.loss):
@@ -415,15 +414,16 @@ class Backprop:
                 f" Lower optimizer.learning_rate ({state.step.learning_rate:g} now), look at this"
                 f" step's data, or compute more exactly (compute_dtype: {dtype} now)"
             )
-        holders = answers[: self.engine.plan.optimizer_ranks]
-        state.grad_norm = math.sqrt(
-            math.fsum(square for answer in holders for square in answer[2:])
-        )
+        if state.grad_norm is None:  # NORM has it exactly, where the plan clips
+            holders = answers[: self.engine.plan.optimizer_ranks]
+            state.grad_norm = math.sqrt(
+                math.fsum(square for answer in holders for square in answer[2:])
+            )
         self.updates.commit()
 
-    def _over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Return sums over all ranks, in their order."""
-        return [sum(column) for column in zip(*self.ranks.exchange(values), strict=True)]
+    def _of_ranks(self, values: Sequence[float]) -> list[list[float]]:
+        """Return the values of all ranks, in their order."""
+        return self.ranks.exchange(values)
 
     def _update(self, op: Op, state: _State) -> None:
         step = state.step.number
