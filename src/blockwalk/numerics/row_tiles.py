@@ -17,7 +17,7 @@ well, so the numbers are as good."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, copy_context
 from functools import cache, lru_cache, partial
@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from blockwalk.numerics.wide_attention import by_heads, goes_by_heads
 from blockwalk.plan.sizes import (
     ROW_TILE,
     UNTILED_ROWS,
@@ -283,6 +284,9 @@ def _attention(
     length = query.shape[-2]
     missing = filled(length, query.dtype) - length
     causal = kwargs.get("is_causal", args[1] if len(args) > 1 else False)
+    alone = not args and _is_causal_alone(query, key, attn_mask, kwargs)
+    if alone and goes_by_heads(query, key, value):
+        return by_heads(query, key, value, kwargs.get("scale"))
     if (
         not missing
         or length <= UNTILED_ROWS
@@ -304,6 +308,15 @@ def _attention(
     query, key, value = (F.pad(rows, (0, 0, 0, missing)) for rows in (query, key, value))
     filled_up = F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
     return filled_up[..., :length, :]
+
+
+def _is_causal_alone(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, options: Mapping[str, Any]
+) -> bool:
+    """Return whether attention made of float32 copies is causal, with neither mask nor dropout."""
+    plain = attn_mask is None and not options.get("dropout_p")
+    causal = bool(options.get("is_causal"))
+    return plain and causal and widened(query) and query.shape[-2] == key.shape[-2]
 
 
 def of_float32(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
