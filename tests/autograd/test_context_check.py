@@ -3,6 +3,7 @@ mutants of the parts, which must not."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -103,3 +104,28 @@ def test_a_gradient_that_no_part_has_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(context_check._BoardExchange, "gather", detached)
     with refused(ValueError, "the gradient of", "2 parts", "0.0001"):
         context_check.study(type(model), model.config, anatomy, "keys")
+
+
+def test_a_busy_machine_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that wait too long for one another say nothing of the model: nothing is kept."""
+    kept: list[str] = []
+    monkeypatch.setattr(context_check.cache, "read_json", lambda *_: None)
+    monkeypatch.setattr(context_check.cache, "write_json", lambda name, _: kept.append(name))
+    monkeypatch.setattr(context_check, "_verdicts", {})
+    monkeypatch.setattr(context_check, "_PATIENCE", 0.0)
+    with refused(TimeoutError, "2 parts", "0 s"):
+        check("llama", num_attention_heads=4)
+    assert [name for name in kept if name.startswith("parts-")] == []
+
+
+def test_a_part_that_ends_before_the_others_is_refused() -> None:
+    """Oracle: two threads, of which one exchanges nothing."""
+    board = context_check._Board(2)
+    board.barrier = threading.Barrier(2, timeout=0.2)
+
+    def walk(number: int) -> None:
+        if number:
+            board.share(number, torch.zeros(1))
+
+    with refused(ValueError, "exchange"):
+        board.run(walk)

@@ -544,10 +544,8 @@ class CutModel:
         """Run one block by tiles of the sequence; None where it is to be run whole."""
         size = self.tile(arguments[call.hidden_at].shape[1])
         cached = any(map(is_cache, arguments.values()))
-        in_parts = call.attention_mode is attention_of_parts
-        if not size or cached or call.leaves or call.hands_on or in_parts:
-            return None
-        if self._call_block is not _call:
+        compiled = self._call_block is not _call
+        if not size or cached or call.leaves or call.hands_on or compiled:
             return None
 
         @contextmanager

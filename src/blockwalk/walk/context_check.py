@@ -320,7 +320,8 @@ class _Board:
         """Walk every part, each in a thread.
 
         Raises:
-            ValueError: as the first that failed raised it.
+            ValueError: as the first that failed raised it, or a part ended while others waited.
+            TimeoutError: every part waited too long for another, as on a machine that is busy.
         """
         errors: list[BaseException] = []
         grad = torch.is_grad_enabled()
@@ -339,8 +340,15 @@ class _Board:
         for thread in threads:
             thread.join()
         causes = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
+        if causes:
+            raise causes[0]
+        if len(errors) == self.count:
+            raise TimeoutError(
+                f"the {self.count} parts of a small instance waited more than {_PATIENCE:.0f} s for"
+                " one another; start again when this machine is less busy"
+            )
         if errors:
-            raise causes[0] if causes else ValueError("its parts do not exchange alike")
+            raise ValueError("its parts do not exchange alike")
 
 
 @dataclass(frozen=True)
