@@ -3,9 +3,9 @@ computes with.
 
     python dev/test_range.py [--only oldest|newest] [--again] [PYTEST ARGUMENT ...]
 
-Each environment is made below ``build/range`` and kept. The outcome is written to
-``docs/tested-with.md``, where ``--again`` adds that of the tests that failed, run once more. Exit
-code 1 where a test fails."""
+Each environment is made below ``build/range`` and kept. The outcome is kept in
+``dev/tested_with.json`` and shown by ``docs/tested-with.md``; ``--again`` adds that of the tests
+that failed, run once more. Exit code 1 where a test fails."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "build" / "range"
+KEPT = ROOT / "dev" / "tested_with.json"
 PAGE = ROOT / "docs" / "tested-with.md"
 OLDEST = (
     "torch==2.11.*",
@@ -126,8 +127,7 @@ def main() -> int:
     parser.add_argument("--only", choices=("oldest", "newest"))
     parser.add_argument("--again", action="store_true")
     options, arguments = parser.parse_known_args()
-    kept = FOLDER / "outcomes.json"
-    rows: dict[str, dict[str, object]] = json.loads(kept.read_text()) if kept.exists() else {}
+    rows: dict[str, dict[str, object]] = json.loads(KEPT.read_text(encoding="utf-8"))
     passed = True
     for name, requirements in (("oldest", OLDEST), ("newest", ())):
         if options.only in (None, name):
@@ -145,7 +145,7 @@ def main() -> int:
                 "selection": " ".join(arguments) or "all",
             }
             passed &= well
-            kept.write_text(json.dumps(rows, indent=1))
+            KEPT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
             PAGE.write_text(page(rows), encoding="utf-8")
             print(f"{name}: {closing}", flush=True)
     return 0 if passed else 1

@@ -74,13 +74,13 @@ def test_an_entry_is_of_the_code_that_this_process_runs(monkeypatch: pytest.Monk
     """Oracle: the key before; sources that change on the disk meanwhile are not the code that found
     the entry out."""
     model = tiny_model("llama")
-    before = verify._key(model)
+    before = verify.key_of(model)
     read = Path.read_bytes
     changed = {Path(verify.__file__), Path(str(calls.__file__))}
     monkeypatch.setattr(
         Path, "read_bytes", lambda path: read(path) + (b"# newer" if path in changed else b"")
     )
-    assert verify._key(model) == before
+    assert verify.key_of(model) == before
     assert cache.source_key(verify.__file__) != cache.source_key(cache.__file__)
 
 
