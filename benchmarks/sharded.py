@@ -1,7 +1,7 @@
 """First-order training over two nodes: bytes between them, seconds at several rates, overlap; FSDP2
-beside it.
+beside it, as it comes and as an expert sets it (HSDP).
 
-    sudo python benchmarks/sharded.py [--part bytes|seconds|sweep|overlap|memory ...] [--check]
+    sudo python benchmarks/sharded.py [--part bytes|seconds|sweep|overlap|memory|hsdp ...] [--check]
     [--json FILE] [--plot FILE.svg]
 
 Nodes are network namespaces joined by a bridge (root), ranks are processes with one thread each,
@@ -11,13 +11,13 @@ same ranks and step in turn, round after round."""
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,17 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.common import Bound, finish, median, parser
+from benchmarks.sharded_peers import DEEPSPEED
 from benchmarks.sharded_plot import draw
-from benchmarks.sharded_runs import DEEPSPEED, PEERS, Case, formula, limit, make_model, open_run
+from benchmarks.sharded_runs import (
+    PAIRS,
+    TOGETHER,
+    Case,
+    formula,
+    limit,
+    make_model,
+    open_run,
+)
 
 from blockwalk.program.program import Lane
 from blockwalk.walk.lanes import Lanes, Mark
@@ -40,9 +49,24 @@ TASKS = tuple(itertools.product((False, True), (1, 4)))
 """LoRA or not, micro-batches."""
 AT_200 = {(False, 1): 2.0, (False, 4): 6.0, (True, 1): 8.0, (True, 4): 8.0}
 """FSDP2's seconds by ours at 200 Mbit/s, at least."""
-OTHERS = (*PEERS, *([DEEPSPEED] if importlib.util.find_spec("deepspeed") else []))
-"""What ours is compared with; DeepSpeed where it is installed."""
-PARTS = ("bytes", "seconds", "sweep", "overlap", "memory")
+PLAIN = ("fsdp2", "fsdp2-a2a")
+OTHERS = (*PLAIN, *DEEPSPEED)
+"""What ours is compared with outside of part ``hsdp``; DeepSpeed where it is installed."""
+BESIDE_HSDP = (*BOUNDED, *(name + TOGETHER for name in BOUNDED))
+"""What of ours is compared with HSDP, the best of which counts."""
+TUNED = ("hsdp", "fsdp2-node", "fsdp2-a2a", *DEEPSPEED)
+"""HSDP, and what it is compared with in the same rounds."""
+HSDP_TASKS = (
+    (Case("", False, 4), "50mbit", 0.95),
+    (Case("", False, 1, max_norm=1.0), "50mbit", 1.08),
+    (Case("", True, 4), "20mbit", 0.85),
+    (Case("", True, 4), None, 0.85),
+)
+"""Task, rate, and the most that the best of ours may take of HSDP's seconds."""
+AT_2x4 = (*BOUNDED, "mics", "mics" + PAIRS, "hsdp")
+"""The systems whose bytes part ``hsdp`` counts on two nodes of four ranks: state over node and
+world, over the node, over pairs; all of them at the bound."""
+PARTS = ("bytes", "seconds", "sweep", "overlap", "memory", "hsdp")
 
 Rows = dict[str, Any]
 
@@ -80,8 +104,8 @@ def count(
 def race(
     rank: int, arguments: argparse.Namespace, cases: Sequence[Case], rates: Sequence[str | None]
 ) -> dict[tuple[Case, str | None], dict[str, list[float]]]:
-    """Seconds of each step and the share of communication hidden, of cases that step in turn; fewer
-    rounds where they take long."""
+    """Seconds of each step and the share of communication hidden, of cases that step in turn. A
+    case sits out once its steps have taken ``patience`` seconds."""
     runs = {case: open_run(arguments, case) for case in cases}
     found: dict[tuple[Case, str | None], dict[str, list[float]]] = {}
     for run in (*runs.values(), *runs.values()):
@@ -89,19 +113,22 @@ def race(
     for rate in rates:
         if rank % arguments.ranks_per_node == 0:
             limit(rate)
-        began = time.perf_counter()
-        for _ in _rounds(arguments, began):
+        rows = {case: {"seconds": [], "hidden": []} for case in cases}
+        for _ in range(arguments.rounds):
             for case, run in runs.items():
+                row: dict[str, list[float]] = rows[case]
+                if _sits_out(arguments, row["seconds"]):
+                    continue
                 if run.walker is not None:
                     run.walker.timeline = []
                 dist.barrier()
                 start = time.perf_counter()
                 run.step()
                 dist.barrier()
-                row = found.setdefault((case, rate), {"seconds": [], "hidden": []})
                 row["seconds"].append(time.perf_counter() - start)
                 if run.walker is not None:
                     row["hidden"].append(hidden_share(run.walker.timeline[0][1]))
+        found |= {(case, rate): row for case, row in rows.items()}
     if rank % arguments.ranks_per_node == 0:
         limit(None)
     dist.barrier()
@@ -110,14 +137,11 @@ def race(
     return found
 
 
-def _rounds(arguments: argparse.Namespace, began: float) -> Iterator[int]:
-    """As many as asked for, or as rank 0 finds time for."""
-    for k in range(arguments.rounds):
-        late = torch.tensor([float(k > 0 and time.perf_counter() - began > arguments.patience)])
-        dist.broadcast(late, 0)
-        if late:
-            return
-        yield k
+def _sits_out(arguments: argparse.Namespace, seconds: Sequence[float]) -> bool:
+    """Whether a case steps no more, by rank 0's clock."""
+    late = torch.tensor([float(sum(seconds) > arguments.patience)])
+    dist.broadcast(late, 0)
+    return bool(late)
 
 
 class InTurn(Lanes):
@@ -177,15 +201,19 @@ def hidden_share(ops: list[tuple[Any, float, float]]) -> float:
 
 def held(rank: int, arguments: argparse.Namespace, cases: Sequence[Case]) -> list[dict[str, int]]:
     """Bytes of the tensors that each method holds between steps on this rank, and of its slots and
-    buffers."""
+    buffers; of a peer those of its slices, as ``device``."""
     found = []
     for case in cases:
         run = open_run(arguments, case)
-        found.append(
-            {str(pool): nbytes for pool, nbytes in support.held(run.walker.engine).items()}
-        )
-        found[-1]["buffers"] = sum(each.nbytes for each in support.buffers(run.walker.engine))
-        found[-1]["numel"] = support.numel(run.walker.engine)
+        run.step()
+        if run.held is not None:
+            found.append({"device": run.held()})
+            continue
+        engine = run.walker.engine
+        row = {str(pool): nbytes for pool, nbytes in support.held(engine).items()}
+        row["buffers"] = sum(buffer.nbytes for buffer in support.buffers(engine))
+        row["numel"] = support.numel(engine)
+        found.append(row)
         run.close()
     return found
 
@@ -201,6 +229,7 @@ def count_bytes(
     shape = f"{nodes.nodes}×{local}"
     sizes = {case.lora: answers[0][k][1:] for k, case in enumerate(cases) if case.system in OURS}
     print(f"{sizes[False][0] / 1e6:.1f}M parameters; MB sent by a node per optimizer step, {shape}")
+    bounded = {*BOUNDED, *(AT_2x4 if "hsdp" in arguments.part else ())}
     rows: Rows = {}
     for k, case in enumerate(cases):
         sent = max(answer[k][0] for answer in answers)
@@ -208,7 +237,7 @@ def count_bytes(
         expected = formula(case, nodes.nodes, local, parameters, trained)
         rows[str(case)] = {"measured": sent, "formula": expected}
         print(f"  {case!s:<20} {sent / 1e6:>9.3f}   formula {expected / 1e6:>9.3f}")
-        if case.system in BOUNDED:
+        if case.system in bounded:
             least = (nodes.nodes - 1) / nodes.nodes * 8 * trained
             bounds.append(Bound(f"bytes of {case}, {shape}", sent, 1.02 * least + 16_384))
     return rows
@@ -217,15 +246,15 @@ def count_bytes(
 def time_tasks(
     nodes: Cluster,
     arguments: argparse.Namespace,
-    tasks: Sequence[tuple[bool, int]],
+    tasks: Sequence[Case],
     rates: Sequence[str | None],
-    others: Sequence[str] = OTHERS,
+    systems: Sequence[str] = (*BOUNDED, *OTHERS),
 ) -> dict[tuple[Case, str | None], dict[str, float]]:
     """Median seconds, of each round the slowest rank's."""
     found = {}
-    for lora, a in tasks:
-        cases = [Case(system, lora, a) for system in (*BOUNDED, *others)]
-        answers = nodes.run(race, arguments, cases, rates, timeout=580)
+    for task in tasks:
+        cases = [replace(task, system=system) for system in systems]
+        answers = nodes.run(race, arguments, cases, rates, timeout=1200)
         for key, row in answers[0].items():
             steps = [
                 max(times)
@@ -238,14 +267,15 @@ def time_tasks(
 
 
 def seconds(nodes: Cluster, arguments: argparse.Namespace, bounds: list[Bound]) -> Rows:
-    timed = time_tasks(nodes, arguments, TASKS, (None, "200mbit"))
+    tasks = [Case("", lora, a) for lora, a in TASKS]
+    timed = time_tasks(nodes, arguments, tasks, (None, "200mbit"))
     rows: Rows = defaultdict(dict)
     for (case, rate), row in timed.items():
         rows[f"{case.task}, {rate or 'unshaped'}"][case.system] = row
     for (lora, a), rate in itertools.product(TASKS, (None, "200mbit")):
         name = f"{Case('', lora, a).task}, {rate or 'unshaped'}"
         best = min(rows[name][system]["seconds"] for system in BOUNDED)
-        ratio, a2a = (rows[name][peer]["seconds"] / best for peer in PEERS)
+        ratio, a2a = (rows[name][peer]["seconds"] / best for peer in PLAIN)
         times = "  ".join(f"{system} {row['seconds']:.3f}" for system, row in rows[name].items())
         print(f"  {name:<20} {times}   FSDP2/ours {ratio:.2f} (a2a {a2a:.2f})")
         least = 0.95 if rate is None else AT_200[lora, a]
@@ -261,7 +291,8 @@ def sweep(nodes: Cluster, arguments: argparse.Namespace, bounds: list[Bound]) ->
     ]  # adapters' gradients are too small to tell them apart
     timed = {}
     for rate in rates:  # opened anew for each: at the slowest a step of FSDP2 takes minutes
-        timed |= time_tasks(nodes, arguments, [(True, 4)], [rate], others)
+        systems = (*BOUNDED, *others)
+        timed |= time_tasks(nodes, arguments, [Case("", True, 4)], [rate], systems)
         row = {case.system: timed[case, rate]["seconds"] for case, at in timed if at == rate}
         print(
             f"  {rate or 'unshaped':<10} " + "  ".join(f"{s} {t:.3f} s" for s, t in row.items()),
@@ -330,6 +361,34 @@ def memory(nodes: Cluster, arguments: argparse.Namespace, bounds: list[Bound]) -
     return rows
 
 
+def hsdp(nodes: Cluster, arguments: argparse.Namespace, bounds: list[Bound]) -> Rows:
+    """Seconds beside HSDP, an expert's setting of FSDP2, in the same rounds; device bytes beside
+    its own."""
+    rows: Rows = {}
+    rates: dict[Case, list[str | None]] = defaultdict(list)
+    for task, rate, _ in HSDP_TASKS:
+        rates[task].append(rate)
+    for task, of_task in rates.items():
+        timed = time_tasks(nodes, arguments, [task], of_task, (*BESIDE_HSDP, *TUNED))
+        for (case, rate), row in timed.items():
+            rows.setdefault(f"{task.task}, {rate or 'unshaped'}", {})[case.system] = row
+    for task, rate, most in HSDP_TASKS:
+        name = f"{task.task}, {rate or 'unshaped'}"
+        row = rows[name]
+        best = min(BESIDE_HSDP, key=lambda system: row[system]["seconds"])
+        ratio = row[best]["seconds"] / row["hsdp"]["seconds"]
+        times = "  ".join(f"{system} {timed['seconds']:.3f}" for system, timed in row.items())
+        print(f"  {name:<28} {times}   {best}/HSDP {ratio:.2f}", flush=True)
+        bounds.append(Bound(f"{name}: best of ours / HSDP", ratio, most))
+    systems = ("fcdp", "hsdp")
+    answers = nodes.run(held, arguments, [Case(system, False, 4) for system in systems])[0]
+    device = {system: row["device"] for system, row in zip(systems, answers, strict=True)}
+    rows["device bytes"] = device
+    print(f"  device bytes: fcdp {device['fcdp'] / 1e6:.2f} MB, HSDP {device['hsdp'] / 1e6:.2f} MB")
+    bounds.append(Bound("device bytes of fcdp / HSDP's", device["fcdp"] / device["hsdp"], 0.52))
+    return rows
+
+
 # ---- main ----------------------------------------------------------------------------------------
 
 
@@ -345,7 +404,7 @@ def options() -> argparse.Namespace:
     options.add_argument("--sequence", type=int, default=64)
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument(
-        "--patience", type=float, default=40.0, help="seconds after which no further round begins"
+        "--patience", type=float, default=40.0, help="seconds of steps after which a case sits out"
     )
     options.add_argument("--prefetch", type=int, default=2)
     options.add_argument(
@@ -379,6 +438,7 @@ def main() -> None:
             ("sweep", sweep),
             ("overlap", overlap),
             ("memory", memory),
+            ("hsdp", hsdp),
         ):
             if part in arguments.part:
                 print(part)
@@ -392,6 +452,11 @@ def main() -> None:
             wider = argparse.Namespace(**{**vars(arguments), "ranks_per_node": 4})
             fewer = [case for case in cases if case.system in (*BOUNDED, "fsdp2")]
             figures["bytes"]["2×4"] = count_bytes(nodes, wider, fewer, bounds)
+    if "hsdp" in arguments.part:
+        with cluster(2, 4) as nodes:
+            wider = argparse.Namespace(**{**vars(arguments), "ranks_per_node": 4})
+            bounded = [Case(system, False, a) for system in AT_2x4 for a in (1, 4)]
+            figures["hsdp"]["bytes, 2×4"] = count_bytes(nodes, wider, bounded, bounds)
     if arguments.plot:
         Path(arguments.plot).write_text(draw(figures["sweep"]))
     if arguments.json and Path(arguments.json).exists():

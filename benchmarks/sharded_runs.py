@@ -1,28 +1,24 @@
-"""Steps of first-order training over ranks that ``sharded.py`` compares: this library's methods,
-FSDP2, FSDP2 with its reductions by all-to-all, and DeepSpeed's ZeRO-3 with secondary shards in the
-node (hpZ) where it is installed.
-
-FSDP2 is ZeRO-3 (``reshard_after_forward``) in float32 without recomputation, as it comes. On gloo
-its reduce_scatter moves the bytes of an all-reduce; ``fsdp2-a2a`` is the same with the reduction
-that ours uses, which moves what the formula says."""
+"""Steps of first-order training over ranks that ``sharded.py`` compares: this library's methods and
+the peers of ``sharded_peers.py``."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.sharded_peers import DEEPSPEED, PEERS, FullyShard, deepspeed_step, own_rows, sent
 
 VOCABULARY = 1024
-PEERS = ("fsdp2", "fsdp2-a2a")
-"""FSDP2, as it comes and with reductions that move what its formula says."""
-DEEPSPEED = "deepspeed-hpz"
+TOGETHER = " together"
+"""What ends the name of a method whose micro-batches visit each block together."""
+PAIRS = " over pairs"
+"""What ends the name of a method that spreads all state over groups of two ranks."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +28,13 @@ class Case:
     system: str
     lora: bool
     micro_batches: int
+    max_norm: float = 0.0
+    """The global norm that gradients are clipped to; 0: none."""
 
     @property
     def task(self) -> str:
-        return f"{'LoRA' if self.lora else 'full'} A={self.micro_batches}"
+        clipped = ", clipped" if self.max_norm else ""
+        return f"{'LoRA' if self.lora else 'full'} A={self.micro_batches}{clipped}"
 
     def __str__(self) -> str:
         return f"{self.system} {self.task}"
@@ -82,6 +81,8 @@ class Run:
     step: Callable[[], Any]
     walker: Any = None
     """None for a peer."""
+    held: Callable[[], int] | None = None
+    """Bytes that a peer's rank holds, where it tells."""
 
     def close(self) -> None:
         if self.walker is not None:
@@ -90,143 +91,54 @@ class Run:
 
 def open_run(arguments: argparse.Namespace, case: Case) -> Run:
     batch = global_batch(arguments, case, dist.get_world_size())
+    model = make_model(arguments, case.lora)
+    batches = list(own_rows(batch, case.micro_batches))
     if case.system in PEERS:
-        return Run(_fsdp_step(arguments, case, batch))
-    if case.system == DEEPSPEED:
-        return Run(_deepspeed_step(arguments, case, batch))
+        base: Any = model.get_base_model() if case.lora else model  # type: ignore[operator]
+        sharded = FullyShard(
+            PEERS[case.system],
+            model,
+            base.model.layers,
+            batches,
+            ranks_per_node=arguments.ranks_per_node,
+            max_norm=case.max_norm,
+        )
+        return Run(sharded.step, held=sharded.held)
+    if case.system in DEEPSPEED:
+        return Run(deepspeed_step(case.system, model, batches, arguments, case.max_norm))
     from blockwalk.plan.methods import method
     from blockwalk.walk.walker import Walker
 
+    name = case.system.removesuffix(TOGETHER).removesuffix(PAIRS)
     mesh = {"world": dist.get_world_size(), "ranks_per_node": arguments.ranks_per_node}
+    settings: dict[str, Any] = {}
+    if case.system.endswith(TOGETHER):
+        settings["accumulation_order"] = "block"
+    if case.system.endswith(PAIRS):
+        mesh["groups"] = ["pair=2"]
+        kinds = ("frozen", "trainable", "gradient", "optimizer_state")
+        settings |= {f"{kind}.group": "pair" for kind in kinds}
     plan = method(
-        case.system,
+        name,
         mesh=mesh,
         gradient_accumulation_steps=case.micro_batches,
         recompute=arguments.recompute,
         prefetch=arguments.prefetch,
+        optimizer={"max_grad_norm": case.max_norm},
+        **settings,
     )
-    walker = Walker(make_model(arguments, case.lora), plan, device="cpu")
+    walker = Walker(model, plan, device="cpu")
     return Run(lambda: walker.step(batch), walker)
-
-
-def _fsdp_step(
-    arguments: argparse.Namespace, case: Case, batch: Mapping[str, torch.Tensor]
-) -> Callable[[], None]:
-    """ZeRO-3 by PyTorch, gradients reduced in every micro-batch."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = make_model(arguments, case.lora)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    base: Any = model.get_base_model() if case.lora else model  # type: ignore[operator]
-    sharded = [*base.model.layers, model]
-    for module in sharded:
-        fully_shard(module, mesh=mesh)
-        if case.system == "fsdp2-a2a":
-            module.set_custom_reduce_scatter(AllToAll())
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0
-    )
-    parts = _own(batch, case)
-
-    def step() -> None:
-        for part in parts:
-            (model(**part, use_cache=False).loss / case.micro_batches).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def _deepspeed_step(
-    arguments: argparse.Namespace, case: Case, batch: Mapping[str, torch.Tensor]
-) -> Callable[[], None]:
-    """ZeRO-3 by DeepSpeed, float32; every parameter is cut, however small."""
-    rank = dist.get_rank()
-    node = arguments.ranks_per_node
-    places = {
-        "RANK": rank,
-        "LOCAL_RANK": rank % node,
-        "WORLD_SIZE": dist.get_world_size(),
-        "LOCAL_SIZE": node,
-    }
-    os.environ.update({name: str(value) for name, value in places.items()}, DS_ACCELERATOR="cpu")
-    import deepspeed
-
-    model = make_model(arguments, case.lora)
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0
-    )
-    zero = {
-        "stage": 3,
-        "zero_hpz_partition_size": arguments.ranks_per_node,
-        "stage3_param_persistence_threshold": 0,
-        "overlap_comm": True,
-    }
-    settings = {
-        "train_micro_batch_size_per_gpu": arguments.rows,
-        "gradient_accumulation_steps": case.micro_batches,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-    }
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=settings, dist_init_required=False
-    )
-    parts = _own(batch, case)
-
-    def step() -> None:
-        for part in parts:
-            engine.backward(engine(**part, use_cache=False).loss)
-            engine.step()
-
-    return step
-
-
-def _own(batch: Mapping[str, torch.Tensor], case: Case) -> list[dict[str, torch.Tensor]]:
-    """This rank's rows of each micro-batch."""
-    world = dist.get_world_size()
-    rank = dist.get_rank()
-    cuts = zip(*(batch[key].chunk(case.micro_batches) for key in batch), strict=True)
-    return [
-        dict(zip(batch, (each.chunk(world)[rank] for each in cut), strict=True)) for cut in cuts
-    ]
-
-
-class AllToAll:
-    """A reduce-scatter of ``torch.distributed.fsdp`` that moves (G − 1)/G of its input."""
-
-    def allocate(
-        self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        torch.sum(received.view(group.size(), -1), 0, out=output_tensor.view(-1))
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(group.size())
 
 
 def formula(case: Case, nodes: int, local: int, parameters: int, trained: int) -> float:
     """Bytes that a node sends by the published formulas, float32."""
     share_n = (nodes - 1) / nodes
-    world = nodes * local
-    share_g = (world - 1) / world
     a = case.micro_batches
-    if case.system in PEERS:
-        return a * share_g * 4 * (2 * parameters + trained)
+    if case.system in PEERS or case.system in DEEPSPEED:
+        return sent(case.system, nodes, local, a, (parameters, trained))
     if case.system == "zero3":
         return a * share_n * 4 * (2 * parameters + trained)
-    if case.system == DEEPSPEED:
-        return share_g * 4 * (trained + a * trained)
     if case.system == "zeropp":
         return share_n * 4 * (trained + a * trained)
     return share_n * 4 * 2 * trained
