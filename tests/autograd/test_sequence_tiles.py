@@ -146,7 +146,8 @@ def test_what_looks_along_the_sequence_stays_whole() -> None:
     batch = small_batch(model.config)
     cut = CutModel(model, verify.certified_anatomy(model))
     assert tile_trial.reason_against_tiles(cut, batch)[0] == ""
-    for layer in model.model.layers:
+    layers: Any = model.model.layers
+    for layer in layers:
         layer.mlp = _LooksBack(layer.mlp)
     anatomy = verify._dissected(model, batch)
     reason, attended = tile_trial.reason_against_tiles(CutModel(model, anatomy), batch)

@@ -69,7 +69,7 @@ def test_the_signature_is_that_of_the_function_that_does_the_work() -> None:
     """Oracle: ``inspect``; ``help`` shows the call and each argument."""
     signature = inspect.signature(blockwalk.train.train)
     assert inspect.signature(blockwalk.train).parameters == signature.parameters
-    help_page = pydoc.render_doc(blockwalk.train, renderer=pydoc.plaintext)
+    help_page = pydoc.render_doc(blockwalk.train, renderer=vars(pydoc)["plaintext"])
     for name, parameter in signature.parameters.items():
         stars = "**" if parameter.kind is inspect.Parameter.VAR_KEYWORD else ""
         assert f"{stars}{name}" in help_page
