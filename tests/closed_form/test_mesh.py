@@ -20,6 +20,7 @@ from blockwalk.plan.mesh import (
     names_of,
     ranks_over,
     reach,
+    share_by_axis,
     slice_of,
     work_axes,
 )
@@ -62,6 +63,10 @@ def test_slices_tile_the_buffer_and_nest(mesh: MeshSettings) -> None:
         == sum(numel // a.inner - numel // a.outer for a in axes)
         == numel - numel // mesh.world
     )
+    shares = share_by_axis(axes)
+    for axis in axes:
+        over = numel // axis.inner - numel // axis.outer
+        assert shares[axis.name] * sent == pytest.approx(over)
 
 
 def test_groups_that_do_not_nest_are_refused() -> None:

@@ -4,6 +4,7 @@ node sends."""
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,28 @@ def node_bytes(
 
 def padded(model: ModelSpec, plan: Plan, part: StateKind) -> int:
     return sum(part_layout(plan, model, unit, part).numel for unit in model.units)
+
+
+def test_bytes_are_shown_by_axis() -> None:
+    """Closed form: gathered over two axes, a rank sends twice as much over the inner as over the
+    outer; and of what three blocks exchange forwards twice and backwards, with three others, two
+    thirds leave the node."""
+    model = toy(layers=3, lora=False, tied=False)
+    shape = Shape(1, 8)
+    plan = method("mics", mesh={"world": 4, "ranks_per_node": 4, "groups": ["pair=2"]})
+    of_state = compile(plan, model, StepKind.TRAIN, shape)
+    over = of_state.bytes_by_axis(plan.mesh)
+    assert over == {"pair": 2 * over["node"], "node": over["node"]}
+    assert sum(over.values()) == of_state.bytes_by_lane()[Lane.INTRA]
+
+    plan = method("zero3", mesh={"world": 4, "ranks_per_node": 2, "context": 4})
+    costs = Costs((("block", UnitCost(forward_sent=1200, backward_sent=900)),))
+    program = compile(plan, model, StepKind.TRAIN, shape, costs=costs)
+    without = compile(plan, model, StepKind.TRAIN, shape)
+    assert program.bytes_by_axis(plan.mesh)["context"] == 3 * (2 * 1200 + 900)
+    lanes = Counter(program.bytes_by_lane())
+    lanes.subtract(without.bytes_by_lane())
+    assert lanes == {Lane.INTRA: 3300, Lane.INTER: 6600}
 
 
 @settings(max_examples=150, deadline=None)

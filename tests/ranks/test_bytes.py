@@ -14,6 +14,7 @@ from blockwalk.cutting.verify import certified
 from blockwalk.plan.methods import method
 from blockwalk.plan.placement import DTYPE_BYTES
 from blockwalk.program.program import Lane, Pool, Shape, StepKind
+from blockwalk.walk.context_check import require_parts
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.support import held as support
@@ -139,3 +140,42 @@ def test_memory_held_is_what_the_program_says() -> None:
         assert held["fcdp", a, dtype]["device"] == held["zero3", a, dtype]["device"]
     each = held["fcdp", 4, "bfloat16"]
     assert each["host"] == 2 * each["numel"] // 2 + 4 * each["numel"] // 2
+
+
+def _bytes_of_parts(rank: int, cases: list[tuple[str, bool]], per_node: int) -> list[list[Any]]:
+    """Bytes that this rank's node sent in a steady step on parts of rows; those by lane and by axis
+    that a step counted; and the same that the program foresaw."""
+    counted = []
+    world = dist.get_world_size()
+    mesh = {"world": world, "ranks_per_node": per_node, "context": world}
+    for way, lora in cases:
+        plan = method("hzp", mesh=mesh, context={"way": way})
+        with Walker(model(lora), plan, device="cpu") as walker:
+            walker.step(random_batch(4, 60))
+            sent = payload_of(lambda: walker.step(random_batch(4, 60, seed=1)))
+            shape = Shape(4, 60).part(world)
+            program = walker.program(StepKind.TRAIN, shape, foresee=True)
+            result = walker.step(random_batch(4, 60, seed=1))
+        by_step = (result.bytes, result.bytes_by_axis)
+        counted.append([sent, *by_step, program.bytes_by_lane(), program.bytes_by_axis(plan.mesh)])
+    return counted
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_parts_of_rows_send_what_the_program_says(per_node: int) -> None:
+    """Operating system: what leaves a node is what its program says, within 2 % and 16 KB, where
+    all ranks have parts of the same rows: by gathered keys and by heads, full and LoRA."""
+    cases = [("keys", per_node == 1), ("heads", per_node == 2)]
+    world = 2 * per_node
+    mesh = {"world": world, "ranks_per_node": world, "context": world}
+    for way, lora in cases:
+        require_parts(model(lora), method("hzp", mesh=mesh, context={"way": way}))
+    with cluster(2, per_node) as nodes:
+        answers = nodes.run(_bytes_of_parts, cases, per_node)
+    for case, *of_ranks in zip(cases, *answers[::per_node], strict=True):
+        for sent, lanes, axes, foreseen_lanes, foreseen_axes in of_ranks:
+            said = per_node * lanes[Lane.INTER]
+            assert 0.99 * said <= sent <= 1.02 * said + 16_384, (case, sent, said)
+            assert (lanes, axes) == (foreseen_lanes, foreseen_axes), case
+            assert axes["context"] > 16_384, case

@@ -184,6 +184,17 @@ def gather_bytes(axes: Sequence[Axis], nbytes: int) -> int:
     return total
 
 
+def share_by_axis(axes: Sequence[Axis]) -> dict[str, float]:
+    """Return the shares of :func:`gather_bytes` that go over each axis, by its name."""
+    unit = math.prod(axis.length for axis in axes)
+    total = gather_bytes(axes, unit)
+    shares = {}
+    for axis in axes:
+        shares[axis.name] = gather_bytes([axis], unit) / total
+        unit //= axis.length
+    return shares
+
+
 def forwards_at(mesh: MeshSettings, coordinates: Mapping[str, int], passes: int) -> range:
     """Return the forward passes of a zeroth-order step that are run at a place on the axis
     ``perturb``: consecutive ones, as many as at the places before it or one less."""

@@ -26,12 +26,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 
+from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.mesh import Axis, between, gather_bytes, make_axes, names_of, reach
 from blockwalk.plan.placement import StateKind
 from blockwalk.program.costs import Pending
 from blockwalk.program.flat_layout import has_node_slice, hosts_node_slice
 from blockwalk.program.placements import Placements
-from blockwalk.program.program import Draft, Lane, Op, OpKind, Pool
+from blockwalk.program.program import Draft, Lane, Op, OpKind, Pool, Sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +249,16 @@ def _gather(
         )
         deps = [op]
     return deps[0]
+
+
+def exchanged(mesh: MeshSettings, axis: Axis, nbytes: int) -> tuple[Sent, ...]:
+    """Return the bytes of a rank that sends every other of an axis as many, by the lanes on the way
+    to those of its node and of other nodes."""
+    others = axis.length - 1
+    near = min(axis.outer, mesh.ranks_per_node) // axis.inner - 1
+    inside = nbytes * near // others
+    over = ((Lane.INTRA, near, inside), (Lane.INTER, others - near, nbytes - inside))
+    return tuple(Sent(axis.name, lane, sent) for lane, ranks, sent in over if ranks)
 
 
 def by_lane(axes: Sequence[Axis]) -> list[tuple[Lane, tuple[Axis, ...]]]:

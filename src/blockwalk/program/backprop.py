@@ -113,6 +113,7 @@ class _Backprop:
                 flops=cost.forward_flops if unit else 0,
                 takes=graph,
                 transient=max(transient - cost.saved, 0) if on_device else transient,
+                **b.exchanges(unit, cost.forward_sent),
             )
             forwards.append(self.hidden[m])
             if unit in self.keep and b.places.maps_graphs:
@@ -147,6 +148,7 @@ class _Backprop:
         kept = unit in self.keep
         block = 0 < unit < places.last
         flops = cost.backward_flops + (cost.unread.flops if kept else cost.forward_flops)
+        sent = cost.backward_sent + (0 if kept else cost.forward_sent)
         beside_graph = block and (kept or places.maps_graphs)
         transient = cost.backward_transient - (cost.saved if beside_graph else 0)
         deps = self.reductions.open(unit, after)
@@ -166,6 +168,7 @@ class _Backprop:
             last=micro_batch == self.final,
             flops=flops if unit else 0,
             **details,
+            **b.exchanges(unit, sent),
         )
         if comes_back:
             self.backwards.append(backward)

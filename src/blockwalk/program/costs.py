@@ -28,6 +28,10 @@ class UnitCost:
     """The operations of a forward: those that ``forward_flops`` count, and all others; empty where
     only FLOPs are known."""
     backward: Work = NOTHING
+    forward_sent: int = 0
+    """Bytes that a forward sends to the ranks that hold the other parts of its sequences."""
+    backward_sent: int = 0
+    """Bytes that differentiating sends them, without the recomputation."""
     unread: Work = NOTHING
     """The operations of a forward that a recomputation leaves out
     (:mod:`blockwalk.cutting.unread_outputs`). They are already subtracted from ``backward``: add

@@ -5,14 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from blockwalk.plan.mesh import Coordinates, Piece, make_axes, names_of, work_axes
+from blockwalk.plan.mesh import Coordinates, Piece, context_axis, make_axes, names_of, work_axes
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind
-from blockwalk.program.arrive import Residency, Ways, arrive
+from blockwalk.program.arrive import Residency, Ways, arrive, exchanged
 from blockwalk.program.costs import Costs, UnitCost
 from blockwalk.program.flat_layout import has_node_slice
 from blockwalk.program.placements import Placements
-from blockwalk.program.program import COMPUTES, Draft, Lane, OpKind, Pool, Program, Shape, StepKind
+from blockwalk.program.program import (
+    COMPUTES,
+    Draft,
+    Lane,
+    OpKind,
+    Pool,
+    Program,
+    Shape,
+    StepKind,
+)
 from blockwalk.program.resident_bytes import resident_bytes
 from blockwalk.program.state_sizes import activation_pool, compute_dtype, stages_inputs
 
@@ -63,6 +73,15 @@ class Builder:
         plan = self.places.plan
         axes = work_axes if plan.estimator.facts.shares_forwards else make_axes
         return names_of(axes(plan.mesh))
+
+    def exchanges(self, unit: int, nbytes: int) -> dict[str, Any]:
+        """Return what an op that computes says of the bytes that a block sends meanwhile to the
+        ranks that hold the other parts of its sequences."""
+        mesh = self.places.plan.mesh
+        if mesh.context == 1 or not 0 < unit < self.places.last:
+            return {}
+        axis = context_axis(mesh)
+        return {"axes": (axis.name,), "sent": exchanged(mesh, axis, nbytes)}
 
     @property
     def hidden_bytes(self) -> int:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from blockwalk.plan.choices import MeshSettings
+from blockwalk.plan.mesh import make_axes, named, share_by_axis, work_axes
 from blockwalk.plan.placement import StateKind
 
 
@@ -139,6 +141,16 @@ Bytes = tuple[tuple[Pool, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Sent:
+    """The bytes that a rank sends over one axis of the mesh while an op runs."""
+
+    axis: str
+    lane: Lane
+    """The lane whose link they cross."""
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
     """One action of a program."""
 
@@ -163,6 +175,8 @@ class Op:
     axes: tuple[str, ...] = ()
     """The axes of the mesh that it is a collective over, innermost first: a GATHER's slices come
     from there, a REDUCE's sums go there, and every rank's scalars are exchanged."""
+    sent: tuple[Sent, ...] = ()
+    """Bytes that blocks exchange over these axes while it computes, beside ``nbytes``."""
     buffer: int = -1
     """The gradient buffer that a backward op fills and a REDUCE empties."""
     device_slice: bool = False
@@ -221,21 +235,48 @@ class Program:
     """Sharded over ranks: units whose node slices are out of date when the program has run."""
     _peaks: Counter[Pool] = field(default_factory=Counter, compare=False, repr=False)
 
-    def bytes_by_lane(self, graphs: Mapping[tuple[int, int], int] | None = None) -> dict[Lane, int]:
+    def bytes_by_lane(
+        self,
+        graphs: Mapping[tuple[int, int], int] | None = None,
+        exchanged: Iterable[Sent] | None = None,
+    ) -> dict[Lane, int]:
         """Return bytes that cross the link of each lane in one run.
 
         Args:
             graphs: bytes that each block's graph wrote to file maps, by unit and micro-batch, in
                 place of those foreseen: a program that was compiled without costs foresees none.
+            exchanged: what blocks sent while they computed, likewise.
         """
         total: Counter[Lane] = Counter()
         for op in self.ops:
             nbytes = op.nbytes
             if graphs is not None and op.of_graph:
                 nbytes = graphs[op.unit, op.micro_batch]
-            if nbytes:
-                total[op.lane.link] += nbytes
-        return dict(total)
+            total[op.lane.link] += nbytes
+        for sent in self._exchanged(exchanged):
+            total[sent.lane.link] += sent.nbytes
+        return {lane: nbytes for lane, nbytes in total.items() if nbytes}
+
+    def bytes_by_axis(
+        self, mesh: MeshSettings, exchanged: Iterable[Sent] | None = None
+    ) -> dict[str, int]:
+        """Return bytes that a rank sends over each axis of a mesh in one run; ``exchanged`` as in
+        :meth:`bytes_by_lane`."""
+        total: Counter[str] = Counter()
+        axes = (*work_axes(mesh), *make_axes(mesh))
+        for op in self.ops:
+            if op.axes and op.nbytes:
+                for axis, share in share_by_axis(named(axes, op.axes)).items():
+                    total[axis] += round(share * op.nbytes)
+        for sent in self._exchanged(exchanged):
+            total[sent.axis] += sent.nbytes
+        return {axis: nbytes for axis, nbytes in total.items() if nbytes}
+
+    def _exchanged(self, measured: Iterable[Sent] | None) -> Iterable[Sent]:
+        """Return what blocks send while they compute: as measured, where that is known."""
+        if measured is not None:
+            return measured
+        return [sent for op in self.ops for sent in op.sent]
 
     def peaks(self) -> Counter[Pool]:
         """Return peak bytes of each pool (0 of one that is not used) if every op started as early
@@ -287,7 +328,8 @@ class Program:
         yield f"{'#':>5}  {'lane':<10} {'op':<18} {'unit':<12} {'detail':<30} {'bytes':>10}  after"
         for op in self.ops:
             deps = ",".join(str(dep) for dep in op.deps)
-            size = human_bytes(op.nbytes) if op.nbytes else ""
+            nbytes = op.nbytes or sum(sent.nbytes for sent in op.sent)
+            size = human_bytes(nbytes) if nbytes else ""
             name = self.unit_names[op.unit]
             yield (
                 f"{op.index:>5}  {op.lane:<10} {op.kind:<18} {name:<12} {_detail(op):<30}"

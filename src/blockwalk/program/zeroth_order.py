@@ -61,6 +61,7 @@ def forwards(b: Builder, pieces: Sequence[Piece], pending: Pending = Pending()) 
                 passes=passes,
                 flops=passes * cost.forward_flops,
                 transient=passes * cost.forward_transient,
+                **b.exchanges(unit, cost.forward_sent),
             )
             for forward_pass, micro_batch, passes in (
                 batches(b, unit, pieces) if kind is OpKind.FORWARD else singly

@@ -21,7 +21,7 @@ from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.mesh import Axis, between, context_axis, make_axes, named, slice_of
 from blockwalk.plan.words import counted
 from blockwalk.program.program import Lane
-from blockwalk.ranks.exchange import RankExchange, all_gather
+from blockwalk.ranks.exchange import CountedExchange, RankCollectives, all_gather
 from blockwalk.ranks.place import TIMEOUT, place
 
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -38,7 +38,7 @@ class Groups:
     device: torch.device
     _groups: dict[tuple[Axis, Lane], dist.ProcessGroup] = field(default_factory=dict)
     _scratch: dict[Lane, Tensor] = field(default_factory=dict)
-    context: RankExchange | None = None
+    context: CountedExchange | None = None
     """The exchange with the ranks that hold parts of the same sequences."""
 
     def slice(self, numel: int, size: int) -> slice:
@@ -149,9 +149,6 @@ class Groups:
             dist.barrier()
             for group in self._groups.values():
                 dist.destroy_process_group(group)
-            if self.context is not None:
-                dist.destroy_process_group(self.context.group)
-                self.context = None
             self._groups.clear()
 
     def _room(self, lane: Lane, numel: int) -> Tensor:
@@ -214,5 +211,6 @@ def make_groups(mesh: MeshSettings, device: torch.device, *, sums_apart: bool = 
         members = parts.members(begin)
         group = dist.new_group(list(members), timeout=TIMEOUT, backend=_backend(device))
         if groups.rank in members:
-            groups.context = RankExchange(group, parts.length)
+            groups._groups[parts, Lane.COMPUTE] = group
+            groups.context = CountedExchange(RankCollectives(group, parts.length))
     return groups

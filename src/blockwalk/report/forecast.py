@@ -147,6 +147,9 @@ class Forecast:
             f"  one step     {shape.batch} × {shape.sequence} tokens{micro}; moves"
             f" {moved or 'nothing'}"
         )
+        if over := program.bytes_by_axis(plan.mesh):
+            sent = ", ".join(f"{axis} {human_bytes(nbytes)}" for axis, nbytes in over.items())
+            yield f"               a rank sends over each axis: {sent}"
         if plan.resident > 0:
             yield (
                 f"  {plan.resident} of {counted(len(self.model.blocks), 'block')} stay on the"

@@ -145,6 +145,7 @@ class StepForecast:
             "bytes_moved": {
                 str(lane): nbytes for lane, nbytes in self.forecast.program.bytes_by_lane().items()
             },
+            "bytes_by_axis": self.forecast.program.bytes_by_axis(self.forecast.plan.mesh),
             "seconds": None if self.simulation is None else self.simulation.seconds,
             "average_seconds": None if self.usual is None else self.usual.seconds,
             "versions": installed(),

@@ -87,10 +87,17 @@ class CostModel:
             case Lane.STORE:
                 return self._moves(op, hw.device_to_host, hw.writes)
             case Lane.INTRA:
-                return hw.intra.seconds(op.nbytes) + self._rounds(op) * hw.intra.latency
+                return self._between_ranks(op.lane, op.nbytes) + self._rounds(op) * hw.intra.latency
+        return self._between_ranks(op.lane, op.nbytes) + self._rounds(op) * hw.inter.latency
+
+    def _between_ranks(self, lane: Lane, nbytes: int) -> float:
+        """Return seconds of bytes that a rank sends to others."""
+        hw = self.hardware
+        if lane is Lane.INTRA:
+            return hw.intra.seconds(nbytes)
         # A node's ranks share its link to the others.
         sharing = min(self.plan.mesh.ranks_per_node, hw.devices_per_node)
-        return hw.inter.seconds(op.nbytes * sharing) + self._rounds(op) * hw.inter.latency
+        return hw.inter.seconds(nbytes * sharing)
 
     @property
     def dtype(self) -> str:
@@ -196,6 +203,7 @@ class CostModel:
             work = Work(((op.flops, 1),), ((TRAFFIC * op.transient, 1),))
         seconds = self.hardware.op_seconds + self.work_seconds(work)
         seconds += self._lost.get(op.unit, 0.0) + self._memory(op)
+        seconds += sum(self._between_ranks(sent.lane, sent.nbytes) for sent in op.sent)
         return seconds if prologue else seconds + self._faults(op) + self._weights(op)
 
     def _memory(self, op: Op) -> float:

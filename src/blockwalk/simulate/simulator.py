@@ -53,6 +53,8 @@ class Simulation:
     """Bytes of one rank."""
     bytes_by_lane: dict[Lane, int]
     """Bytes of one rank."""
+    bytes_by_axis: dict[str, int]
+    """Bytes that one rank sends over each axis of the mesh."""
     useful_flops: float
     """FLOPs of one rank, recomputation not counted."""
     peak_flops: float
@@ -114,6 +116,7 @@ def simulate(
         tokens=program.shape.tokens * plan.mesh.context * plan.cuts,
         peaks=highest,
         bytes_by_lane=program.bytes_by_lane(),
+        bytes_by_axis=program.bytes_by_axis(plan.mesh),
         useful_flops=sum(op.flops for op in program.ops) - recomputed,
         peak_flops=hardware.peak_of(model_of.dtype),
         critical=critical_path(programs, spans, lambda op: _words(op, model_of)),

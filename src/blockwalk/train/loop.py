@@ -304,6 +304,8 @@ class Run:
         }
         line |= figures
         line["bytes_moved"] = {str(lane): nbytes for lane, nbytes in step.bytes.items()}
+        if step.bytes_by_axis:
+            line["bytes_by_axis"] = step.bytes_by_axis
         self.logs.metrics.write(line)
         self.progress.step(step.step, loss=line["loss"], **figures)
         self._tell("step", line)

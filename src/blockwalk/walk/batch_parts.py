@@ -22,9 +22,10 @@ from blockwalk.data.batch import (
 )
 from blockwalk.data.packing import cut_padding, pack_batch
 from blockwalk.numerics.device import is_cpu, sent
-from blockwalk.numerics.sequence_part import Exchange, SequencePart
+from blockwalk.numerics.sequence_part import SequencePart
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import Shape
+from blockwalk.ranks.exchange import CountedExchange
 from blockwalk.ranks.groups import Groups
 
 
@@ -65,7 +66,7 @@ class RowPlace:
     number: int
     count: int
     way: str
-    exchange: Exchange
+    exchange: CountedExchange
 
     def of(self, batch: Batch, device: torch.device) -> Any:
         """Return a micro-batch on a device: of its own tokens the ids, and the part that they

@@ -56,6 +56,8 @@ from blockwalk.program import costs as unit_costs
 from blockwalk.program.costs import Costs, UnitCost
 from blockwalk.program.program import Shape
 from blockwalk.program.state_sizes import computes_in, epilogue_reads
+from blockwalk.ranks import exchange
+from blockwalk.ranks.exchange import CountedExchange
 from blockwalk.system import cache
 from blockwalk.system.paths import StrPath
 from blockwalk.walk import meter as metering
@@ -293,6 +295,8 @@ class _Bench:
     device: torch.device
     mode: FakeTensorMode
     """The mode of every tensor that has no data."""
+    exchange: CountedExchange
+    """The exchange of the parts of its sequences."""
 
     @property
     def backprop(self) -> bool:
@@ -388,7 +392,12 @@ def _measure(cut: CutModel, traits: _Traits, shape: Shape, device: str, padded: 
     cut.model.train(traits.backprop)
     cut.tiling = traits.tiling
     bench = _Bench(
-        cut, traits, shape, torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True)
+        cut,
+        traits,
+        shape,
+        torch.device("cpu"),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        CountedExchange(_Unsent(traits.context)),
     )
     prologue, cost = _prologue(bench, device, padded)
     costs = {"prologue": cost, "epilogue": _epilogue_by_tiles(bench, prologue, device)}
@@ -422,7 +431,7 @@ def _prologue(bench: _Bench, device: str, padded: bool) -> tuple[Prologue, UnitC
         mask_BS[0, -1] = 0
     batch: dict[str, Any] = {"input_ids": ids_BS, "attention_mask": mask_BS}
     if bench.traits.context > 1:
-        batch = _last_part(ids_BS, bench.traits)
+        batch = _last_part(ids_BS, bench)
     elif device != "cpu":  # as a walker does
         note(ids_BS, BatchFacts.of(batch))
     with (
@@ -448,7 +457,7 @@ def _prologue(bench: _Bench, device: str, padded: bool) -> tuple[Prologue, UnitC
 
 @dataclass(frozen=True)
 class _Unsent:
-    """An exchange of shapes alone (:class:`blockwalk.numerics.sequence_part.Exchange`)."""
+    """Collectives of shapes alone (:class:`blockwalk.ranks.exchange.Collectives`)."""
 
     count: int
 
@@ -459,11 +468,10 @@ class _Unsent:
         return pieces_cP.clone()
 
 
-def _last_part(ids_Bs: Tensor, traits: _Traits) -> dict[str, Any]:
+def _last_part(ids_Bs: Tensor, bench: _Bench) -> dict[str, Any]:
     """Return the last part of a batch's rows, whose tokens attend to the most others."""
-    count = traits.context
-    exchange = _Unsent(count)
-    part = SequencePart(count - 1, count, traits.way, exchange, ids_Bs.shape[1])
+    count = bench.traits.context
+    part = SequencePart(count - 1, count, bench.traits.way, bench.exchange, ids_Bs.shape[1])
     return {"input_ids": ids_Bs, "part": part}
 
 
@@ -484,14 +492,21 @@ def _block(
             values = bench.frozen_values(unit)
             cut.bind(index, values)
         masters = bench.masters(unit)
+        before = bench.exchange.sent_bytes
         with Meter() as forward, torch.no_grad():
             leaves = bench.live(index, masters)
             out_BSD = cut.forward(call, hidden_BSD)
         cut.unbind(index, list(masters))
         del leaves, out_BSD
+        forward_sent = bench.exchange.sent_bytes - before
         if not bench.backprop:
             cut.unbind(index)
-            return UnitCost(forward.peak, 0, 0, forward.work.flops, 0, forward.work)
+            return UnitCost(
+                forward.peak,
+                forward_flops=forward.work.flops,
+                forward=forward.work,
+                forward_sent=forward_sent,
+            )
         with Meter() as meter:
             leaves = bench.live(index, masters)
             input_BSD = hidden_BSD.detach().requires_grad_()
@@ -514,6 +529,8 @@ def _block(
             backward_flops=meter.work.flops - forward.work.flops,
             forward=forward.work,
             backward=meter.work - forward.work,
+            forward_sent=forward_sent,
+            backward_sent=bench.exchange.sent_bytes - before - 2 * forward_sent,
             unread=forward.work - again,
         )
 
@@ -737,6 +754,7 @@ def _source(function: Callable[..., Any]) -> str:
 
 _ROOMS = (
     chunks,
+    exchange,
     lazy_linear,
     row_tiles,
     sequence_part,

@@ -28,13 +28,14 @@ from blockwalk.estimators.walk_request import Losses, NextLogits, Step
 from blockwalk.estimators.zeroth_order.ledger_header import run_of
 from blockwalk.models.model_source import model_source
 from blockwalk.numerics.device import chosen, is_cpu
-from blockwalk.plan.mesh import Piece
+from blockwalk.plan.mesh import Piece, context_axis
 from blockwalk.plan.plan import Plan, refuse_dropout
 from blockwalk.plan.schedules import schedule_of
 from blockwalk.plan.table import resolved
 from blockwalk.plan.words import counted
+from blockwalk.program.arrive import exchanged
 from blockwalk.program.costs import Costs
-from blockwalk.program.program import Lane, Program, Shape, StepKind
+from blockwalk.program.program import Lane, Program, Sent, Shape, StepKind
 from blockwalk.ranks.agreement import (
     facts_of,
     gather_json,
@@ -77,6 +78,8 @@ class StepResult:
     learning_rate: float
     bytes: dict[Lane, int] = field(default_factory=dict)
     """Bytes moved, by lane."""
+    bytes_by_axis: dict[str, int] = field(default_factory=dict)
+    """Bytes that this rank sent over each axis of the mesh."""
     grad_norm: float | None = None
     """The gradient's norm before clipping, over all ranks; None in zeroth order."""
     projected_grad: float | None = None
@@ -294,8 +297,10 @@ class Walker:
         if local_batch:
             require_own_rows(self.plan, words)
         request = Step(self.steps_done + 1, learning_rate, seed=seed, words=words)
+        sent_before = self._exchanged_bytes()
         program, copies = self._train(StepKind.TRAIN, batch, request, local_batch=local_batch)
         figures = self.estimator.figures()
+        sent = self._exchanged(self._exchanged_bytes() - sent_before)
         self.steps_done += 1
         if self.ranks.world > 1 and self.steps_done % self.plan.mesh.check_every == 0:
             self.flush()
@@ -308,11 +313,21 @@ class Walker:
             tokens=figures.tokens,
             seconds=time.perf_counter() - began,
             learning_rate=learning_rate,
-            bytes=program.bytes_by_lane(figures.graph_bytes),
+            bytes=program.bytes_by_lane(figures.graph_bytes, sent),
+            bytes_by_axis=program.bytes_by_axis(self.plan.mesh, sent),
             grad_norm=figures.grad_norm,
             projected_grad=figures.projected_grad,
             copies=copies,
         )
+
+    def _exchanged_bytes(self) -> int:
+        """Return bytes that blocks have sent so far while they computed."""
+        return 0 if self._row_place is None else self._row_place.exchange.sent_bytes
+
+    def _exchanged(self, nbytes: int) -> tuple[Sent, ...]:
+        """Return bytes that blocks sent while they computed, by axis and lane."""
+        mesh = self.plan.mesh
+        return exchanged(mesh, context_axis(mesh), nbytes) if nbytes else ()
 
     def follow(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Zeroth order: take over steps that another process made, lines of a ledger; the weights
