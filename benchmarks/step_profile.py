@@ -1,21 +1,38 @@
 """One training step of a walker, block by block: seconds, the part of them that decodes weights,
-and the peak of memory."""
+and the peak of memory.
+
+    python benchmarks/step_profile.py [--roofline] [--model Qwen2.5-0.5B | FOLDER] [--shape 1x256]
+
+With ``--roofline`` the step is taken apart into products, attention, element-wise passes, decoding,
+starts, Python and waiting, each beside what this processor can do at those shapes
+(:mod:`benchmarks.roofline`). A folder holds a real model, read in int4a; a name is one of true
+dimensions with random weights, in int4."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import Bound, finish, parser, random_batch, random_store
+from benchmarks.roofline import UNEXPLAINED, roofline
+from benchmarks.roofline import in_words as roofline_in_words
 
 from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.report.html import Series, chart, standalone
 from blockwalk.system.process_memory import process_bytes
 
 KINDS = "FORWARD", "BACKWARD"
+WARM = 2
+"""Steps before the one that is profiled."""
 Span = tuple[float, float]
 
 
@@ -133,3 +150,50 @@ def _sampled() -> Iterator[list[tuple[float, int]]]:
     finally:
         stop.set()
         thread.join()
+
+
+SHAPES = ("1x256", "4x512", "1x2048")
+
+
+def opened(model: str) -> Any:
+    """A walker with LoRA of rank 16, as `vs_peft.py` trains it."""
+    from blockwalk import Walker, method
+    from blockwalk.plan.choices import LoraSettings
+    from blockwalk.plan.placement import Codec
+
+    is_folder = Path(model).is_dir()
+    codec = Codec.INT4A if is_folder else Codec.INT4
+    folder = Path(model) if is_folder else random_store(model, codec)
+    plan = method("mebp", frozen=f"disk × {codec}")
+    return Walker(folder, plan, lora=LoraSettings(rank=16), device="cpu")
+
+
+def main() -> None:
+    """Print the profile of each shape."""
+    options = parser(__doc__)
+    options.add_argument("--model", default="Qwen2.5-0.5B")
+    options.add_argument("--shape", action="append", help=f"BxS; all of {', '.join(SHAPES)}")
+    options.add_argument("--roofline", action="store_true")
+    arguments = options.parse_args()
+    figures: dict[str, Any] = {}
+    bounds = []
+    with opened(arguments.model) as walker:
+        for shape in arguments.shape or SHAPES:
+            batch, sequence = map(int, shape.split("x"))
+            rows = random_batch(walker.spec.vocab_size, batch, sequence)
+            for _ in range(WARM):
+                walker.step(rows)
+            print(f"\n{arguments.model}, {shape}\n")
+            if not arguments.roofline:
+                print("\n".join(in_words(step_profile(walker, rows))))
+                continue
+            found = roofline(walker, rows)
+            print("\n".join(roofline_in_words(found)))
+            figures[shape] = asdict(found)
+            name = f"{shape}: share of the step that is not explained"
+            bounds.append(Bound(name, found.unexplained, UNEXPLAINED))
+    finish(arguments, figures, bounds)
+
+
+if __name__ == "__main__":
+    main()
