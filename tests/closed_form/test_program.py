@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from blockwalk.plan.choices import Timing
@@ -464,6 +464,17 @@ def test_trainables_smaller_than_a_block_stay_and_the_forecast_says_so() -> None
     prefetch=st.integers(0, 2),
     room=st.floats(1.0, 2.0),
     costs=st.tuples(*[st.integers(0, 300_000)] * 4),
+)
+@example(  # all graphs need no saved inputs, and less than two of three
+    name="zero3",
+    device="cuda",
+    layers=3,
+    micro_batches=1,
+    order="micro_batch",
+    activation="host",
+    prefetch=0,
+    room=1.0,
+    costs=(1, 0, 0, 0),
 )
 def test_graphs_that_a_budget_is_spent_on_leave_a_plan_that_fits(
     name: str,

@@ -19,11 +19,13 @@ from blockwalk.numerics.sequence_part import PartMask, SequencePart, refuse_opti
 
 _PIECES = (
     "_preprocess_mask_arguments",
-    "packed_sequence_compatibility_function",
     "find_packed_sequence_indices",
     "and_masks",
     "padding_mask_function",
 )
+_POSITIONS = "remap_positions_for_packed_sequence"
+"""The function by which rules of packed rows read positions within documents; transformers 5.17 has
+none, for its rules read positions within rows."""
 
 
 @contextmanager
@@ -38,7 +40,8 @@ def masks_of_rows(part: SequencePart) -> Iterator[None]:
     if not all(hasattr(masks, name) for name in _PIECES):
         version = import_module("transformers").__version__
         raise ValueError(f"transformers {version} makes masks in which no parts of rows are known")
-    originals = {name: getattr(masks, name) for name in _PIECES[:2]}
+    names = (_PIECES[0], _POSITIONS)
+    originals = {name: getattr(masks, name) for name in names if hasattr(masks, name)}
     makers = masks.ALL_MASK_ATTENTION_FUNCTIONS
     whole_mask = makers["sdpa"]
 
@@ -52,7 +55,7 @@ def masks_of_rows(part: SequencePart) -> Iterator[None]:
         **named: Any,
     ) -> tuple[Any, ...]:
         sizes = (config, inputs_embeds, attention_mask, past_key_values, position_ids)
-        done, *answers = originals["_preprocess_mask_arguments"](*sizes, *others, **named)
+        done, *answers = originals[_PIECES[0]](*sizes, *others, **named)
         if done:
             return (done, *answers)
         documents = None
@@ -63,9 +66,8 @@ def masks_of_rows(part: SequencePart) -> Iterator[None]:
             documents = masks.find_packed_sequence_indices(part.position_ids_BS)
         return False, padding_BS, documents, part.tokens, part.tokens * part.count, part.begin, 0
 
-    def in_documents(rule: Any, _positions_Bs: Tensor, documents_BS: Tensor) -> Any:
-        inner = originals["packed_sequence_compatibility_function"]
-        return inner(rule, part.position_ids_BS, documents_BS)
+    def in_documents(rule: Any, _positions_Bs: Tensor) -> Any:
+        return originals[_POSITIONS](rule, part.position_ids_BS)
 
     def part_mask(
         batch_size: int,
@@ -84,8 +86,9 @@ def masks_of_rows(part: SequencePart) -> Iterator[None]:
             rule = masks.and_masks(rule, masks.padding_mask_function(attention_mask))
         return part.mask(rule, batch_size, device)
 
-    masks._preprocess_mask_arguments = of_rows
-    masks.packed_sequence_compatibility_function = in_documents
+    replacements = dict(zip(names, (of_rows, in_documents), strict=True))
+    for name in originals:
+        setattr(masks, name, replacements[name])
     makers["sdpa"] = part_mask
     try:
         yield
