@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from blockwalk import method
-from blockwalk.cutting import tile_trial, verify
+from blockwalk.cutting import rule_masks, tile_trial, verify
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.small_instance import small_batch
+from blockwalk.numerics import rule_mask
 from blockwalk.numerics.sequence_tiles import Positionwise, by_tiles
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.plan import Plan
@@ -85,14 +86,10 @@ def tiles_of(walker: Walker) -> list[int]:
     return lengths
 
 
-@pytest.mark.parametrize("kind", ["padded", "packed"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tiles_have_autograds_losses_and_gradients(family: str, kind: str) -> None:
-    if kind == "packed" and family == "gpt2":
-        pytest.skip("it learns positions, and keeps no documents apart by them")
+def check(family: str, batch: dict[str, Tensor]) -> None:
+    """Compare loss and gradients by tiles with the model's own."""
     model = tiny_model(family, **FAMILIES[family])
     control = copy.deepcopy(model)
-    batch = batch_of(kind)
     with Walker(model, tiled("plain", recompute="all"), device="cpu") as walker:
         assert walker.engine.cut.anatomy.against_tiles == ""
         assert walker.engine.cut.tile(LENGTH) == TILE
@@ -106,6 +103,29 @@ def test_tiles_have_autograds_losses_and_gradients(family: str, kind: str) -> No
         difference = float((found[name] - parameter.grad).norm())
         scale = max(float(parameter.grad.norm()), 1e-3 * largest)
         assert difference <= 2e-6 * scale, (name, difference / scale)
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tiles_have_autograds_losses_and_gradients(family: str, kind: str) -> None:
+    if kind == "packed" and family == "gpt2":
+        pytest.skip("it learns positions, and keeps no documents apart by them")
+    check(family, batch_of(kind))
+
+
+def test_keys_under_a_rule_are_not_copied_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two heads of queries read one of keys, under a window and under padding."""
+    shapes = []
+    attention = rule_mask._attention
+
+    def noting(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        shapes.append((query.shape[1], key.shape[1]))
+        return attention(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(rule_mask, "_attention", noting)
+    monkeypatch.setattr(rule_masks, "LARGEST_WHOLE_MASK", 1)
+    check("gemma3_text", batch_of("padded"))
+    assert set(shapes) == {(2, 1)}
 
 
 @pytest.mark.parametrize("kept", ["all", "none"])
@@ -194,6 +214,17 @@ def test_the_forecast_knows_tiles() -> None:
     assert saved >= 2 * wide * (shape.sequence - TILE) * 4
     assert tiles.backward_transient < whole.backward_transient / 4
     assert tiles.saved < whole.saved / 4
+
+
+def test_a_window_over_a_long_sequence_is_foreseen_without_its_mask() -> None:
+    """Closed form: what a block of a tile holds for a token is the same at any length."""
+    config = tiny_model("mistral", **SMALL, sliding_window=300, max_position_embeddings=1 << 15)
+    costs = UnitCosts(config.config, lora=LoraSettings(rank=2))
+    kind = costs.spec().blocks[0].kind
+    plan = method("mebp", compute_dtype="float32")
+    short, long = (costs(plan, Shape(1, length)).of(kind) for length in (2560, 10240))
+    assert long.forward_transient < 4.25 * short.forward_transient
+    assert long.backward_transient < 4.25 * short.backward_transient
 
 
 @pytest.mark.parametrize(

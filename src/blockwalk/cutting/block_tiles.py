@@ -18,7 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from blockwalk.cutting.calls import rebuild
+from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.lazy_linear import unread, unread_now
+from blockwalk.numerics.rule_mask import RuleMask
 from blockwalk.numerics.sequence_tiles import Positionwise, by_tiles, unread_answer
 
 SEQUENCE_DIM = {1: 0, 2: 1, 3: 1}
@@ -81,7 +83,8 @@ class BlockTiles:
         query_BHSF, key_BHSF, value_BHSF = by_tiles(before, [self.hidden_BSD], trained, self.size)
         assert self._attending is not None
         attention, rest, options = self._attending
-        with self._context():
+        mask = options.get("attention_mask", *rest[1:2])
+        with self._context(), _unrepeated(rest[0], mask):
             out_BSHF, *_ = attention(
                 rest[0], query_BHSF, key_BHSF, value_BHSF, *rest[1:], **options
             )
@@ -192,6 +195,21 @@ def attention_by(attend: Callable[..., Any]) -> Iterator[None]:
             functions[_KIND] = original
         else:
             del functions[_KIND]
+
+
+@contextmanager
+def _unrepeated(module: Any, mask: Any) -> Iterator[None]:
+    """Keep transformers from copying keys and values for every head that reads them, where a
+    processor attends under a rule: that takes them as they are."""
+    groups = getattr(module, "num_key_value_groups", 1)
+    if groups == 1 or not isinstance(mask, RuleMask) or not is_cpu(mask.device):
+        yield
+        return
+    module.num_key_value_groups = 1
+    try:
+        yield
+    finally:
+        module.num_key_value_groups = groups
 
 
 @contextmanager

@@ -219,6 +219,13 @@ class Prologue:
     """The answers of the prologue's modules, on the meta device: the epilogue's pass runs on zeros
     of these shapes."""
 
+    @property
+    def handed_over(self) -> Prologue:
+        """The same, without the memory of its hidden state: blocks have it, and no gradient goes
+        back through it."""
+        nothing_BSD = self.hidden_BSD.new_empty(()).expand(self.hidden_BSD.shape)
+        return replace(self, hidden_BSD=nothing_BSD)
+
     def roots(
         self, grad_hidden_BSD: Tensor | None, grad_leaves: Iterable[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor]]:

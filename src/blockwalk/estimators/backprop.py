@@ -231,7 +231,9 @@ class Backprop:
         trainables = engine.bind(0)
         with engine.graph(0), torch.set_grad_enabled(bool(trainables)):
             prologue = engine.cut.prologue(state.batches[m], seed=self._seed(state, op))
-        state.prologues[m] = prologue
+        is_long = engine.plan.is_long(prologue.hidden_BSD.shape[1], engine.device.type)
+        lets_go = is_long and not prologue.hidden_BSD.requires_grad
+        state.prologues[m] = prologue.handed_over if lets_go else prologue
         state.prologue_trainables[m] = trainables
         state.hidden[m] = prologue.hidden_BSD.detach()
         state.outer[m] = {}

@@ -72,7 +72,9 @@ class Forward:
     def _prologue(self, op: Op) -> None:
         self.weights.bind(0)
         prologue = self.engine.cut.prologue(self.batches[op.micro_batch])
-        self.prologues[op.micro_batch] = prologue
+        length = prologue.hidden_BSD.shape[1]
+        is_long = self.engine.plan.is_long(length, self.engine.device.type)
+        self.prologues[op.micro_batch] = prologue.handed_over if is_long else prologue
         self.hidden[op.micro_batch] = prologue.hidden_BSD
         self.engine.unbind(0)
 

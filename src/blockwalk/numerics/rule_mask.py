@@ -250,8 +250,9 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` under a rule. Under dropout, whose draws a recomputation
-    would not see again, the mask is whole."""
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    would not see again, the mask is whole. Several heads of queries may share one of keys."""
+    shares_keys = enable_gqa or query.shape[-3] != key.shape[-3]
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": shares_keys}
     fits = (
         isinstance(attn_mask, RuleMask)
         and query.ndim == key.ndim == value.ndim == 4
@@ -298,7 +299,10 @@ class _Tiled(torch.autograd.Function):
         ctx.mask = mask
         ctx.options = options
         ctx.spans = mask.causal_spans() if _is_unknown(query_BHQD) else mask.spans()
-        out_BHQE = query_BHQD.new_empty((*query_BHQD.shape[:3], value_BHKE.shape[-1]))
+        batch, heads, queries, _ = query_BHQD.shape
+        # in the order of memory that kernels answer in, and models read
+        out_BHQE = query_BHQD.new_empty((batch, queries, heads, value_BHKE.shape[-1]))
+        out_BHQE = out_BHQE.transpose(1, 2)
         for span in ctx.spans:
             out_BHQE[:, :, span.queries] = of_float32(
                 F.scaled_dot_product_attention,

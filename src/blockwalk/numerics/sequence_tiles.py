@@ -66,7 +66,8 @@ def unread_answer(
     like: Tensor,
 ) -> Tensor:
     """Return zeros in place of the one answer, which nobody reads: its gradients are those of
-    :func:`by_tiles`."""
+    :func:`by_tiles`. Backward uses the answer's gradient up: that of the first input, where it is
+    of the same shape, is written over it, a tile at a time."""
     arguments = (function, size, len(inputs), *inputs, *parameters)
     out: Tensor = _Unread.apply(like, *arguments)  # type: ignore[no-untyped-call]
     return out
@@ -101,7 +102,7 @@ class _ByTiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, *_gradients(ctx, grads))
+        return (None, None, None, *_gradients(ctx, grads, None))
 
 
 class _Unread(torch.autograd.Function):
@@ -115,7 +116,7 @@ class _Unread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, None, *_gradients(ctx, (grad,)))
+        return (None, None, None, None, *_gradients(ctx, (grad,), grad))
 
 
 def _keep(
@@ -136,15 +137,23 @@ def _lengthened(answer: Tensor, dim: int, length: int) -> Tensor:
     return answer.new_empty(shape).permute([order.index(d) for d in range(answer.dim())])
 
 
-def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return gradients of the inputs and of the parameters, a tile at a time."""
+def _gradients(
+    ctx: Any, grads: Sequence[Tensor | None], used_up: Tensor | None
+) -> list[Tensor | None]:
+    """Return gradients of the inputs and of the parameters, a tile at a time; that of the first
+    input in the memory of a gradient that is ``used_up``, where it fits."""
     function: Positionwise = ctx.function
     inputs: Sequence[Tensor] = ctx.saved_tensors
     count = len(inputs)
     needed = ctx.needs_input_grad[-count - len(ctx.parameters) :]
     read = needed[:count]
     trained = [p for p, needs in zip(ctx.parameters, needed[count:], strict=True) if needs]
-    wholes = [torch.empty_like(t) if needs else None for t, needs in zip(inputs, read, strict=True)]
+    wholes: list[Tensor | None] = [None] * count
+    if used_up is not None and read[0] and _takes_place_of(used_up, inputs[0], function):
+        wholes[0] = used_up
+    for place, needs in enumerate(read):
+        if needs and wholes[place] is None:
+            wholes[place] = torch.empty_like(inputs[place])
     sums: list[Tensor | None] = [None] * len(trained)
     for tile in tiles(inputs[0].shape[function.takes[0]], ctx.size):
         leaves = [
@@ -176,6 +185,12 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         None if total is None else total.to(p.dtype) for total, p in zip(sums, trained, strict=True)
     )
     return [*wholes, *(next(of_trained) if needs else None for needs in needed[count:])]
+
+
+def _takes_place_of(grad: Tensor, input: Tensor, function: Positionwise) -> bool:
+    """Return whether a tile of an input's gradient may be written where the answer's was."""
+    alike = (grad.shape, grad.dtype, grad.device) == (input.shape, input.dtype, input.device)
+    return alike and function.takes[0] == function.gives[0] and grad.is_contiguous()
 
 
 def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:

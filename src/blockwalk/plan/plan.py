@@ -246,6 +246,12 @@ class Plan:
             return None
         return Tiling(SEQUENCE_TILE[device], 2 * SEQUENCE_TILE[device])
 
+    def is_long(self, sequence: int, device: str) -> bool:
+        """Return whether sequences of so many tokens are computed by tiles on a device, where a
+        model's cut allows it."""
+        tiling = self.tiling(device)
+        return tiling is not None and sequence > tiling.threshold
+
     @property
     def noise(self) -> NoiseFacts:
         """The row of ``zo.noise``."""

@@ -312,12 +312,16 @@ class Builder:
     def _carried(self, step_kind: StepKind) -> int:
         """Return device bytes that go from op to op for the whole walk: of every walk under way its
         hidden state (in the backward walk the hidden state's gradient) and what the prologue made
-        for the blocks."""
+        for the blocks. The prologue's own hidden state is let go of where sequences are long and
+        no gradient goes back through it."""
         nbytes = self.cost(0).saved
         plan = self.places.plan
         saves = plan.estimator.facts.walks_back and step_kind is not StepKind.EVALUATE
-        if nbytes and not (saves and activation_pool(plan, self.places.device) is Pool.DEVICE):
-            nbytes += self.hidden_bytes  # the prologue's own hidden state stays beside the walk's
+        on_device = saves and activation_pool(plan, self.places.device) is Pool.DEVICE
+        trained = saves and bool(self.places.model.units[0].numel(trainable=True))
+        let_go = plan.is_long(self.shape.sequence, self.places.device) and not trained
+        if nbytes and not (on_device or let_go):
+            nbytes += self.hidden_bytes  # the prologue's own hidden state beside the walk's
         return self._walks_at_once() * nbytes
 
     def _walks_at_once(self) -> int:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from blockwalk.cutting import block_tiles
 from blockwalk.cutting.adapters import adapt
 from blockwalk.cutting.batch_facts import BatchFacts, note
 from blockwalk.cutting.calls import BlockCall, Handed, Prologue, rebuild
@@ -35,10 +36,19 @@ from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class,
 from blockwalk.cutting.verify import certified
 from blockwalk.data.packing import LONGEST_PACKED_ROW
 from blockwalk.models.model_source import model_source
-from blockwalk.numerics import lazy_linear, row_tiles, sequence_part, sequence_tiles
+from blockwalk.numerics import (
+    documents,
+    lazy_linear,
+    row_tiles,
+    rule_mask,
+    sequence_part,
+    sequence_tiles,
+    wide_attention,
+)
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.device import chosen
+from blockwalk.numerics.rule_mask import RuleMask
 from blockwalk.numerics.sequence_part import PartMask, SequencePart
 from blockwalk.plan import sizes as chunks
 from blockwalk.plan import work
@@ -254,9 +264,7 @@ def _traits(
     codec that they are read in."""
     codec = plan.frozen.codec
     backprop = plan.estimator.facts.walks_back
-    tiling = plan.tiling(device)
-    if tiling is not None and (shape.sequence <= tiling.threshold or plan.mesh.context > 1):
-        tiling = None
+    tiling = plan.tiling(device) if plan.is_long(shape.sequence, device) else None
     if stored_codec is not None and codec.facts.as_it_came:
         codec = stored_codec
     return _Traits(
@@ -540,7 +548,7 @@ def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:
     leaves: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, PartMask):
+        if isinstance(tensor, PartMask | RuleMask):
             return tensor
         if id(tensor) not in leaves:
             leaf = torch.empty_strided(
@@ -753,12 +761,16 @@ def _source(function: Callable[..., Any]) -> str:
 
 
 _ROOMS = (
+    block_tiles,
     chunks,
+    documents,
     exchange,
     lazy_linear,
     row_tiles,
+    rule_mask,
     sequence_part,
     sequence_tiles,
+    wide_attention,
     metering,
     work,
     unit_costs,
