@@ -86,6 +86,7 @@ class ByDocument(TorchFunctionMode):
         outs = []
         for q_nHLD, k_nHLD, v_nHLD, mask in groups:
             kwargs["is_causal"] = mask is None
+            kwargs["enable_gqa"] = q_nHLD.shape[1] != k_nHLD.shape[1]
             out_nHLD = F.scaled_dot_product_attention(q_nHLD, k_nHLD, v_nHLD, mask, **kwargs)
             outs.append(out_nHLD.transpose(1, 2).flatten(0, 1))
         out_SHD = _gathered(
