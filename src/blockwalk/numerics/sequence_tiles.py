@@ -148,12 +148,7 @@ def _gradients(
     needed = ctx.needs_input_grad[-count - len(ctx.parameters) :]
     read = needed[:count]
     trained = [p for p, needs in zip(ctx.parameters, needed[count:], strict=True) if needs]
-    wholes: list[Tensor | None] = [None] * count
-    if used_up is not None and read[0] and _takes_place_of(used_up, inputs[0], function):
-        wholes[0] = used_up
-    for place, needs in enumerate(read):
-        if needs and wholes[place] is None:
-            wholes[place] = torch.empty_like(inputs[place])
+    wholes = _wholes(function, inputs, read, used_up)
     sums: list[Tensor | None] = [None] * len(trained)
     for tile in tiles(inputs[0].shape[function.takes[0]], ctx.size):
         leaves = [
@@ -187,10 +182,19 @@ def _gradients(
     return [*wholes, *(next(of_trained) if needs else None for needs in needed[count:])]
 
 
-def _takes_place_of(grad: Tensor, input: Tensor, function: Positionwise) -> bool:
-    """Return whether a tile of an input's gradient may be written where the answer's was."""
-    alike = (grad.shape, grad.dtype, grad.device) == (input.shape, input.dtype, input.device)
-    return alike and function.takes[0] == function.gives[0] and grad.is_contiguous()
+def _wholes(
+    function: Positionwise, inputs: Sequence[Tensor], read: Sequence[bool], used_up: Tensor | None
+) -> list[Tensor | None]:
+    """Return memory for the gradients of the inputs that need one: of the first that of a gradient
+    which is used up, where a tile of the one may be written over a tile of the other."""
+    wholes = [torch.empty_like(t) if needs else None for t, needs in zip(inputs, read, strict=True)]
+    if used_up is None or not read[0] or not used_up.is_contiguous():
+        return wholes
+    first = inputs[0]
+    alike = (used_up.shape, used_up.dtype) == (first.shape, first.dtype)
+    if alike and function.takes[0] == function.gives[0]:
+        wholes[0] = used_up
+    return wholes
 
 
 def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
