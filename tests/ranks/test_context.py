@@ -11,14 +11,24 @@ import torch
 
 from blockwalk.data.batch import columns
 from blockwalk.plan.methods import method
+from blockwalk.plan.sizes import Tiling
 from blockwalk.walk.walker import Walker
 from tests.support.messages import refused
 from tests.support.processes import run_ranks
-from tests.support.rows_in_parts import TOLERANCE, Case, documents, errors, make, packed, padded
+from tests.support.rows_in_parts import (
+    LONG_BATCHES,
+    TOLERANCE,
+    Case,
+    documents,
+    errors,
+    make,
+    packed,
+    padded,
+)
 
 
-def check(world: int, cases: Sequence[Case]) -> None:
-    for case, found in zip(cases, errors(world, cases), strict=True):
+def check(world: int, cases: Sequence[Case], **settings: Any) -> None:
+    for case, found in zip(cases, errors(world, cases, **settings), strict=True):
         assert max(found.values()) <= TOLERANCE, (case, found)
 
 
@@ -51,6 +61,14 @@ def test_four_ranks_share_rows_and_parts() -> None:
             ("deepseek_v3", False, "fcdp", "heads", 4),
         ],
     )
+
+
+def test_parts_are_computed_by_tiles() -> None:
+    """Parts of 145 tokens, of rows of 290 and 211, by tiles of 64 positions."""
+    cases = [("gemma3_text", True, "zero3", "keys", 2), ("llama", False, "hzp", "heads", 2)]
+    mesh = {"world": 2, "ranks_per_node": 2, "context": 2}
+    assert method("hzp", mesh=mesh, sequence_tile=64).tiling("cpu") == Tiling(64, 64)
+    check(2, cases, batches=LONG_BATCHES, sequence_tile=64)
 
 
 def test_parts_are_the_row() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ Case = tuple[str, bool, str, str, int]
 
 
 def make(kind: str, lora: bool) -> nn.Module:
-    model = tiny_model(kind, **KINDS[kind])
+    model = tiny_model(kind, **{"max_position_embeddings": 512, **KINDS[kind]})
     if lora:
         from peft import LoraConfig, get_peft_model
 
@@ -112,11 +112,13 @@ def packed(rows: list[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": ids, "position_ids": places, "labels": labels}
 
 
-BATCHES = {
+Batches = Mapping[str, tuple[Callable[[list[Tensor]], dict[str, Tensor]], list[Tensor]]]
+BATCHES: Batches = {
     "padded": (padded, documents(1, [13, 9])),
     "packed": (packed, documents(2, [4, 12])),
 }
 """Rows of 13 or 16 tokens; the last batch is the one that a step takes."""
+LONG_BATCHES: Batches = {"padded": (padded, documents(3, [290, 211]))}
 
 
 def alone(model: nn.Module, rows: list[Tensor], dtype: torch.dtype) -> dict[str, Any]:
@@ -154,18 +156,20 @@ def in_one_batch(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor
     return {canonical(name): p.grad for name, p in named if p.grad is not None}
 
 
-def walked(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """What ranks come to for each case, with each of :data:`BATCHES`."""
+def walked(
+    rank: int, cases: Sequence[Case], batches: Batches, settings: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """What ranks come to for each case, with each of the batches."""
     import torch.distributed as dist
 
     answers = []
     world = dist.get_world_size()
     for kind, lora, name, way, context in cases:
         mesh = {"world": world, "ranks_per_node": world, "context": context}
-        plan = method(name, mesh=mesh, context={"way": way})
+        plan = method(name, mesh=mesh, context={"way": way}, **settings)
         with Walker(make(kind, lora), plan, device="cpu") as walker:
             answer: dict[str, Any] = {}
-            for shape, (lay, rows) in BATCHES.items():
+            for shape, (lay, rows) in batches.items():
                 batch = lay(rows)
                 answer[shape] = {
                     "gradients": walker.gradients(batch),
@@ -177,7 +181,13 @@ def walked(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
     return answers
 
 
-def errors(world: int, cases: Sequence[Case], timeout: float = 300) -> Iterator[dict[str, float]]:
+def errors(
+    world: int,
+    cases: Sequence[Case],
+    batches: Batches = BATCHES,
+    timeout: float = 300,
+    **settings: Any,
+) -> Iterator[dict[str, float]]:
     """Yield for each case the largest differences of so many ranks from one process, relative to
     the figure or to the tensor's norm, by what they are of. A gradient is compared with
     one process's in float32, each document alone and all in one batch, and with float64's: the
@@ -185,11 +195,11 @@ def errors(world: int, cases: Sequence[Case], timeout: float = 300) -> Iterator[
     for kind, lora, _, way, _ in dict.fromkeys(cases):  # once, before the ranks are forked
         mesh = {"world": 2, "ranks_per_node": 2, "context": 2}
         require_parts(make(kind, lora), method("hzp", mesh=mesh, context={"way": way}))
-    answers = run_ranks(world, walked, list(cases), timeout=timeout)
+    answers = run_ranks(world, walked, list(cases), batches, settings, timeout=timeout)
     for k, (kind, lora, *_) in enumerate(cases):
         model = make(kind, lora)
         found: Counter[str] = Counter()
-        for shape, (lay, rows) in BATCHES.items():
+        for shape, (lay, rows) in batches.items():
             single = alone(model, rows, torch.float32)
             exact = alone(model, rows, torch.float64)
             together = in_one_batch(model, lay(rows))

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.rule_mask import Rule, RuleMask
 
 Attention = Callable[..., tuple[Tensor, Any]]
@@ -91,7 +92,9 @@ class SequencePart:
         if self._by_heads(query, key, value):
             return self._attend_by_heads(attention, query, key, value, mask, **options)
         key_BGSD, value_BGSE = self._whole(key, value)
-        return attention(module, query, key_BGSD, value_BGSE, mask.of_part, **options)
+        # a processor attends to shared keys as they are; elsewhere they are copied for every head
+        attending = _Heads(1) if is_cpu(query.device) else module
+        return attention(attending, query, key_BGSD, value_BGSE, mask.of_part, **options)
 
     def _by_heads(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         heads = query.shape[1]

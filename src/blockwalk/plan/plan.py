@@ -95,8 +95,9 @@ class Plan:
     for."""
     sequence_tile: int | str = "auto"
     """Positions of the tiles that backpropagation computes long sequences in, attention left whole.
-    auto: 1,024 on a CPU, 8,192 on a GPU, for sequences of more than two tiles. A number: for all
-    that are longer. off: none."""
+    auto: 1,024 on a CPU, 8,192 on a GPU, for sequences of more than two tiles. Parts of
+    sequences need more than one (``mesh.context``). A number: for all that are longer. off:
+    none."""
     prefetch: int = 1
     """The number of blocks that are fetched ahead of the one that computes."""
     resident: int = AUTO
@@ -237,14 +238,14 @@ class Plan:
     def tiling(self, device: str) -> Tiling | None:
         """Return how long sequences are computed by tiles on a device; None where they are not."""
         kept = self.sequence_tile == AUTO_TILE and self.recompute == "none"
-        whole = self.compile or self.mesh.context > 1
-        if whole or kept or not self.estimator.facts.walks_back:
+        if self.compile or kept or not self.estimator.facts.walks_back:
             return None
         if isinstance(self.sequence_tile, int):
             return Tiling(self.sequence_tile, self.sequence_tile)
         if self.sequence_tile != AUTO_TILE:
             return None
-        return Tiling(SEQUENCE_TILE[device], 2 * SEQUENCE_TILE[device])
+        size = SEQUENCE_TILE[device]
+        return Tiling(size, size if self.mesh.context > 1 else 2 * size)
 
     def is_long(self, sequence: int, device: str) -> bool:
         """Return whether sequences of so many tokens are computed by tiles on a device, where a
@@ -362,11 +363,6 @@ def _tiles(plan: Plan) -> Iterator[str]:
         yield from must_be(plan, "sequence_tile", AUTO_TILE, drawn)
     if plan.compile:
         yield f"sequence_tile is {size}, and compiled blocks are whole; set sequence_tile: auto"
-    if plan.mesh.context > 1:
-        yield (
-            f"sequence_tile is {size}, and mesh.context: {plan.mesh.context} computes a rank's part"
-            " of a sequence whole; set sequence_tile: auto"
-        )
 
 
 def _together(plan: Plan) -> Iterator[str]:
