@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from blockwalk.plan.mesh import PIPELINE
 from blockwalk.plan.methods import METHODS, method
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.plan import Plan
@@ -21,7 +22,11 @@ from tests.golden.specs import MODELS
 
 FOLDER = Path(__file__).parent / "programs"
 SHAPE = Shape(2, 16)
-MESHES = {"2x2": {"world": 4, "ranks_per_node": 2}, "2x4": {"world": 8, "ranks_per_node": 4}}
+MESHES = {
+    "2x2": {"world": 4, "ranks_per_node": 2},
+    "2x4": {"world": 8, "ranks_per_node": 4},
+    "2 stages of 2": {"world": 4, "ranks_per_node": 2, "pipeline": 2},
+}
 PAGE_CACHE = 150_000
 """Bytes that hold the graph of one of a Llama's two blocks."""
 
@@ -42,13 +47,17 @@ class Case:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     device: str = "cpu"
     steps: Sequence[str] = FIRST
+    stage: int = 0
 
     def plan(self, row: str) -> Plan:
         return method(row, **self.settings)
 
     def title(self, step: str) -> str:
         settings = ", ".join(f"{name}: {_setting(value)}" for name, value in self.settings.items())
-        return f"{self.model} on {self.device}, {step} step" + f" ({settings})" * bool(settings)
+        stage = f", stage {self.stage + 1}" * bool(self.stage)
+        return f"{self.model} on {self.device}, {step} step{stage}" + f" ({settings})" * bool(
+            settings
+        )
 
 
 def _setting(value: object) -> str:
@@ -63,6 +72,7 @@ AT_TURN = {"update.timing": "block"}
 AT_END = {"update.timing": "step"}
 ON_2X2 = {"mesh": MESHES["2x2"]}
 ON_2X4 = {"mesh": MESHES["2x4"]}
+IN_STAGES = {"mesh": MESHES["2 stages of 2"]}
 MAPPED = {"trainable": "disk × fp32", "optimizer_state": "disk × fp32", "gradient": "disk × fp32"}
 
 CASES: dict[str, list[Case]] = {
@@ -119,6 +129,8 @@ CASES: dict[str, list[Case]] = {
         Case("opt", ON_2X4 | AT_TURN),
         Case("opt", ON_2X2 | {"compute_dtype": "float32"}),
         Case("llama", ON_2X2 | BY_BLOCK | {"prefetch": 2}),
+        Case("opt", IN_STAGES | MICRO_BATCHES | CLIPPED),
+        Case("opt", IN_STAGES | MICRO_BATCHES | CLIPPED, stage=1, steps=("first", "evaluate")),
     ],
     "zeropp": [
         Case("llama", ON_2X2, steps=STEPS),
@@ -179,7 +191,7 @@ def costs(model: ModelSpec) -> Costs:
     )
 
 
-def compiled(plan: Plan, model: ModelSpec, device: str, step: str) -> Program:
+def compiled(plan: Plan, model: ModelSpec, device: str, step: str, stage: int = 0) -> Program:
     """Compile one of the steps of a plan by its name."""
 
     def program(kind: StepKind, pending: Pending) -> Program:
@@ -192,6 +204,7 @@ def compiled(plan: Plan, model: ModelSpec, device: str, step: str) -> Program:
             pending=pending,
             device=device,
             page_cache=PAGE_CACHE,
+            coordinates=((PIPELINE, stage),),
         )
 
     if step == "first":
@@ -210,7 +223,7 @@ def programs(row: str, cases: Sequence[Case]) -> Iterator[tuple[str, Program]]:
     """Yield the programs of some cases of a row, each with its title."""
     for case in cases:
         for step in case.steps:
-            program = compiled(case.plan(row), MODELS[case.model], case.device, step)
+            program = compiled(case.plan(row), MODELS[case.model], case.device, step, case.stage)
             yield case.title(step), program
 
 

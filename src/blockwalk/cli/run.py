@@ -89,7 +89,8 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
     ):
         say(line)
     if arguments.program:
-        say(forecast.program)
+        for program in forecast.stages:
+            say(program)
     check_budget(run, forecast)
 
 

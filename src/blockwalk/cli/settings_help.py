@@ -59,7 +59,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         _TRAIN,
     ),
     ("zeroth order", "zo.*", _TRAIN),
-    ("ranks", "mesh.* context.* start_timeout interface elastic", _TRAIN),
+    ("ranks", "mesh.* context.* pipeline.* start_timeout interface elastic", _TRAIN),
     (
         "run",
         "output_dir overwrite_output_dir resume_from_checkpoint save_every keep_checkpoints"

@@ -496,6 +496,14 @@ class CutModel:
             {name: tuple(values) for name, values in outputs.items()},
         )
 
+    @torch.no_grad()
+    def prologue_of_zeros(self, batch: ModelInputs) -> Prologue:
+        """Return the prologue of a batch whose parameters read as zeros, where they are not bound:
+        what layers are called with, beside the hidden state, depends on the batch alone
+        (:mod:`blockwalk.walk.stages_check`)."""
+        with self._zeros_in_prologue():
+            return self.prologue(batch)
+
     @staticmethod
     def _hidden_at(
         arguments: Mapping[int | str, Any], embedded: list[Tensor], name: str

@@ -56,6 +56,7 @@ class Engine:
         self.module = model.module
         self.cut = model.cut
         self.spec = model.spec
+        self.stage = model.stage
         self.source = model.source
         self.compute_dtype = model.compute_dtype
         self.compute_dtype_of = model.compute_dtype_of
@@ -68,7 +69,9 @@ class Engine:
         """The home of the trainables, as far as they outlive a step."""
         self.gradients = homes.gradients
         """Those of a step; None where no step has any."""
-        self._groups = homes.groups
+        self.groups = homes.groups
+        """The process groups of state that ranks gather, and of stages; None where there are
+        none."""
         self._bound = homes.bound
         self._shared = homes.shared
         self.rank = 0 if homes.groups is None else homes.groups.rank
@@ -136,7 +139,7 @@ class Engine:
     def unbind(self, unit: int) -> None:
         """Take what a turn of a unit bound out of the module again: copies are freed, and a slot is
         referred to no longer."""
-        parts = (True,) if self._groups is None else (True, False)
+        parts = (True,) if self.groups is None else (True, False)
         self.cut.unbind(
             unit, [p.name for trainable in parts for p in self.model.reads[trainable][unit]]
         )
@@ -211,8 +214,8 @@ class Engine:
                 save_adapter(self.module, tensors, folder)
             return
         weights = {**self.homes[StateKind.FROZEN].weights(), **weights}
-        weights = {p.name: weights[p.name] for p in self.spec.params()}
-        groups = self._groups
+        weights = {p.name: weights[p.name] for p in self.model.full_spec.params()}
+        groups = self.groups
 
         def begin(name: str) -> None:
             if groups is not None and name in weights:

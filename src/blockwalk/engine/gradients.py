@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.sharded_part import ShardedPart
 from blockwalk.numerics.device import host_buffers, is_cpu, recorded, sent
 from blockwalk.numerics.updates import exact_parts, norm_of_sums, square_sums, sum_of_squares
-from blockwalk.plan.mesh import reach
+from blockwalk.plan.mesh import ENDS, holders, reach
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import StateKind
 from blockwalk.program.flat_layout import buffer_pools
@@ -231,6 +232,12 @@ class FlatGradients:
         self._groups = part.groups
         pools = buffer_pools(model.plan, model.spec)
         self._names = [unit.name for unit in model.spec.units]
+        self._counted = {
+            unit: slices
+            for unit, slices in units.items()
+            if model.stage_of(unit) == model.stage.number
+        }
+        """The units whose gradients this stage answers for: of a tied weight the first does."""
         self.buffers = [torch.zeros(n, device=model.device) for n in pools.gradients]
         self._buffer_of = dict(
             zip((0, len(model.spec.blocks) + 1), pools.gradient_of_end, strict=True)
@@ -282,6 +289,9 @@ class FlatGradients:
         this rank's slice."""
         plan = self._plan
         unit = op.unit
+        if op.axes == (ENDS,):
+            assert self._groups.stages is not None
+            return partial(self._groups.stages.sum_ends_, self._units[unit].gradient)
         accumulator = self._units[unit].accumulator
         axes = self._groups.named(op.axes)
         inner, outer = reach(axes)
@@ -352,25 +362,25 @@ class FlatGradients:
         many ranks masters are spread, and their sum is exactly rounded: each rank hands on its own
         in a few numbers, of however many parameters."""
         ranks = self._plan.optimizer_ranks
-        parts = [part_P for slices in self._units.values() for part_P in self._parts(slices)]
+        parts = [part_P for slices in self._counted.values() for part_P in self._parts(slices)]
         sums: list[float] = []
         if parts:
             sums = torch.cat([square_sums(part_P) for part_P in parts]).tolist()
-        start = self._groups.rank // ranks * ranks
-        of_ranks = self._groups.exchange(exact_parts(sums))[start : start + ranks]
+        everyone = self._groups.exchange(exact_parts(sums))
+        of_ranks = holders(everyone, self._plan.mesh, self._groups.rank, ranks)
         return norm_of_sums(torch.tensor(parts, dtype=torch.float64) for parts in of_ranks)
 
     def squares(self) -> list[tuple[str, Tensor]]:
         return [
             (self._names[unit], sum_of_squares(part_P))
-            for unit, slices in self._units.items()
+            for unit, slices in self._counted.items()
             for part_P in self._parts(slices)
         ]
 
     def _parts(self, slices: MasterSlices) -> tuple[Tensor, ...]:
         """Return a unit's gradient in parts that are the same, over however many ranks masters are
         spread."""
-        return slices.gradient.chunk(self._plan.mesh.world // self._plan.optimizer_ranks)
+        return slices.gradient.chunk(self._plan.mesh.stage_ranks // self._plan.optimizer_ranks)
 
     def take(self) -> dict[str, Tensor]:
         gradients = {unit: slices.gradient for unit, slices in self._units.items()}

@@ -22,8 +22,10 @@ from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight, Value
 from blockwalk.plan.choices import Adapters
+from blockwalk.plan.mesh import PIPELINE, Coordinates
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec
 from blockwalk.plan.plan import Plan
+from blockwalk.program.stages import part_of, stage_at
 from blockwalk.program.state_sizes import epilogue_reads
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.protocols import WeightSource, as_stored
@@ -43,6 +45,7 @@ class ModelHandle:
         workdir: a folder for scratch maps.
         packs: a folder for packed stores, which ranks may share.
         training: False freezes everything: no masters, no optimizer states.
+        coordinates: this rank's places on the axes of the mesh: its stage holds some units alone.
 
     Raises:
         ValueError: the model cannot be cut, or its weights do not fit the plan; the message says
@@ -59,6 +62,7 @@ class ModelHandle:
         workdir: Path,
         packs: Path,
         training: bool,
+        coordinates: Coordinates = (),
     ) -> None:
         if training:
             refuse_rounded(model, plan, lora)
@@ -93,7 +97,16 @@ class ModelHandle:
         self.in_memory = self.cut.take_parameters()
         """Parameters by canonical name that came in the modules' own memory, as long as no home has
         taken them."""
-        self.spec: ModelSpec = self.cut.spec().as_stored(self._as_stored)
+        self.full_spec: ModelSpec = self.cut.spec().as_stored(self._as_stored)
+        """The model as all stages hold it together; one process holds it all."""
+        self.stage = stage_at(plan, self.full_spec, coordinates)
+        self.spec = part_of(self.stage, self.full_spec)
+        """The model as this rank's stage holds it: units of other stages have no parameters."""
+        self._stage_of_unit = {
+            unit: number
+            for number in reversed(range(plan.mesh.pipeline))
+            for unit in stage_at(plan, self.full_spec, ((PIPELINE, number),)).units
+        }
         reads = [*self.spec.units[:-1], epilogue_reads(self.spec)]
         self.reads = {
             trainable: [unit.part(trainable) for unit in reads] for trainable in (False, True)
@@ -139,6 +152,10 @@ class ModelHandle:
         if param.name in self.in_memory or self.source is None:
             return replace(param, assembled=False)
         return as_stored(param, self.source)
+
+    def stage_of(self, unit: int) -> int:
+        """Return the first stage that holds a unit."""
+        return self._stage_of_unit[unit]
 
     def compute_dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that a parameter is computed with, by its canonical name."""
@@ -215,7 +232,8 @@ class ModelHandle:
         """Return the persistent buffers, which the walk may hold in another dtype, and the
         parameters of no unit, as the model came with them, by name."""
         module = self.module
-        walked = {p.name for p in self.spec.params()} | {alias for alias, _ in self.spec.tied}
+        spec = self.full_spec
+        walked = {p.name for p in spec.params()} | {alias for alias, _ in spec.tied}
         state = {name: module.get_buffer(name) for name in persistent_buffers(module)}
         state |= {
             name: param.detach() for name, param in module.named_parameters() if name not in walked

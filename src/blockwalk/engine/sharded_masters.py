@@ -80,6 +80,15 @@ class ShardedMasters:
         shapes = {"sum": ((numel // ranks,), torch.float32)}
         return self._memories["device"].zeros(shapes, group)["sum"], accumulator
 
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        """The kinds of state that outlive a step."""
+        return ("master", *self._plan.update_rule.states)
+
+    def _is_copy(self, unit: int) -> bool:
+        """Return whether another stage holds a unit as well, and answers for it."""
+        return self._model.stage_of(unit) != self._model.stage.number
+
     # ---- updates ---------------------------------------------------------------------------------
 
     def changes(self, unit: int) -> Iterator[Change]:
@@ -112,7 +121,7 @@ class ShardedMasters:
 
     def weights(self) -> dict[str, Any]:
         return self.part.assembled(
-            lambda unit: (self.units[unit].master, self._plan.optimizer_ranks)
+            lambda unit: (self.units[unit].master, self._plan.optimizer_ranks), torch.float32
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,16 +140,18 @@ class ShardedMasters:
 
     def sums(self) -> list[tuple[str, int, int]]:
         """Return a checksum of this rank's slice of each master and optimizer state, where others
-        hold copies of it: its name, the ranks that hold one copy together, the sum."""
+        hold copies of it: its name, the ranks that hold one copy together, the sum; 0 of what
+        another stage holds."""
         units = self._model.spec.units
         ranks = self._plan.optimizer_ranks
-        if ranks == self._plan.mesh.world:
+        if ranks == self._plan.mesh.stage_ranks:
             return []
-        sums = [
-            (f"{units[unit].name} ({kind})", ranks, word_sum(tensor))
-            for unit, masters in self.units.items()
-            for kind, tensor in masters.kept.items()
-        ]
+        sums = []
+        for unit, slices in enumerate(self.part.all_units):
+            for kind in self._kinds if slices.numel else ():
+                masters = self.units.get(unit)
+                total = 0 if masters is None else word_sum(masters.kept[kind])
+                sums.append((f"{units[unit].name} ({kind})", ranks, total))
         for unit in self.units:
             self._states.dont_need((StateKind.OPTIMIZER, unit))
         return sums
@@ -148,9 +159,15 @@ class ShardedMasters:
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
         pieces: dict[str, Pieces] = {}
         ranks = self._plan.optimizer_ranks
-        copies = self._plan.mesh.world // ranks if to_write else 1
-        copy = self._groups.rank // ranks if to_write else 0
+        copies = self._plan.mesh.stage_ranks // ranks if to_write else 1
+        copy = self._groups.rank % self._plan.mesh.stage_ranks // ranks if to_write else 0
+        for unit, slices in enumerate(self.part.all_units):
+            held_here = unit in self.units and not (to_write and self._is_copy(unit))
+            for name, param in slices.params.items() if not held_here else ():
+                pieces |= {f"{name}/{kind}": Pieces(param.numel, {}) for kind in self._kinds}
         for unit, masters in self.units.items():
+            if to_write and self._is_copy(unit):
+                continue
             slices = self.part.units[unit]
             span = self._groups.slice(slices.numel, ranks)
             # between pairs of elements: an exact parameter takes the first of each

@@ -28,7 +28,7 @@ from blockwalk.numerics.codecs.layout import Layout, dtype_of, name_of
 from blockwalk.numerics.codecs.weights import Value, opened
 from blockwalk.numerics.device import is_cpu, recorded
 from blockwalk.plan.mesh import reach
-from blockwalk.plan.model_spec import ParamSpec
+from blockwalk.plan.model_spec import ModelSpec, ParamSpec
 from blockwalk.plan.placement import StateKind
 from blockwalk.program.flat_layout import (
     PARTS,
@@ -46,6 +46,9 @@ from blockwalk.program.slicing import Run
 from blockwalk.ranks.groups import Groups
 from blockwalk.tiers.memories import Memories
 from blockwalk.tiers.memory import Memory
+
+Slice = tuple[Tensor, int]
+"""This rank's slice of a bucket, and over how many ranks it is one."""
 
 
 @dataclass(slots=True)
@@ -113,14 +116,11 @@ class ShardedPart:
         self.plan = model.plan
         trainable = part is StateKind.TRAINABLE
         column = PARTS.index(part)
-        self.units = [
-            UnitSlices(
-                part_layout(self.plan, model.spec, unit, part),
-                {p.name: p for p in unit.part(trainable)},
-                model.compute_dtype,
-            )
-            for unit in model.spec.units
-        ]
+        self.units = self._laid_out(model.spec)
+        self.all_units = self.units
+        """The units of all stages; of those that another one holds the layout alone."""
+        if model.stage.count > 1:
+            self.all_units = self._laid_out(model.full_spec)
         self.owner = {
             name: unit for unit, slices in enumerate(self.units) for name in slices.params
         }
@@ -137,6 +137,18 @@ class ShardedPart:
         self.slots = Slots(sizes, model.device)
         self._kept: dict[int, Tensor] = {}
         """Node slices that stay on the device for the rest of a step."""
+
+    def _laid_out(self, spec: ModelSpec) -> list[UnitSlices]:
+        """Return the layouts of this part of a model's units."""
+        trainable = self._part is StateKind.TRAINABLE
+        return [
+            UnitSlices(
+                part_layout(self.plan, spec, unit, self._part),
+                {p.name: p for p in unit.part(trainable)},
+                self._model.compute_dtype,
+            )
+            for unit in spec.units
+        ]
 
     # ---- residency -------------------------------------------------------------------------------
 
@@ -291,37 +303,52 @@ class ShardedPart:
 
     # ---- whole buckets, outside a program: every rank calls these together -----------------------
 
-    def gathered(self, unit: int, slice_P: Tensor, ranks: int) -> Tensor:
-        """Return a unit's whole bucket [P], on the device, from each rank's slice over so many
-        ranks."""
-        numel = self.units[unit].numel
-        bucket_P = torch.empty(numel, dtype=slice_P.dtype, device=self._model.device)
-        bucket_P[self.groups.slice(numel, ranks)] = slice_P.to(self._model.device)
-        for axis in reversed(self.groups.between(1, ranks)):
-            self.groups.gather_(
-                bucket_P[self.groups.slice(numel, axis.inner)], (axis,), self.groups.lane(axis)
-            )
+    def gathered(self, unit: int, own: Slice | None, dtype: torch.dtype) -> Tensor:
+        """Return a unit's whole bucket [P] of a dtype, on the device, from each rank's slice; of a
+        unit of another stage, which has none of it here, as that one has gathered it."""
+        numel = self.all_units[unit].numel
+        bucket_P = torch.empty(numel, dtype=dtype, device=self._model.device)
+        if own is not None:
+            slice_P, ranks = own
+            bucket_P[self.groups.slice(numel, ranks)] = slice_P.to(self._model.device)
+            for axis in reversed(self.groups.between(1, ranks)):
+                self.groups.gather_(
+                    bucket_P[self.groups.slice(numel, axis.inner)], (axis,), self.groups.lane(axis)
+                )
+        if self.groups.stages is not None:
+            self.groups.stages.tell(bucket_P, self._model.stage_of(unit))
         return bucket_P
 
     def whole(self, own: Mapping[int, Tensor], ranks: int) -> dict[str, Tensor]:
-        """Return whole tensors by parameter, on every rank, of which ``own`` are this rank's slices
-        by unit: for small models and tests."""
+        """Return whole float32 tensors by parameter, on every rank, of which ``own`` are this
+        rank's slices by unit, over so many ranks: for small models and tests."""
         tensors: dict[str, Tensor] = {}
-        for unit, slice_P in own.items():
-            values = self.units[unit].open(self.gathered(unit, slice_P, ranks))
+        for unit, slices in enumerate(self.all_units):
+            if not slices.numel:
+                continue
+            held = (own[unit], ranks) if unit in own else None
+            values = slices.open(self.gathered(unit, held, torch.float32))
             tensors |= {
                 name: value.clone() for name, value in values.items() if isinstance(value, Tensor)
             }
         return tensors
 
-    def assembled(self, own: Callable[[int], tuple[Tensor, int]]) -> dict[str, Any]:
+    def assembled(
+        self, own: Callable[[int], Slice], dtype: torch.dtype | None = None
+    ) -> dict[str, Any]:
         """Return every parameter in the dtype that the model came in, its unit assembled when rows
-        of it are read. ``own`` answers this rank's slice of a unit, and over how many ranks it is
-        one."""
-        assembler = Assembler(lambda unit: self.units[unit].open(self.gathered(unit, *own(unit))))
+        of it are read. ``own`` answers this rank's slice of a unit that its stage holds, in
+        ``dtype``: unless given that of buckets as they travel."""
+
+        def assemble(unit: int) -> dict[str, Value]:
+            held = own(unit) if self.units[unit].numel else None
+            slices = self.all_units[unit]
+            return slices.open(self.gathered(unit, held, dtype or slices.dtype))
+
+        assembler = Assembler(assemble)
         return {
             name: Assembled(assembler, unit, p.shape, dtype_of(p.dtype), itemgetter(name))
-            for unit, slices in enumerate(self.units)
+            for unit, slices in enumerate(self.all_units)
             for name, p in slices.params.items()
         }
 
@@ -330,17 +357,22 @@ class ShardedPart:
 
     def sums(self) -> list[tuple[str, int, int]]:
         """Return a checksum of this rank's slice of each unit, where others hold copies of it: the
-        unit's name, the ranks that hold one copy together, the sum."""
-        if self.plan.parameter_ranks == self.plan.mesh.world:
+        unit's name, the ranks that hold one copy together, the sum: 0 of what another stage
+        holds."""
+        ranks = self.plan.parameter_ranks
+        if ranks == self.plan.mesh.stage_ranks:
             return []
-        slices = [
-            (unit.name, *self._slice(n))
-            for n, unit in enumerate(self._model.spec.units)
-            if self.units[n].numel
+        return [
+            (
+                f"{unit.name} (frozen)",
+                ranks,
+                word_sum(self._slice(n)[0]) if self.units[n].numel else 0,
+            )
+            for n, unit in enumerate(self._model.full_spec.units)
+            if self.all_units[n].numel
         ]
-        return [(f"{name} (frozen)", ranks, word_sum(slice_P)) for name, slice_P, ranks in slices]
 
-    def _slice(self, unit: int) -> tuple[Tensor, int]:
+    def _slice(self, unit: int) -> Slice:
         """Return this rank's slice in the compute dtype, and over how many ranks it is one."""
         slices = self.units[unit]
         slice_P = slices.node if slices.node is not None else slices.source

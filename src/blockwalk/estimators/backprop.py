@@ -31,12 +31,15 @@ from blockwalk.engine.master_updates import MasterUpdates
 from blockwalk.estimators.head import Ending
 from blockwalk.estimators.losses import Objective, loss_of
 from blockwalk.estimators.protocol import StepFigures
+from blockwalk.estimators.stage_values import Received, receive, send
 from blockwalk.estimators.walk_request import Step
 from blockwalk.numerics.lazy_linear import unread
 from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.numerics.noise.key import derive_seed
 from blockwalk.numerics.rule_mask import RuleMask
 from blockwalk.numerics.updates import clip_coefficient, exact_parts
+from blockwalk.plan.mesh import holders
+from blockwalk.plan.placement import StateKind
 from blockwalk.program.program import Op, OpKind, Shape
 from blockwalk.program.state_sizes import maps_graphs
 from blockwalk.ranks.forward_sharing import ForwardSharing
@@ -76,6 +79,8 @@ class _State:
     graph_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Bytes that the graph of each block and micro-batch wrote to file maps."""
     loaded: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    received: Received = field(default_factory=dict)
+    """Values of other stages that nothing has used yet."""
     prologue_trainables: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     loss_sum: float = 0.0
     losses: list[Tensor] = field(default_factory=list)
@@ -124,6 +129,9 @@ class Backprop:
         """Tensors that graphs save in file maps: those of kept graphs by :meth:`_place`, those of
         recomputed ones, which follow each other, under one key."""
         self._maps_graphs = maps_graphs(engine.plan, engine.device.type)
+        steps = plan.gradient_accumulation_steps
+        self._alive = steps if plan.accumulation_order == "block" else engine.stage.alive(steps)
+        """Micro-batches that are alive at once."""
         self.state: _State | None = None
         self.loss = loss_of(engine.plan.loss_facts, engine.cut.head, objective)
 
@@ -200,10 +208,15 @@ class Backprop:
         if op.of_graph:
             return self._move_graph(op)
         if op.kind is OpKind.SAVE:
-            staged = self.activations.stage(self.state.hidden[op.micro_batch])
+            staged = self.activations.stage(self._hidden(op, self.state))
             return partial(self.activations.save, self._place(op), *staged)
         if op.kind is OpKind.LOAD:
             return partial(self._load, op, self.state, self.activations.place())
+        if op.kind is OpKind.SEND:  # what was made last, which a later op may replace
+            return self._send(op, self.state)
+        if op.kind is OpKind.RECV:
+            batch = self.state.batches[op.micro_batch]
+            return receive(self.engine, op, batch, self.state.received)
         return partial(getattr(self, f"_{op.kind.lower()}"), op, self.state)
 
     def _input_bytes(self, tokens: int) -> int:
@@ -220,7 +233,8 @@ class Backprop:
         """Dropout's seed for one unit and micro-batch: the same in forward and recomputation, in
         any order of the walk. Ranks have different rows, and different masks; rank 0's are those of
         one process."""
-        rank = (self.engine.rank,) if self.engine.rank else ()
+        place = self.engine.rank % self.engine.plan.mesh.stage_ranks
+        rank = (place,) if place else ()
         return derive_seed(
             self.engine.plan.seed, "dropout", state.step.number, op.micro_batch, op.unit, *rank
         )
@@ -238,8 +252,28 @@ class Backprop:
         state.hidden[m] = prologue.hidden_BSD.detach()
         state.outer[m] = {}
 
+    def _arguments(self, op: Op, state: _State) -> None:
+        m = op.micro_batch
+        state.prologues[m] = self.engine.cut.prologue_of_zeros(state.batches[m])
+        state.outer[m] = {}
+
+    def _hidden(self, op: Op, state: _State) -> Tensor:
+        """Return the hidden state that a unit is given, taken over where another stage made it."""
+        m = op.micro_batch
+        key = (StateKind.ACTIVATION, op.unit - 1, m)
+        if key in state.received:
+            state.hidden[m] = state.received.pop(key)
+        return state.hidden[m]
+
+    def _send(self, op: Op, state: _State) -> Callable[[], None]:
+        values = state.hidden if op.part is StateKind.ACTIVATION else state.gradient
+        if op.part is StateKind.GRADIENT and op.unit + 1 == self.engine.stage.first_block:
+            state.prologues.pop(op.micro_batch)  # the last walk over its blocks' arguments
+        return send(self.engine, op, values.pop(op.micro_batch), state.batches[op.micro_batch])
+
     def _forward(self, op: Op, state: _State) -> None:
         m = op.micro_batch
+        self._hidden(op, state)
         if op.keep_graph:
             graph, output_BSD = self._run(op, state, state.hidden[m])
             state.graphs[op.unit, m] = graph
@@ -308,9 +342,9 @@ class Backprop:
 
     def _place(self, op: Op) -> tuple[int, int]:
         """Return the key of the buffer that a unit's activations lie in: one for each micro-batch
-        that is alive at once. The walk over one micro-batch ends before the next begins, so that
-        all of them share one."""
-        return op.unit, op.micro_batch if self.engine.plan.accumulation_order == "block" else 0
+        that is alive at once, which take turns. The walk of one process over one micro-batch ends
+        before the next begins, so that all of them share one."""
+        return op.unit, op.micro_batch % self._alive
 
     def _load(self, op: Op, state: _State, place: Tensor) -> None:
         state.loaded[op.unit, op.micro_batch] = self.activations.load(self._place(op), place)
@@ -343,6 +377,8 @@ class Backprop:
     def _backward(self, op: Op, state: _State) -> None:
         key = (op.unit, op.micro_batch)
         m = op.micro_batch
+        if (StateKind.GRADIENT, *key) in state.received:
+            state.gradient[m] = state.received.pop((StateKind.GRADIENT, *key))
         if op.keep_graph:
             graph = state.graphs.pop(key)
         else:
@@ -417,9 +453,10 @@ class Backprop:
                 f" step's data, or compute more exactly (compute_dtype: {dtype} now)"
             )
         if state.grad_norm is None:  # NORM has it exactly, where the plan clips
-            holders = answers[: self.engine.plan.optimizer_ranks]
+            plan = self.engine.plan
+            of_one_copy = holders(answers, plan.mesh, 0, plan.optimizer_ranks)
             state.grad_norm = math.sqrt(
-                math.fsum(square for answer in holders for square in answer[2:])
+                math.fsum(square for answer in of_one_copy for square in answer[2:])
             )
         self.updates.commit()
 

@@ -17,9 +17,11 @@ from blockwalk.engine.home import Job
 from blockwalk.estimators.head import Ending
 from blockwalk.estimators.losses import Objective, loss_of
 from blockwalk.estimators.protocol import Weights
+from blockwalk.estimators.stage_values import Received, receive, send
 from blockwalk.estimators.walk_request import Losses, NextLogits
 from blockwalk.estimators.zeroth_order.objectives import as_objective
-from blockwalk.program.program import Op
+from blockwalk.plan.placement import StateKind
+from blockwalk.program.program import Op, OpKind
 
 
 class Forward:
@@ -44,6 +46,8 @@ class Forward:
         self.prologues: dict[int, Prologue] = {}
         """The prologue of each micro-batch."""
         self.hidden: dict[int, Tensor] = {}
+        self.received: Received = {}
+        """Values of other stages that nothing has used yet."""
         self.row_losses: dict[int, Tensor] = {}
         """Losses [B], summed over each sequence, float64, by micro-batch; of all in one where the
         loss is the model's own."""
@@ -61,11 +65,29 @@ class Forward:
         self.request = request
         self.prologues.clear()
         self.hidden.clear()
+        self.received.clear()
         self.row_losses = {}
         self.logits_BV = None
 
+    def losses_of(self, micro_batch: int) -> Tensor:
+        """Return the losses of a micro-batch, as :attr:`row_losses`; zeros where another stage has
+        them."""
+        if self.engine.stage.is_last:
+            return self.row_losses[micro_batch]
+        by_row = self.loss.sums or (isinstance(self.request, Losses) and self.request.by_row)
+        rows = len(self.labels[micro_batch]) if by_row else 1
+        return torch.zeros(rows, dtype=torch.float64)
+
     def prepare(self, op: Op) -> Job:
-        """Return the work of one op: the method of its name."""
+        """Return the work of one op: the method of its name. A SEND reads what was made last, which
+        a later op may replace."""
+        if op.kind is OpKind.SEND:
+            value = self.hidden.pop(op.micro_batch)
+            if self.engine.stage.chunks[-1][-1] == op.unit:
+                self.prologues.pop(op.micro_batch)
+            return send(self.engine, op, value, self.batches[op.micro_batch])
+        if op.kind is OpKind.RECV:
+            return receive(self.engine, op, self.batches[op.micro_batch], self.received)
         return partial(getattr(self, f"_{op.kind.lower()}"), op)
 
     @torch.no_grad()
@@ -79,8 +101,16 @@ class Forward:
         self.engine.unbind(0)
 
     @torch.no_grad()
+    def _arguments(self, op: Op) -> None:
+        batch = self.batches[op.micro_batch]
+        self.prologues[op.micro_batch] = self.engine.cut.prologue_of_zeros(batch)
+
+    @torch.no_grad()
     def _forward(self, op: Op) -> None:
         m = op.micro_batch
+        key = (StateKind.ACTIVATION, op.unit - 1, m)
+        if key in self.received:
+            self.hidden[m] = self.received.pop(key)
         self.weights.bind(op.unit)
         call = self.prologues[m].calls[op.unit - 1]
         self.hidden[m] = self.engine.cut.forward(call, self.hidden[m])

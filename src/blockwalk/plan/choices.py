@@ -253,10 +253,22 @@ class ContextSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineSettings:
+    """Blocks over stages (``pipeline.*``), where ``mesh.pipeline`` is above 1."""
+
+    chunks: int = 1
+    """Runs of neighbouring blocks that each stage has. With v of them stages are idle for a smaller
+    part of a step, and send v times the bytes."""
+    blocks: tuple[int, ...] = ()
+    """The blocks of every chunk, in the order of the model: ``[5, 6, 6, 5]``. []: as many as leave
+    the slowest chunk the least to compute."""
+
+
+@dataclass(frozen=True, slots=True)
 class MeshSettings:
     """The ranks (``mesh.*``): sizes of named axes. Over ``node``, ``world`` and ``groups`` state is
     spread, as its placement says; over ``data`` and ``perturb`` a zeroth-order step's work is
-    shared, over ``context`` the tokens of a sequence."""
+    shared, over ``context`` the tokens of a sequence, over ``pipeline`` the blocks."""
 
     data: int = 1
     """Parts that the global batch is cut into, the outer axis."""
@@ -265,6 +277,9 @@ class MeshSettings:
     context: int = 1
     """Backpropagation over ranks: neighbours that each hold a part of every sequence. Parameters,
     gradients and optimizer states stay spread as without it."""
+    pipeline: int = 1
+    """Backpropagation over ranks: stages, each of which holds some of the blocks and walks over
+    them. They are the outermost axis; state is spread over the ranks of a stage."""
     check_every: int = 100
     """The steps between comparisons of the copies of weights and moments that ranks hold. The run
     ends where two differ. Backpropagation compares them before every checkpoint as well."""
@@ -275,3 +290,8 @@ class MeshSettings:
     """Ranks that share a machine; the launcher says how many."""
     world: int = 1
     """All ranks; the launcher says how many."""
+
+    @property
+    def stage_ranks(self) -> int:
+        """The ranks of a stage: all, where there is one."""
+        return self.world // max(self.pipeline, 1)

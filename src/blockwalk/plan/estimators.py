@@ -162,11 +162,12 @@ def _against_context(plan: Any) -> Iterator[str]:
     mesh = plan.mesh
     if mesh.context == 1:
         return
-    if mesh.world % mesh.context:
+    if mesh.stage_ranks % mesh.context:
+        stage = f" ÷ mesh.pipeline: {mesh.pipeline}" if mesh.pipeline > 1 else ""
         yield (
             f"mesh.context is {mesh.context}, and so many ranks hold the parts of each sequence:"
-            f" they do not divide mesh.world, {counted(mesh.world, 'rank')}; start a multiple of"
-            " them, or set mesh.context: 1"
+            f" they do not divide mesh.world, {counted(mesh.world, 'rank')}{stage}; start a"
+            " multiple of them, or set mesh.context: 1"
         )
     elif max(mesh.context, mesh.ranks_per_node) % min(mesh.context, mesh.ranks_per_node):
         yield (
@@ -174,18 +175,65 @@ def _against_context(plan: Any) -> Iterator[str]:
             " parts of a sequence would lie on some nodes in part; set mesh.context to a divisor"
             f" of {mesh.ranks_per_node}"
         )
-    elif mesh.data not in (1, mesh.world // mesh.context):
+    elif mesh.data not in (1, mesh.stage_ranks // mesh.context):
         yield (
             f"mesh.data × mesh.context = {mesh.data}×{mesh.context} ="
-            f" {mesh.data * mesh.context}, but there are {mesh.world} ranks; set mesh.data:"
-            f" {mesh.world // mesh.context}, or leave it out"
+            f" {mesh.data * mesh.context}, but there are {mesh.stage_ranks} ranks; set mesh.data:"
+            f" {mesh.stage_ranks // mesh.context}, or leave it out"
         )
     unlike = "noise on embeddings would be drawn otherwise for parts of a sequence (mesh.context)"
     yield from must_be(plan, "neftune_noise_alpha", 0, unlike)
 
 
+def _against_pipeline(plan: Any) -> Iterator[str]:
+    """Yield what speaks against blocks over stages."""
+    mesh = plan.mesh
+    stages = mesh.pipeline
+    chunks = plan.pipeline.chunks
+    steps = plan.gradient_accumulation_steps
+    if stages == 1:
+        one = "there is one stage (mesh.pipeline: 1), whose ranks all walk over every block"
+        yield from must_be(plan, "pipeline.chunks", 1, one)
+        yield from must_be(plan, "pipeline.blocks", (), one)
+        return
+    if mesh.world % stages:
+        yield (
+            f"mesh.pipeline is {stages}, and so many stages have as many ranks each: they do not"
+            f" divide mesh.world, {counted(mesh.world, 'rank')}; start a multiple of them, or set"
+            " mesh.pipeline: 1"
+        )
+        return
+    node = mesh.ranks_per_node
+    if max(mesh.stage_ranks, node) % min(mesh.stage_ranks, node):
+        yield (
+            f"mesh.pipeline is {stages}, {counted(mesh.stage_ranks, 'rank')} a stage, and"
+            f" mesh.ranks_per_node {node}: a stage would lie on some nodes in part; let one of"
+            " them divide the other"
+        )
+    sizes = plan.pipeline.blocks
+    if sizes and (len(sizes) != stages * chunks or min(sizes) < 1):
+        yield (
+            f"pipeline.blocks is {list(sizes)}, and mesh.pipeline × pipeline.chunks ="
+            f" {stages}×{chunks} = {stages * chunks} chunks have one block at least each; give so"
+            " many numbers from 1 on, or leave it out"
+        )
+    rounds = max(1, steps // stages)
+    if chunks > 1 and steps % rounds:
+        below = steps - steps % stages
+        yield (
+            f"gradient_accumulation_steps is {steps}, and with pipeline.chunks: {chunks}"
+            f" micro-batches go in rounds of mesh.pipeline: {stages} or more, all of one size; set"
+            f" gradient_accumulation_steps: {below} or {below + stages}, or pipeline.chunks: 1"
+        )
+    apart = "stages work on different micro-batches at a time (mesh.pipeline)"
+    yield from must_be(plan, "accumulation_order", "micro_batch", apart)
+    at_end = "a stage updates its blocks when all micro-batches have passed (mesh.pipeline)"
+    yield from must_be(plan, "update.timing", Timing.STEP, at_end)
+
+
 def _against_backprop(plan: Any) -> Iterator[str]:
     yield from _against_context(plan)
+    yield from _against_pipeline(plan)
     if plan.compute_dtype == "float16":
         yield (
             "compute_dtype is float16, and backpropagation does not scale its losses: most"
@@ -207,6 +255,7 @@ def _against_zeroth_order(plan: Any) -> Iterator[str]:
         ("optimizer.decay", "matrices", "zeroth order spares the names that the original spares"),
         ("neftune_noise_alpha", 0, noiseless),
         ("mesh.context", 1, "zeroth order shares forwards and rows, and walks whole sequences"),
+        ("mesh.pipeline", 1, "a rank of zeroth order walks every block: losses are all it sends"),
     ):
         yield from must_be(plan, setting, value, because)
     if plan.zo.epsilon <= 0:

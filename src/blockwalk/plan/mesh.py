@@ -12,7 +12,8 @@ reducing ever moves an element inside a buffer.
 
 A zeroth-order step's work is shared over two further axes of the same ranks: ``perturb``, inside,
 and ``data``. Under backpropagation the ranks of an axis ``context``, neighbours too, hold parts of
-the same sequences.
+the same sequences. Those of the outermost axis, ``pipeline``, are stages, which walk over different
+blocks: groups lie inside a stage, whose ranks are all that ``world`` means for state.
 
 Nothing here imports torch: plans are compiled from these numbers, and :mod:`blockwalk.ranks.groups`
 makes process groups of them."""
@@ -24,6 +25,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.placement import NOBODY, NODE, WORLD
@@ -34,6 +36,14 @@ DATA = "data"
 """The axes that a zeroth-order step's forwards, and the global batch, are shared over."""
 CONTEXT = "context"
 """The axis that the tokens of a sequence are shared over, under backpropagation."""
+PIPELINE = "pipeline"
+"""The axis that the blocks are shared over, under backpropagation: the outermost, whose places are
+stages. State is spread over the ranks of a stage."""
+
+ENDS = "ends"
+"""The ranks of the first and the last stage that hold the same slices of a tied weight."""
+WORK = (PERTURB, DATA, CONTEXT, PIPELINE)
+"""The axes that a step's work is shared over."""
 
 Coordinates = tuple[tuple[str, int], ...]
 """A rank's place on each axis, by the axis's name; 0 on those that are left out."""
@@ -73,16 +83,16 @@ def group_sizes(mesh: MeshSettings) -> Mapping[str, int]:
     Raises:
         ValueError: one of ``mesh.groups`` is no name and number.
     """
-    sizes = {NOBODY: 1, NODE: mesh.ranks_per_node}
+    sizes = {NOBODY: 1, NODE: min(mesh.ranks_per_node, mesh.stage_ranks)}
     for text in mesh.groups:
         name, _, ranks = (word.strip() for word in text.partition("="))
-        is_new = name not in (*sizes, WORLD, PERTURB, DATA, CONTEXT)
+        is_new = name not in (*sizes, WORLD, *WORK, ENDS)
         if not ranks.isdecimal() or not int(ranks) or not name or "×" in name or not is_new:
             raise ValueError(
                 f"mesh.groups has {text!r}; it takes new names, each with its ranks, such as half=4"
             )
         sizes[name] = int(ranks)
-    return {**sizes, WORLD: mesh.world}
+    return {**sizes, WORLD: mesh.stage_ranks}
 
 
 @lru_cache
@@ -97,7 +107,7 @@ def make_axes(mesh: MeshSettings) -> tuple[Axis, ...]:
     for name, size in group_sizes(mesh).items():
         names.setdefault(size, name)
     steps = list(itertools.pairwise(sorted(names)))
-    for small, large in [*steps, (max(names), mesh.world)]:
+    for small, large in [*steps, (max(names), mesh.stage_ranks)]:
         if large % small:
             raise ValueError(
                 f"groups must be nested: {names[small]} has {counted(small, 'rank')}, which do"
@@ -115,6 +125,7 @@ def work_axes(mesh: MeshSettings) -> tuple[Axis, ...]:
         (CONTEXT, 1, mesh.context),
         (PERTURB, 1, mesh.perturb),
         (DATA, mesh.perturb, mesh.perturb * mesh.data),
+        (PIPELINE, mesh.stage_ranks, mesh.stage_ranks * mesh.pipeline),
     )
     return tuple(
         Axis(name, inner, outer, outer > mesh.ranks_per_node)
@@ -159,6 +170,14 @@ def reach(axes: Sequence[Axis]) -> tuple[int, int]:
 def ranks_over(mesh: MeshSettings, names: Sequence[str]) -> int:
     """Return ranks of one collective over the axes of these names."""
     return math.prod(axis.length for axis in named((*work_axes(mesh), *make_axes(mesh)), names))
+
+
+def holders(values: Sequence[Any], mesh: MeshSettings, rank: int, ranks: int) -> list[Any]:
+    """Return, of every rank's values, those of the ranks that hold one copy of the state together
+    with ``rank``, ``ranks`` of each stage, and of their like in the other stages."""
+    first = rank % mesh.stage_ranks // ranks * ranks
+    starts = range(first, mesh.world, mesh.stage_ranks)
+    return [value for start in starts for value in values[start : start + ranks]]
 
 
 def slice_of(axes: Sequence[Axis], rank: int, numel: int, size: int) -> tuple[int, int]:

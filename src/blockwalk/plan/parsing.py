@@ -427,6 +427,10 @@ def _numbers(value: Any) -> tuple[float, ...]:
     return tuple(map(_number, value.split(",") if isinstance(value, str) else value))
 
 
+def _integers(value: Any) -> tuple[int, ...]:
+    return tuple(map(_integer, value.split(",") if isinstance(value, str) else value))
+
+
 def _pair(value: Any) -> tuple[float, float]:
     beta1, beta2 = _numbers(value)
     return beta1, beta2
@@ -481,6 +485,7 @@ READERS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
     int | str: ("auto|N|off", "auto, off or a number of positions, such as 1024", _tile),
     int | None: ("SIZE", "a size, such as 18GB, 512MiB or a number of bytes", _size),
     tuple[float, float]: ("X,X", "two numbers, such as [0.9, 0.95]", _pair),
+    tuple[int, ...]: ("N,...", "a list of whole numbers, such as [5, 6]", _integers),
     tuple[float, ...]: ("X,...", "a list of numbers, such as [0.7, 0.3]", _numbers),
     tuple[str, ...]: ("TEXT,...", "a list of texts, such as [yes, no]", _texts),
     str | tuple[str, ...]: ("TEXT,...", "a text, or a list of texts", _pattern_or_texts),

@@ -21,6 +21,7 @@ from blockwalk.plan.choices import (
     LoraSettings,
     MeshSettings,
     OptimizerSettings,
+    PipelineSettings,
     UpdateSettings,
     ZerothOrderSettings,
 )
@@ -84,6 +85,7 @@ class Plan:
     cache: CacheSettings = field(default_factory=CacheSettings)
     mesh: MeshSettings = field(default_factory=MeshSettings)
     context: ContextSettings = field(default_factory=ContextSettings)
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     gradient_accumulation_steps: int = 1
     """Micro-batches that a step's batch is cut into."""
     accumulation_order: str = "micro_batch"
@@ -178,7 +180,7 @@ class Plan:
         the same rows."""
         mesh = self.mesh
         shares_forwards = self.estimator.facts.shares_forwards
-        return mesh.data if shares_forwards else mesh.world // mesh.context
+        return mesh.data if shares_forwards else mesh.stage_ranks // mesh.context
 
     @property
     def sums_apart(self) -> bool:
@@ -213,7 +215,7 @@ class Plan:
         """True where groups of other names are one here because all ranks are on one node: the same
         plan caches on two."""
         return (
-            self.mesh.world == self.mesh.ranks_per_node
+            self.mesh.stage_ranks <= self.mesh.ranks_per_node
             and self.trainable.group != self.optimizer_state.group
         )
 

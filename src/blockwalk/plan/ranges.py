@@ -50,7 +50,7 @@ SMALLER = by_name(
     (2**16, "lora.rank"),
     (
         2**20,
-        "mesh.world mesh.ranks_per_node mesh.data mesh.perturb mesh.context"
+        "mesh.world mesh.ranks_per_node mesh.data mesh.perturb mesh.context mesh.pipeline"
         " gradient_accumulation_steps prefetch",
     ),
     (2**20, "prefix.num_virtual_tokens zo.queries zo.noise_rank keep_checkpoints eval_batches"),
@@ -93,7 +93,8 @@ def _digits(number: float) -> str:
 LEAST = by_name(
     (
         1,
-        "gradient_accumulation_steps update.flush_every zo.queries zo.noise_rank zo.noise_interval",
+        "gradient_accumulation_steps update.flush_every zo.queries zo.noise_rank zo.noise_interval"
+        " pipeline.chunks",
     ),
     (1, " ".join(f"mesh.{f.name}" for f in dataclasses.fields(MeshSettings) if f.name != "groups")),
     (

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from blockwalk.plan.choices import Timing
+from blockwalk.plan.mesh import ENDS
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind
+from blockwalk.program.handover import Handover
 from blockwalk.program.lower import Builder, Turn
 from blockwalk.program.program import Bytes, Lane, OpKind, Pool
 from blockwalk.program.reductions import Reductions
@@ -26,21 +28,33 @@ def backprop(b: Builder, *, update: bool, graphs: int) -> None:
     the end the gradients are judged, and used where they were not at the blocks' turns."""
     plan = b.places.plan
     epilogue = b.places.last
-    lowest = min(b.places.trained, default=epilogue)
+    lowest = b.stage.lowest
     micro_batches = list(range(plan.gradient_accumulation_steps))
     by_block = plan.accumulation_order == "block"
+    groups = [micro_batches] if by_block else [[m] for m in micro_batches]
+    order = [
+        visit
+        for visit in b.stage.visits(len(groups))
+        if not visit.backwards or b.stage.chunks[visit.chunk][-1] >= lowest
+    ]
     walk = _Backprop(
         b,
         at_turn=update and plan.update.at_turn,
         final=micro_batches[-1],
         keep=_kept_graphs(b, graphs, lowest),
         lowest=lowest,
+        handover=Handover(b, order, groups),
     )
     turns: list[Turn] = []
-    for group in [micro_batches] if by_block else [[m] for m in micro_batches]:
-        backwards = [*range(epilogue, max(lowest, 1) - 1, -1), *([0] if lowest == 0 else [])]
-        turns += [Turn(unit, partial(walk.forward, unit, group)) for unit in range(epilogue)]
-        turns += [Turn(unit, partial(walk.differentiate, unit, group)) for unit in backwards]
+    for visit in order:
+        group = groups[visit.group]
+        chunk = b.stage.chunks[visit.chunk]
+        if visit.backwards:
+            units = [unit for unit in reversed(chunk) if unit >= lowest]
+            turns += [Turn(unit, partial(walk.differentiate, unit, group)) for unit in units]
+        else:
+            units = [unit for unit in chunk if unit != epilogue]
+            turns += [Turn(unit, partial(walk.forward, unit, group)) for unit in units]
     b.walk(turns)
     judged = walk.judge(update=update)
     if not update or plan.update.timing is not Timing.STEP:
@@ -65,6 +79,8 @@ class _Backprop:
     """The blocks whose graphs stay between forward and backward."""
     lowest: int
     """The first unit with something to train: below it nothing is differentiated."""
+    handover: Handover
+    """The ops that go over the borders of a stage."""
     reductions: Reductions = field(init=False)
     saves: dict[tuple[int, int], int] = field(default_factory=dict)
     """The op that saved each block's input, or its graph in file maps, by block and micro-batch."""
@@ -96,18 +112,16 @@ class _Backprop:
         on_device = any(pool is Pool.DEVICE for pool, _ in graph)
         transient = cost.forward_transient
         forwards = []
+        if unit in self.handover.firsts:
+            self.handover.begin(backwards=False)
         for m in group:
             if unit >= max(self.lowest, 1) and unit not in self.keep:
-                saved = self._moves_input(
-                    OpKind.SAVE, Lane.STORE, unit, m, self.hidden[m], takes=self._input()
-                )
-                self.saves[unit, m] = saved
-                self.saved_inputs.append(saved)
+                self._save_input(unit, m)
             self.hidden[m] = b.op(
                 OpKind.FORWARD if unit else OpKind.PROLOGUE,
                 unit,
                 Lane.COMPUTE,
-                [*after, *self._leaves_buffer()],
+                [*after, *self._leaves_buffer(), *self.handover.waits(unit, m)],
                 micro_batch=m,
                 keep_graph=unit in self.keep,
                 flops=cost.forward_flops if unit else 0,
@@ -116,19 +130,34 @@ class _Backprop:
                 **b.exchanges(unit, cost.forward_sent),
             )
             forwards.append(self.hidden[m])
+            self.handover.passed(unit, m, self.hidden[m])
             if unit in self.keep and b.places.maps_graphs:
                 self.saves[unit, m] = self._moves_graph(
                     OpKind.SAVE, Lane.STORE, unit, m, self.hidden[m]
                 )
         return forwards
 
+    def _save_input(self, unit: int, micro_batch: int) -> None:
+        """Write a block's input to its tier, no earlier than the walk comes to the block."""
+        received = self.handover.came(unit, micro_batch)
+        made = [*received, *self.handover.latest] if received else [self.hidden[micro_batch]]
+        saved = self._moves_input(
+            OpKind.SAVE, Lane.STORE, unit, micro_batch, *made, takes=self._input()
+        )
+        self.saves[unit, micro_batch] = saved
+        self.saved_inputs.append(saved)
+
     def differentiate(self, unit: int, group: list[int], after: Sequence[int]) -> list[int]:
         """Emit the loss at the epilogue's turn, or the backwards of a unit; then what completes the
         unit's gradients and uses them. Return those that use its slot."""
         places = self.b.places
         deps = list(after)
-        if unit == places.last:
-            blocks = range(places.last - 1, max(self.lowest, 1) - 1, -1)
+        if unit in self.handover.lasts:
+            self.handover.begin(backwards=True)
+            chunk = self.b.stage.chunk_of(unit)
+            blocks = [
+                block for block in reversed(chunk) if max(self.lowest, 1) <= block < places.last
+            ]
             self.queue = [(block, m) for block in blocks if self._comes_back(block) for m in group]
         if places.maps_gradients:
             deps += self._fetch_gradients(unit, group)
@@ -152,6 +181,7 @@ class _Backprop:
         beside_graph = block and (kept or places.maps_graphs)
         transient = cost.backward_transient - (cost.saved if beside_graph else 0)
         deps = self.reductions.open(unit, after)
+        deps += self.handover.waits(unit, micro_batch, backwards=True)
         details = self._claims(unit, micro_batch, transient)
         comes_back = block and self._comes_back(unit)
         if comes_back:
@@ -170,6 +200,7 @@ class _Backprop:
             **details,
             **b.exchanges(unit, sent),
         )
+        self.handover.passed(unit, micro_batch, backward, backwards=True)
         if comes_back:
             self.backwards.append(backward)
         if block and not kept and places.maps_graphs:  # the graph was made again, in file maps
@@ -213,6 +244,10 @@ class _Backprop:
         micro-batches are there. Return the ops of it that use the unit's slot."""
         b = self.b
         reduced = self.reductions.reduce(unit, done, complete=complete)
+        if b.stage.shares_ends and unit == b.places.last:  # no prologue follows on this stage
+            head = self.reductions.reduce(0, done, complete=complete)
+            if complete and head:
+                self.complete[0] = head[-1]
         if not complete:
             return []
         if reduced or not b.places.gathered:
@@ -242,6 +277,7 @@ class _Backprop:
         takes the gradients over."""
         self._leave(0)
         b = self.b
+        self._sum_ends()
         ops = b.draft.ops
         deps = list(self.complete.values())
         if b.places.gathered:
@@ -257,6 +293,21 @@ class _Backprop:
         kind = OpKind.CHECK if update else OpKind.TOTAL
         part = StateKind.GRADIENT if update else None
         return [b.op(kind, b.places.last, Lane.COMPUTE, deps, part=part, axes=b.everyone)]
+
+    def _sum_ends(self) -> None:
+        """Add up the gradients of a tied weight, of which both end stages hold a copy."""
+        b = self.b
+        if b.stage.shares_ends and 0 in self.complete:
+            numel = b.places.layout(0, StateKind.TRAINABLE).numel
+            self.complete[0] = b.op(
+                OpKind.REDUCE,
+                0,
+                Lane.SEND_BACK,
+                [self.complete[0]],
+                part=StateKind.GRADIENT,
+                axes=(ENDS,),
+                nbytes=4 * numel // b.places.plan.optimizer_ranks,
+            )
 
     def _load(self, unit: int, micro_batch: int) -> int:
         """Bring back a block's input or its graph, and with it those of the next backwards, as far
@@ -324,7 +375,7 @@ def _kept_graphs(b: Builder, graphs: int, lowest: int) -> frozenset[int]:
     only resident or mapped ones can be kept, and of those in slots just the last block."""
     plan = b.places.plan
     places = b.places
-    blocks = range(max(lowest, 1), places.last)
+    blocks = [u for u in sorted(b.stage.units) if max(lowest, 1) <= u < places.last]
     unbounded = plan.budget is None and not places.maps_graphs
     if plan.recompute == "all" or (plan.recompute == "auto" and unbounded):
         return frozenset()

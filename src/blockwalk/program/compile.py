@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from blockwalk.plan.mesh import Coordinates, Piece, work_axes
+from blockwalk.plan.mesh import PIPELINE, Coordinates, Piece, work_axes
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import StateKind
 from blockwalk.plan.plan import Plan
@@ -29,6 +29,7 @@ from blockwalk.program.lower import Builder
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, Pool, Program, Shape, StepKind
 from blockwalk.program.resident_bytes import resident_bytes
+from blockwalk.program.stages import part_of, stage_at
 from blockwalk.program.turns import Step, emit
 
 
@@ -51,7 +52,7 @@ def compile(
 
     Args:
         plan: the placements and settings.
-        model: the units, in execution order.
+        model: the units, in execution order: of all stages.
         step_kind: train, gradients (no update), evaluate (no gradient) or flush (apply what is
             pending).
         shape: the shape bucket of one micro-batch.
@@ -64,31 +65,34 @@ def compile(
             (``activation: disk``).
         coordinates: the rank's places on the axes of the mesh
             (:func:`blockwalk.plan.mesh.coordinates_of`). Those at the first place of ``perturb``
-            run the most forwards; over the axes of state every rank's program is the same.
+            run the most forwards; a place of ``pipeline`` is a stage; over the axes of state every
+            rank's program is the same.
         pieces: the parts of a zeroth-order step that are computed, where ranks come and go; those
             of the place unless given.
 
     Raises:
         AssertionError: a rule of :mod:`blockwalk.program.invariants` does not hold.
-        ValueError: the frozen codec is not chosen yet.
+        ValueError: the frozen codec is not chosen yet, or the model cannot be cut into the plan's
+            stages.
     """
     if plan.frozen.codec.facts.chosen_later:
         raise ValueError(
             f"frozen is {plan.frozen}, and a program is of a codec that is known: name one, such"
             f" as {plan.frozen.tier} × int4a"
         )
-    places = Placements(plan, model, device)
+    stage = stage_at(plan, model, coordinates)
+    places = Placements(plan, part_of(stage, model), device)
 
     def lowered(graphs: int, keeps: frozenset[tuple[int, StateKind]] = frozenset()) -> Program:
         """Return the program in which at most so many of the last blocks keep their graphs."""
         ways = Ways(places, pending, step_kind is not StepKind.FLUSH, keeps)
         residency = Residency(dirty=pending.dirty)
-        b = Builder(places, ways, residency, shape, costs, page_cache, coordinates, pieces)
+        b = Builder(places, ways, residency, shape, costs, stage, page_cache, coordinates, pieces)
         emit(b, Step(step_kind, pending, graphs), batches)
         program = check(b.program(step_kind))
         if not step_kind.trains or keeps or not adapts(plan):
             return program
-        keeps = kept_slices(plan, model, program)
+        keeps = kept_slices(plan, places.model, program)
         return lowered(graphs, keeps) if keeps else program
 
     fills_budget = plan.recompute == "auto" and plan.budget is not None and not places.maps_graphs
@@ -122,17 +126,30 @@ def compile_ranks(plan: Plan, model: ModelSpec, *step: Any, **inputs: Any) -> tu
 
     Work is shared so evenly that the first and the last place of an axis stand for all, and
     programs of other micro-batches and other forwards are one if nothing else tells them apart.
-    Over the axes of state every rank's is the same."""
-    ends = [[(axis.name, place) for place in (0, axis.length - 1)] for axis in work_axes(plan.mesh)]
+    Every stage has its own. Over the axes of state every rank's is the same."""
+    ends = [
+        [
+            (axis.name, place)
+            for place in range(axis.length)
+            if axis.name == PIPELINE or place in (0, axis.length - 1)
+        ]
+        for axis in work_axes(plan.mesh)
+    ]
     programs: dict[tuple[Op, ...], Program] = {}
     for coordinates in product(*ends):
         program = compile(plan, model, *step, coordinates=coordinates, **inputs)
-        ops = tuple(replace(op, micro_batch=0, forward_pass=0) for op in program.ops)
+        ops = program.ops
+        if plan.mesh.pipeline == 1:
+            ops = tuple(replace(op, micro_batch=0, forward_pass=0) for op in ops)
         programs.setdefault(ops, program)
     return tuple(programs.values())
 
 
 def resident(plan: Plan, model: ModelSpec, *, device: str = "cpu") -> Counter[Pool]:
     """Return bytes that each pool of one rank holds between steps: parameters on their tiers and
-    optimizer states."""
-    return resident_bytes(Placements(plan, model, device))
+    optimizer states. Of stages the most of any."""
+    most: Counter[Pool] = Counter()
+    for number in range(plan.mesh.pipeline):
+        stage = stage_at(plan, model, ((PIPELINE, number),))
+        most |= resident_bytes(Placements(plan, part_of(stage, model), device))
+    return most

@@ -63,7 +63,7 @@ def part_layout(plan: Plan, model: ModelSpec, unit: UnitSpec, part: StateKind) -
     codec = (
         plan.frozen.codec if part is StateKind.FROZEN and plan.frozen.codec.encoded else Codec.RAW
     )
-    return flat_layout(unit, part, plan.mesh.world, compute_dtype(plan, model), codec)
+    return flat_layout(unit, part, plan.mesh.stage_ranks, compute_dtype(plan, model), codec)
 
 
 def travels_as(param: ParamSpec, dtype: str) -> str:

@@ -7,8 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from blockwalk.plan.mesh import Coordinates, Piece, context_axis, make_axes, names_of, work_axes
+from blockwalk.plan.mesh import (
+    PIPELINE,
+    Coordinates,
+    Piece,
+    context_axis,
+    make_axes,
+    names_of,
+    work_axes,
+)
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind
+from blockwalk.plan.plan import Plan
 from blockwalk.program.arrive import Residency, Ways, arrive, exchanged
 from blockwalk.program.costs import Costs, UnitCost
 from blockwalk.program.flat_layout import has_node_slice
@@ -24,7 +33,14 @@ from blockwalk.program.program import (
     StepKind,
 )
 from blockwalk.program.resident_bytes import resident_bytes
+from blockwalk.program.stages import Stage, held_by
 from blockwalk.program.state_sizes import activation_pool, compute_dtype, stages_inputs
+
+
+def visits_at_once(plan: Plan) -> int:
+    """Return the visits whose values are on their way between stages, or in use, on a lane at
+    once."""
+    return min(plan.prefetch, 1) + 1
 
 
 @dataclass(slots=True)
@@ -48,6 +64,8 @@ class Builder:
     residency: Residency
     shape: Shape
     costs: Costs
+    stage: Stage
+    """The units that the rank walks over."""
     page_cache: int = 0
     """Bytes of file maps that activations may take (``recompute: auto``)."""
     coordinates: Coordinates = ()
@@ -71,8 +89,9 @@ class Builder:
     def everyone(self) -> tuple[str, ...]:
         """The axes over which all ranks exchange scalars."""
         plan = self.places.plan
-        axes = work_axes if plan.estimator.facts.shares_forwards else make_axes
-        return names_of(axes(plan.mesh))
+        if plan.estimator.facts.shares_forwards:
+            return names_of(work_axes(plan.mesh))
+        return (*names_of(make_axes(plan.mesh)), *((PIPELINE,) if plan.mesh.pipeline > 1 else ()))
 
     def exchanges(self, unit: int, nbytes: int) -> dict[str, Any]:
         """Return what an op that computes says of the bytes that a block sends meanwhile to the
@@ -283,12 +302,12 @@ class Builder:
         model = self.places.model
         slots = places.slot_sizes()
         gradients = 4 * sum(places.pools.gradients) if step_kind.trains else 0
-        walks = self._carried(step_kind) + self._staged()
+        walks = self._carried(step_kind) + self._staged() + self._travelling()
         static = resident_bytes(places)
         static[Pool.DEVICE] += sum(slots) + gradients + self.costs.scratch + walks
         streamed = frozenset(u for u in range(places.last + 1) if places.parts(u))
         return Program(
-            title=f"{places.plan.method} on {model.name}",
+            title=f"{places.plan.method} on {model.name}{self.stage}",
             step_kind=step_kind,
             shape=self.shape,
             unit_names=("prologue", *(f"block {i}" for i in range(len(model.blocks))), "epilogue"),
@@ -298,6 +317,8 @@ class Builder:
             static=tuple(static.items()),
             slots=len(slots),
             slot_bytes=max(slots, default=0),
+            stage=self.stage.number,
+            absent=frozenset(range(places.last + 1)) - held_by(self.stage),
             dirty=self.residency.dirty,
         )
 
@@ -308,6 +329,12 @@ class Builder:
         saves = any(op.kind is OpKind.SAVE and not op.of_graph for op in self.draft.ops)
         staged = saves and stages_inputs(places.plan, places.device)
         return places.at_once * self.hidden_bytes if staged else 0
+
+    def _travelling(self) -> int:
+        """Return device bytes of the buffers that values travel by between stages."""
+        plan = self.places.plan
+        lanes = {op.lane for op in self.draft.ops if op.kind in (OpKind.SEND, OpKind.RECV)}
+        return len(lanes) * self.hidden_bytes * visits_at_once(plan)
 
     def _carried(self, step_kind: StepKind) -> int:
         """Return device bytes that go from op to op for the whole walk: of every walk under way its

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from blockwalk.plan.choices import MeshSettings
-from blockwalk.plan.mesh import make_axes, named, share_by_axis, work_axes
+from blockwalk.plan.mesh import ENDS, PIPELINE, make_axes, named, share_by_axis, work_axes
 from blockwalk.plan.placement import StateKind
 
 
@@ -30,6 +30,13 @@ class OpKind(StrEnum):
     CACHE = "CACHE"
     """A gathered slice is kept for the backward walk."""
     PROLOGUE = "PROLOGUE"
+    ARGUMENTS = "ARGUMENTS"
+    """The arguments of a stage's blocks are made from a batch alone, by a prologue on zeros."""
+    SEND = "SEND"
+    """A value that a stage has made for its neighbour leaves: the hidden state after a unit (part
+    activation), or the gradient of it (part gradient)."""
+    RECV = "RECV"
+    """A value that a neighbour's SEND has sent arrives; the two meet."""
     FORWARD = "FORWARD"
     SAVE = "SAVE"
     """A block's input, the activation checkpoint, is written to its tier; or, on a CPU, what a
@@ -85,6 +92,13 @@ class Lane(StrEnum):
     INTER_SUMS = "inter-sums"
     """Reductions between nodes, where gathers have the other lane to themselves; they share its
     link."""
+    SEND = "send"
+    RECEIVE = "recv"
+    """Hidden states to the next stage, and from the one before."""
+    SEND_BACK = "send-back"
+    RECEIVE_BACK = "recv-back"
+    """Their gradients to the stage before, and from the next one. Each has a lane of its own, so
+    that no stage waits to send while another waits to be sent to."""
     UPDATE = "update"
     """Updates by the processor behind an accelerator, and new masters on their way back, by the
     link of fetches."""
@@ -231,6 +245,10 @@ class Program:
     static: Bytes = ()
     slots: int = 0
     slot_bytes: int = 0
+    stage: int = 0
+    """The number of the stage that runs it; collectives over state are a stage's own."""
+    absent: frozenset[int] = frozenset()
+    """Units that other stages hold."""
     dirty: frozenset[int] = frozenset()
     """Sharded over ranks: units whose node slices are out of date when the program has run."""
     _peaks: Counter[Pool] = field(default_factory=Counter, compare=False, repr=False)
@@ -265,7 +283,9 @@ class Program:
         total: Counter[str] = Counter()
         axes = (*work_axes(mesh), *make_axes(mesh))
         for op in self.ops:
-            if op.axes and op.nbytes:
+            if op.kind is OpKind.SEND or op.axes == (ENDS,):
+                total[PIPELINE] += op.nbytes
+            elif op.axes and op.nbytes:
                 for axis, share in share_by_axis(named(axes, op.axes)).items():
                     total[axis] += round(share * op.nbytes)
         for sent in self._exchanged(exchanged):
@@ -322,7 +342,8 @@ class Program:
             f"{self.title}: {self.step_kind}, {self.shape.batch} × {self.shape.sequence} tokens,"
             f" {len(self.ops)} ops"
         )
-        resident = [name for u, name in enumerate(self.unit_names) if u not in self.streamed]
+        elsewhere = self.streamed | self.absent
+        resident = [name for u, name in enumerate(self.unit_names) if u not in elsewhere]
         if self.streamed and resident:
             yield f"stay on the device: {', '.join(resident)}"
         yield f"{'#':>5}  {'lane':<10} {'op':<18} {'unit':<12} {'detail':<30} {'bytes':>10}  after"
@@ -337,10 +358,12 @@ class Program:
             ).rstrip()
 
 
+_BESIDE = (OpKind.SAVE, OpKind.LOAD, OpKind.ARGUMENTS, OpKind.SEND, OpKind.RECV)
+"""Kinds of op that do not compute with parameters, and are of one micro-batch."""
+
+
 def _detail(op: Op) -> str:
-    of_batch = (
-        op.kind in (*COMPUTES, OpKind.SAVE, OpKind.LOAD) and op.kind is not OpKind.PROLOGUE_BACKWARD
-    )
+    of_batch = op.kind in (*COMPUTES, *_BESIDE) and op.kind is not OpKind.PROLOGUE_BACKWARD
     words = (
         op.part.value if op.part else "",
         f"µ{op.micro_batch}" if of_batch else "",

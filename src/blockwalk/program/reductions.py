@@ -110,7 +110,7 @@ class Reductions:
         mesh = make_axes(plan.mesh)
         ranks = [1, plan.gradient_ranks]
         if complete:
-            ranks += [plan.optimizer_ranks, plan.mesh.world]
+            ranks += [plan.optimizer_ranks, plan.mesh.stage_ranks]
         pieces = [piece for span in pairwise(ranks) for piece in by_lane(between(mesh, *span))]
         if plan.gradient_ranks > 1:
             return pieces
@@ -123,13 +123,13 @@ def sums_replicas(plan: Plan, axes: Sequence[Axis]) -> bool:
     last one over replicas of the optimizer states does. One inside the node before it leaves each
     rank a slice, so that no node sends a sum twice."""
     inner, outer = reach(axes)
-    return bool(axes) and inner >= plan.optimizer_ranks and outer == plan.mesh.world
+    return bool(axes) and inner >= plan.optimizer_ranks and outer == plan.mesh.stage_ranks
 
 
 def scattered_axes(plan: Plan) -> tuple[Axis, ...]:
     """Return the axes inside the node over which sums of replicas lie in slices when they come from
     the other nodes, and are gathered: those between the group of the optimizer states and the node,
     where other nodes have replicas too."""
-    replicas = between(make_axes(plan.mesh), plan.optimizer_ranks, plan.mesh.world)
+    replicas = between(make_axes(plan.mesh), plan.optimizer_ranks, plan.mesh.stage_ranks)
     inside = tuple(axis for axis in replicas if not axis.crosses_nodes)
     return inside if len(inside) < len(replicas) else ()

@@ -11,6 +11,7 @@ from blockwalk.program.backprop import backprop
 from blockwalk.program.costs import Pending
 from blockwalk.program.lower import Builder
 from blockwalk.program.program import StepKind
+from blockwalk.program.stage_forwards import evaluate_stage
 from blockwalk.program.zeroth_order import flush, forwards, zeroth_order
 
 
@@ -46,7 +47,9 @@ def zeroth_order_turns(b: Builder, step: Step) -> None:
 def emit(b: Builder, step: Step, batches: int) -> None:
     """Emit a step of the plan's estimator. An evaluation is forwards for every plan, of so many
     micro-batches at each unit's turn."""
-    if step.kind is StepKind.EVALUATE:
+    if step.kind is StepKind.EVALUATE and b.stage.count > 1:
+        evaluate_stage(b, batches)
+    elif step.kind is StepKind.EVALUATE:
         b.walk(forwards(b, [(0, micro_batch) for micro_batch in range(batches)]))
     else:
         turns: Turns = resolved(b.places.plan.step_estimator.turns)

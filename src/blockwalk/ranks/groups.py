@@ -23,6 +23,7 @@ from blockwalk.plan.words import counted
 from blockwalk.program.program import Lane
 from blockwalk.ranks.exchange import CountedExchange, RankCollectives, all_gather
 from blockwalk.ranks.place import TIMEOUT, place
+from blockwalk.ranks.stages import Stages, make_stages
 
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Torch's reduce-scatter over one tensor, by its name of torch 2.13 or by that before."""
@@ -40,6 +41,8 @@ class Groups:
     _scratch: dict[Lane, Tensor] = field(default_factory=dict)
     context: CountedExchange | None = None
     """The exchange with the ranks that hold parts of the same sequences."""
+    stages: Stages | None = None
+    """The ranks at this one's place in the other stages of a pipeline."""
 
     def slice(self, numel: int, size: int) -> slice:
         """Return this rank's slice, as a range of elements, of a buffer of ``numel`` elements over
@@ -145,10 +148,13 @@ class Groups:
     def close(self) -> None:
         """Destroy the process groups; every rank calls this together: one that leaves early breaks
         what the others still send."""
-        if self._groups:
+        if self._groups or self.stages is not None:
             dist.barrier()
             for group in self._groups.values():
                 dist.destroy_process_group(group)
+            if self.stages is not None:
+                self.stages.close()
+                self.stages = None
             self._groups.clear()
 
     def _room(self, lane: Lane, numel: int) -> Tensor:
@@ -213,4 +219,6 @@ def make_groups(mesh: MeshSettings, device: torch.device, *, sums_apart: bool = 
         if groups.rank in members:
             groups._groups[parts, Lane.COMPUTE] = group
             groups.context = CountedExchange(RankCollectives(group, parts.length))
+    if world > 1:
+        groups.stages = make_stages(mesh, groups.rank)
     return groups

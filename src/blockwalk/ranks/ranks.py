@@ -12,6 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -143,10 +144,13 @@ class Ranks:
             ranks: [self.place_of(rank, ranks) for rank in range(self.world)]
             for _, ranks, _ in sums
         }
+        stage = self.mesh.stage_ranks
         for (name, ranks, _), sums_W in zip(sums, sums_WN.T.tolist(), strict=True):
-            for place in range(ranks):
+            for number, place in product(range(self.mesh.pipeline), range(ranks)):
                 copies = {
-                    rank: total for rank, total in enumerate(sums_W) if places[ranks][rank] == place
+                    rank: total
+                    for rank, total in enumerate(sums_W)
+                    if places[ranks][rank] == place and rank // stage == number
                 }
                 usual, _ = Counter(copies.values()).most_common(1)[0]
                 if different := [str(rank) for rank, total in copies.items() if total != usual]:

@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from blockwalk.plan.choices import Timing
+from blockwalk.plan.mesh import PIPELINE
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.parsing import plain_values
 from blockwalk.plan.placement import NOBODY
@@ -20,6 +21,7 @@ from blockwalk.plan.words import counted
 from blockwalk.program.costs import Costs
 from blockwalk.program.program import Pool, Program, human_bytes
 from blockwalk.program.settling import BUDGET
+from blockwalk.program.stages import idle, part_of, stage_at
 from blockwalk.report import machine
 from blockwalk.report.state_rows import StateRow, state_rows
 from blockwalk.simulate import hardware, process_memory
@@ -40,7 +42,7 @@ class Forecast:
     model: ModelSpec
     programs: tuple[Program, ...]
     """The distinct ones of the ranks (:func:`blockwalk.program.compile.compile_ranks`); what is
-    said is of the first."""
+    said is of the first, of stages of the fullest."""
     device: str = "cpu"
     costs: Costs = NO_COSTS
     """The measured costs that the programs were compiled with."""
@@ -55,7 +57,13 @@ class Forecast:
 
     @property
     def program(self) -> Program:
-        return self.programs[0]
+        return max(self.stages, key=process_memory.tensors)
+
+    @property
+    def stages(self) -> tuple[Program, ...]:
+        """The programs of the stages, each of which is a rank's; the first one where there is
+        one."""
+        return self.programs if self.plan.mesh.pipeline > 1 else self.programs[:1]
 
     @property
     def fullest(self) -> Program:
@@ -110,7 +118,9 @@ class Forecast:
 
     def rows(self) -> list[StateRow]:
         """Return the kinds of state, each on its tier."""
-        return list(state_rows(self.plan, self.model, self.program, self.device))
+        stage = stage_at(self.plan, self.model, ((PIPELINE, self.program.stage),))
+        model = part_of(stage, self.model)
+        return list(state_rows(self.plan, model, self.program, self.device))
 
     def lines(self) -> Iterator[str]:
         """Yield the forecast as a small table."""
@@ -137,6 +147,8 @@ class Forecast:
                 f"  ranks        {ranks} on {ranks // node} node{'s' * (ranks > node)} of {node}"
                 " (mesh.ranks_per_node)"
             )
+        if plan.mesh.pipeline > 1:
+            yield from self._stages()
         micro = (
             f" × {plan.gradient_accumulation_steps}" if plan.gradient_accumulation_steps > 1 else ""
         )
@@ -161,6 +173,25 @@ class Forecast:
             place = " on the device" if self.device != "cpu" else ""
             yield f"  budget: {human_bytes(plan.budget)}{place}{self._share()}"
         yield from (f"  {note}" for note in self.notes)
+
+    def _stages(self) -> Iterator[str]:
+        """Yield what each stage holds and needs, and the part of a step in which it waits."""
+        plan = self.plan
+        steps = plan.gradient_accumulation_steps
+        ranks = counted(plan.mesh.stage_ranks, "rank")
+        fewer = ", fewer than stages" if steps < plan.mesh.pipeline else ""
+        yield (
+            f"  stages       {plan.mesh.pipeline}, each of {ranks}: {100 * idle(plan):.0f}% of a"
+            f" step idle at least (gradient_accumulation_steps: {steps}{fewer})"
+        )
+        for program in self.stages:
+            stage = stage_at(plan, self.model, ((PIPELINE, program.stage),))
+            peaks = program.peaks()
+            fullest = ", the fullest; rows above are its" if program is self.program else ""
+            yield (
+                f"    stage {program.stage + 1}    {stage.words(len(self.model.blocks))}: memory"
+                f" {human_bytes(peaks[Pool.DEVICE] + peaks[Pool.HOST])}{fullest}"
+            )
 
     def pools(self) -> Iterator[str]:
         """Yield the tensors' bytes at the peak, by where they lie: a processor's device and host

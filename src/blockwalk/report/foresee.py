@@ -14,6 +14,7 @@ from blockwalk.program.settling import settle
 from blockwalk.program.state_sizes import compute_dtype
 from blockwalk.report import machine
 from blockwalk.report.forecast import Forecast
+from blockwalk.simulate import process_memory
 from blockwalk.system.card import Card
 
 if TYPE_CHECKING:
@@ -53,7 +54,11 @@ def foresee(
             "batches": visit[1],
             "device": device,
         }
-        held_out = compile(plan, model, StepKind.EVALUATE, of_part, **arguments)
+        if plan.mesh.pipeline == 1:
+            held_out = compile(plan, model, StepKind.EVALUATE, of_part, **arguments)
+        else:
+            of_stages = compile_ranks(plan, model, StepKind.EVALUATE, of_part, **arguments)
+            held_out = max(of_stages, key=process_memory.tensors)
     notes = (*settled.notes, *without_bfloat16(machine.card(device), plan, model))
     decided = (settled.names, notes, room.device_free)
     return Forecast(plan, model, programs, device, costs, held_out, *decided)

@@ -285,6 +285,8 @@ def look_at(task: Task, label: str, plan: Plan) -> Candidate:
     bounded = device != "cpu" and plan.budget is None and not plan.home.gathered
     programs, costs = programs_of(task, replace(plan, budget=task.room) if bounded else plan)
     peaks = programs[0].peaks()
+    for of_stage in programs[1:] if plan.mesh.pipeline > 1 else ():
+        peaks |= of_stage.peaks()
     if refused := _too_large(task, peaks, plan.mesh.world):
         if peaks[Pool.DEVICE] > task.room:
             refused += "; fewer tokens a micro-batch would fit"

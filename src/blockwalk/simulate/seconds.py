@@ -29,6 +29,9 @@ REFAULTED = 0.3
 every third or fourth block (:mod:`blockwalk.system.heap`, ``docs/tricks.md``). Trims are rarer
 since, and it was not counted again."""
 
+STAGES = (Lane.SEND, Lane.RECEIVE, Lane.SEND_BACK, Lane.RECEIVE_BACK)
+"""The lanes between neighbouring stages of a pipeline."""
+
 TRAFFIC = 4
 """Bytes that a block's element-wise work reads and writes, as a multiple of the most that it holds
 at once: where only that is known."""
@@ -86,18 +89,22 @@ class CostModel:
                 return self._moves(op, hw.host_to_device, hw.reads)
             case Lane.STORE:
                 return self._moves(op, hw.device_to_host, hw.writes)
-            case Lane.INTRA:
-                return self._between_ranks(op.lane, op.nbytes) + self._rounds(op) * hw.intra.latency
-        return self._between_ranks(op.lane, op.nbytes) + self._rounds(op) * hw.inter.latency
+        link = hw.intra if self._inside_node(op.lane) else hw.inter
+        return self._between_ranks(op.lane, op.nbytes) + self._rounds(op) * link.latency
 
     def _between_ranks(self, lane: Lane, nbytes: int) -> float:
         """Return seconds of bytes that a rank sends to others."""
         hw = self.hardware
-        if lane is Lane.INTRA:
+        if self._inside_node(lane):
             return hw.intra.seconds(nbytes)
         # A node's ranks share its link to the others.
         sharing = min(self.plan.mesh.ranks_per_node, hw.devices_per_node)
         return hw.inter.seconds(nbytes * sharing)
+
+    def _inside_node(self, lane: Lane) -> bool:
+        """Return whether a lane's link is a node's own: the next stage may be on another node."""
+        mesh = self.plan.mesh
+        return lane is Lane.INTRA or (lane in STAGES and mesh.stage_ranks < mesh.ranks_per_node)
 
     @property
     def dtype(self) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from blockwalk.plan.mesh import ENDS, PIPELINE
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import StateKind
 from blockwalk.plan.plan import Plan
@@ -130,15 +131,20 @@ Place = tuple[int, int]
 
 
 def together(programs: Sequence[Program]) -> dict[Place, list[Place]]:
-    """Return the ops that are one collective: the n-th of its kind, unit, part and axes, on every
-    rank that has it. Ranks of other groups, which would not wait for each other, are taken as one
-    group: no step is faster for it, and none slower than its slowest rank."""
+    """Return the ops that are one. What a stage sends is what its neighbour receives. A collective
+    is the n-th of its kind, unit, part and axes on every rank of a stage that has it, or of all
+    stages. Ranks of other groups, which would not wait for each other, are taken as one group: no
+    step is faster for it, and none slower than its slowest rank."""
     met: dict[tuple[object, ...], list[Place]] = {}
     for rank, program in enumerate(programs):
         seen: Counter[tuple[object, ...]] = Counter()
         for op in program.ops:
-            if op.axes:
-                collective = (op.kind, op.unit, op.part, op.axes)
+            if op.kind in (OpKind.SEND, OpKind.RECV):
+                value = (op.unit, op.part, op.micro_batch)
+                met.setdefault(value, []).append((rank, op.index))
+            elif op.axes:
+                stage = -1 if {PIPELINE, ENDS}.intersection(op.axes) else program.stage
+                collective = (op.kind, op.unit, op.part, op.axes, stage)
                 seen[collective] += 1
                 met.setdefault((*collective, seen[collective]), []).append((rank, op.index))
     return {member: members for members in met.values() for member in members}

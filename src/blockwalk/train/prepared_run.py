@@ -45,6 +45,7 @@ from blockwalk.train.best import require_evaluations
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.frozen_codec import settled
 from blockwalk.walk.context_check import require_parts
+from blockwalk.walk.stages_check import require_stages
 from blockwalk.walk.unit_costs import of_run
 
 LOOKED_AT = 100_000
@@ -179,10 +180,11 @@ def prepare(run: RunConfig) -> PreparedRun:
     lengths_T = batches.row_lengths(steps, plan.cuts, apart=documents_walk_apart)
     fullest = Shape(micro_batch, int(lengths_T.max()) if documents_walk_apart else longest)
     require_parts(run.model, plan)
+    require_stages(run.model, plan)
     require_tokens(int(lengths_T.min()), plan.mesh.context)
     if held_out is not None:
         require_tokens(held_out.shortest, plan.mesh.context)
-    visit = held_out.visit(plan.mesh.world // plan.mesh.context) if held_out else None
+    visit = held_out.visit(plan.mesh.stage_ranks // plan.mesh.context) if held_out else None
     foreseen = foresee(run, fullest, costs, visit)
     plan = override(plan, {"resident": foreseen.plan.resident, **foreseen.choices()})
     usual = foreseen.simulated()

@@ -120,7 +120,8 @@ def cut_batch(
             what one cannot walk.
     """
     context = plan.mesh.context
-    shares = plan.mesh.world // context if split else plan.mesh.data
+    rank %= plan.mesh.stage_ranks  # every stage walks the same rows
+    shares = plan.mesh.stage_ranks // context if split else plan.mesh.data
     cuts = count * shares
     sequences = len(batch["input_ids"])
     rows = -(-sequences // cuts)

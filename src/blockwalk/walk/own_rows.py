@@ -52,6 +52,11 @@ def require_own_rows(plan: Plan, words: Any) -> None:
             " forwards of one batch, and may walk any row of it; give every rank the same whole"
             " batch with local_batch=False"
         )
+    if plan.mesh.pipeline > 1:
+        raise ValueError(
+            f"local_batch=True with mesh.pipeline: {plan.mesh.pipeline}, whose stages walk over the"
+            " same rows; give every rank the same whole batch with local_batch=False"
+        )
     if plan.mesh.context > 1:
         raise ValueError(
             f"local_batch=True with mesh.context: {plan.mesh.context}, whose ranks hold parts of"

@@ -80,7 +80,7 @@ class Programs:
         costs = self.costs(shape) if step_kind.trains and (foresee or spends) else Costs()
         return compile(
             self.plan,
-            self.engine.spec,
+            self.engine.model.full_spec,
             step_kind,
             shape,
             costs=costs,

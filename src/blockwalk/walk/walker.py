@@ -56,6 +56,7 @@ from blockwalk.walk.executor import Executor, Timeline
 from blockwalk.walk.lanes import Lanes
 from blockwalk.walk.own_rows import cut_own_rows, require_own_rows
 from blockwalk.walk.programs import Programs
+from blockwalk.walk.stages_check import require_stages
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -164,6 +165,7 @@ class Walker:
         if training:
             refuse_dropout(plan, lora)
         require_parts(model, plan)
+        require_stages(model, plan)
         if adapters or not training:
             frozen_codec.say_codec(plan, model, reason)
         self.device = chosen(device)
@@ -188,6 +190,7 @@ class Walker:
             workdir=folder,
             packs=packs,
             training=training,
+            coordinates=self.ranks.coordinates(self.ranks.rank),
         )
         memories = Memories(self.device, folder)
         homes = resolved(plan.home.make)(handle, memories, self.ranks, run)
@@ -464,8 +467,9 @@ class Walker:
         self._forward.begin(on_device, parts.labels, Losses(by_row))
         program = self.program(StepKind.EVALUATE, parts.shape, batches=batches)
         self._executor.run(program, self._forward, self.timeline)
-        losses = [self._forward.row_losses[m].tolist() for m in range(batches)]
+        losses = [self._forward.losses_of(m).tolist() for m in range(batches)]
         everyone = self.ranks.exchange([loss for part in losses for loss in part])
+        everyone = everyone[-self.plan.mesh.stage_ranks :]  # the last stage has losses
         context = self.plan.mesh.context
         shares = [everyone[begin : begin + context] for begin in range(0, len(everyone), context)]
         sums = [[sum(parts) for parts in zip(*share, strict=True)] for share in shares]
@@ -480,7 +484,12 @@ class Walker:
     def next_logits(self, batch: Mapping[str, Any]) -> Tensor:
         """Return logits after each sequence's last token, float32 [B, V], in evaluation mode. A
         batch with ``past_key_values`` and ``use_cache: True`` continues what that cache holds, and
-        is taken into it."""
+        is taken into it.
+
+        Raises:
+            ValueError: stages of a pipeline hold the blocks.
+        """
+        self._require_all_blocks()
         self.flush()
         if is_cpu(batch["input_ids"].device):  # a token that was just drawn is the model's
             require_ids(batch["input_ids"], self.spec.vocab_size)
@@ -491,6 +500,15 @@ class Walker:
         self._executor.run(program, self._forward, self.timeline)
         assert self._forward.logits_BV is not None
         return self._forward.logits_BV
+
+    def _require_all_blocks(self) -> None:
+        """Raise ValueError where a rank holds the blocks of its stage alone."""
+        if self.plan.mesh.pipeline > 1:
+            raise ValueError(
+                f"mesh.pipeline is {self.plan.mesh.pipeline}, and generation over stages would wait"
+                " for every token to pass all of them: save the model (save_pretrained), and"
+                " generate from its folder on one process, with mesh.pipeline: 1"
+            )
 
     generate = generation.generate
 

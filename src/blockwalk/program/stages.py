@@ -1,0 +1,255 @@
+"""Stages of a pipeline: the units of a model that a stage holds, and the order of its walks over
+them.
+
+The blocks are cut into p · v chunks of neighbours, p stages with v chunks each: chunk c of stage s
+is number c · p + s of the model. A step is a list of visits. A visit is a walk over one chunk,
+forwards or backwards, for one group of micro-batches. With one chunk a stage the order is 1F1B
+(Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021), with several the
+interleaved one (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
+Using Megatron-LM", 2021, section 2.2). Where every chunk takes as long and transfers cost nothing,
+a share (p − 1) / (v · A + p − 1) of a step of A micro-batches is idle.
+
+A model that one process walks is one stage with one chunk: forwards, then backwards, of each group.
+
+A stage is the same model whose other units hold nothing: units keep their numbers, and those of
+other stages have no parameters here. So whatever runs over the units of a model runs over what a
+stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from blockwalk.plan.mesh import PIPELINE, Coordinates
+from blockwalk.plan.model_spec import ModelSpec
+from blockwalk.plan.plan import Plan
+from blockwalk.plan.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A walk over one chunk of a stage, for one group of micro-batches."""
+
+    backwards: bool
+    chunk: int
+    """The number of the chunk in its stage."""
+    group: int
+    """The number of the group of micro-batches."""
+
+    def __str__(self) -> str:
+        return f"{'B' if self.backwards else 'F'}{self.chunk}.{self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a pipeline, as a program sees it."""
+
+    number: int
+    count: int
+    """The stages of the pipeline: 1 where each rank walks the whole model."""
+    chunks: tuple[range, ...]
+    """The units of each chunk, in the order of the model: 0 is the prologue."""
+    lowest: int
+    """The first unit of the whole model with something to train; the epilogue where none has."""
+    shares_ends: bool = False
+    """True where both end stages hold the prologue, whose weight the head is."""
+
+    def __str__(self) -> str:
+        return f", stage {self.number + 1} of {self.count}" if self.count > 1 else ""
+
+    def words(self, blocks: int) -> str:
+        """Return what the stage walks over, in words: ``prologue, blocks 0 to 5``."""
+        parts = []
+        for chunk in self.chunks:
+            own = [unit - 1 for unit in chunk if 0 < unit <= blocks]
+            parts += ["prologue"] * (0 in chunk)
+            parts.append(f"blocks {own[0]} to {own[-1]}" if len(own) > 1 else f"block {own[0]}")
+            parts += ["epilogue"] * (blocks + 1 in chunk)
+        return ", ".join(parts)
+
+    @property
+    def is_first(self) -> bool:
+        """True where the stage runs the prologue."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True where the stage runs the epilogue."""
+        return self.number == self.count - 1
+
+    @property
+    def first_block(self) -> int:
+        """The first unit that the stage walks over, but for the prologue."""
+        return max(self.chunks[0][0], 1)
+
+    @property
+    def units(self) -> frozenset[int]:
+        """The units that the stage walks over."""
+        return frozenset(unit for chunk in self.chunks for unit in chunk)
+
+    def chunk_of(self, unit: int) -> range:
+        """Return the units of the chunk that a unit is in."""
+        return next(chunk for chunk in self.chunks if unit in chunk)
+
+    def visits(self, groups: int) -> list[Visit]:
+        """Return the visits of a step of so many groups of micro-batches, in order."""
+        return visits(self.number, self.count, len(self.chunks), groups)
+
+    def alive(self, groups: int) -> int:
+        """Return the most groups that wait for a backward of one chunk at any time: each keeps its
+        inputs there."""
+        waiting: dict[int, int] = {}
+        most = 1
+        for visit in self.visits(groups):
+            waiting[visit.chunk] = waiting.get(visit.chunk, 0) + (-1 if visit.backwards else 1)
+            most = max(most, waiting[visit.chunk])
+        return most
+
+
+def visits(stage: int, stages: int, chunks: int, groups: int) -> list[Visit]:
+    """Return the visits of one stage: forwards alone until the first backward can begin, then one
+    forward and one backward in turn, then backwards alone.
+
+    With several chunks the groups go in rounds, every chunk of a stage taking those of a round
+    before the next round begins.
+    """
+    total = groups * chunks
+    of_round = groups
+    ahead = stages - 1 - stage
+    if chunks > 1:
+        rounds = max(1, groups // stages)
+        assert groups % rounds == 0, f"{groups} groups do not divide into {rounds} rounds"
+        of_round = groups // rounds
+        ahead = (chunks - 1) * of_round + 2 * ahead
+    ahead = min(ahead, total)
+
+    def visit(place: int, *, backwards: bool) -> Visit:
+        """Return the visit at a place among those that go the same way."""
+        in_order, inside = divmod(place, of_round)
+        turn, chunk = divmod(in_order, chunks)
+        return Visit(
+            backwards, chunks - 1 - chunk if backwards else chunk, turn * of_round + inside
+        )
+
+    order = [visit(place, backwards=False) for place in range(ahead)]
+    for place in range(total):
+        if place + ahead < total:
+            order.append(visit(place + ahead, backwards=False))
+        order.append(visit(place, backwards=True))
+    return order
+
+
+def idle(plan: Plan) -> float:
+    """Return the share of a step that stages wait, where all take as long and transfers cost
+    nothing."""
+    ahead = plan.mesh.pipeline - 1
+    return ahead / (plan.pipeline.chunks * plan.gradient_accumulation_steps + ahead)
+
+
+def chunk_sizes(plan: Plan, model: ModelSpec) -> tuple[int, ...]:
+    """Return the blocks of every chunk, in the order of the model: ``pipeline.blocks``, or those
+    that leave the slowest chunk the least to compute.
+
+    A block computes in proportion to its parameters, the epilogue to those of its head; the
+    prologue looks rows up.
+
+    Raises:
+        ValueError: the model has fewer blocks than chunks, or ``pipeline.blocks`` are others than
+            the model's.
+    """
+    blocks = len(model.blocks)
+    count = plan.mesh.pipeline * plan.pipeline.chunks
+    if blocks < count:
+        raise ValueError(
+            f"mesh.pipeline is {plan.mesh.pipeline}, with pipeline.chunks: {plan.pipeline.chunks},"
+            f" and {model.name} has {counted(blocks, 'block')}: each of the {count} chunks needs"
+            " one at least; lower one of them"
+        )
+    if plan.pipeline.blocks:
+        total = sum(plan.pipeline.blocks)
+        if total != blocks:
+            raise ValueError(
+                f"pipeline.blocks are {list(plan.pipeline.blocks)}, {total} in all, and"
+                f" {model.name} has {counted(blocks, 'block')}; make them add up, or leave them out"
+            )
+        return plan.pipeline.blocks
+    tied = {canonical for _, canonical in model.tied}
+    head = model.epilogue.numel() + sum(p.numel for p in model.prologue.params if p.name in tied)
+    return evenest([block.numel() for block in model.blocks], count, head)
+
+
+def evenest(costs: Sequence[int], count: int, last: int = 0) -> tuple[int, ...]:
+    """Return the sizes of ``count`` runs of neighbours whose costliest costs least, the last run
+    costing so much more. Of equal cuts the one that gives the later runs no more than they need.
+
+    >>> evenest([1, 1, 1, 1, 1, 1], 2, last=2)
+    (4, 2)
+    """
+    places = len(costs)
+    before = [0, *(sum(costs[: k + 1]) for k in range(places))]
+    worst = {0: 0}
+    cuts: list[dict[int, int]] = []
+    for run in range(count):
+        extra = last if run == count - 1 else 0
+        longer: dict[int, int] = {}
+        cut: dict[int, int] = {}
+        for stop in range(run + 1, places - (count - 1 - run) + 1):
+            bounds = {
+                start: max(worst[start], before[stop] - before[start] + extra)
+                for start in range(run, stop)
+                if start in worst
+            }
+            least = min(bounds.values())
+            cut[stop] = max(start for start, bound in bounds.items() if bound == least)
+            longer[stop] = least
+        worst = longer
+        cuts.append(cut)
+    sizes = []
+    stop = places
+    for cut in reversed(cuts):
+        sizes.append(stop - cut[stop])
+        stop = cut[stop]
+    return tuple(reversed(sizes))
+
+
+def stage_at(plan: Plan, model: ModelSpec, coordinates: Coordinates = ()) -> Stage:
+    """Return the stage at a place of the mesh.
+
+    Args:
+        model: the whole model.
+
+    Raises:
+        ValueError: the model cannot be cut as the plan says.
+    """
+    stages = plan.mesh.pipeline
+    last = len(model.blocks) + 1
+    lowest = next((u for u, unit in enumerate(model.units) if unit.numel(trainable=True)), last)
+    if stages == 1:
+        return Stage(0, 1, (range(last + 1),), lowest)
+    number = dict(coordinates).get(PIPELINE, 0)
+    starts = [1]
+    for size in chunk_sizes(plan, model):
+        starts.append(starts[-1] + size)
+    starts[0] = 0
+    starts[-1] = last + 1
+    runs = [range(*pair) for pair in pairwise(starts)]
+    return Stage(number, stages, tuple(runs[number::stages]), lowest, bool(model.tied))
+
+
+def held_by(stage: Stage) -> frozenset[int]:
+    """Return the units that a stage holds: those that it walks over, and with a tied head the
+    prologue, on the last stage too."""
+    return stage.units | ({0} if stage.is_last and stage.shares_ends else set())
+
+
+def part_of(stage: Stage, model: ModelSpec) -> ModelSpec:
+    """Return the model as a stage holds it: units of other stages have no parameters."""
+    if stage.count == 1:
+        return model
+    held = held_by(stage)
+    units = (
+        unit if number in held else replace(unit, params=())
+        for number, unit in enumerate(model.units)
+    )
+    return replace(model.with_units(units), tied=model.tied if stage.is_last else ())
