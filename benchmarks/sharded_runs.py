@@ -113,7 +113,7 @@ def open_run(arguments: argparse.Namespace, case: Case) -> Run:
     mesh = {"world": dist.get_world_size(), "ranks_per_node": arguments.ranks_per_node}
     settings: dict[str, Any] = {}
     if case.system.endswith(TOGETHER):
-        settings["accumulation_order"] = "block"
+        settings["together"] = case.micro_batches
     if case.system.endswith(PAIRS):
         mesh["groups"] = ["pair=2"]
         kinds = ("frozen", "trainable", "gradient", "optimizer_state")

@@ -50,8 +50,9 @@ def test_gradients_through_shared_keys_and_values(
     model = family(kind)
     batch = batch_of(model)
     loss, expected = own_gradients(model, batch)
-    shares = plan.get("gradient_accumulation_steps", 1)
-    plan = {**plan, "gradient_accumulation_steps": min(shares, 2)}
+    shares = min(plan.get("gradient_accumulation_steps", 1), 2)
+    together = min(plan.get("together", 1), shares)
+    plan = {**plan, "gradient_accumulation_steps": shares, "together": together}
     with Walker(copy.deepcopy(model), method(**plan), workdir=tmp_path, device="cpu") as walker:
         gradients = walker.gradients(batch)
         evaluated = walker.evaluate(batch)

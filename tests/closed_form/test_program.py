@@ -43,7 +43,7 @@ def plans(draw: st.DrawFn) -> Plan:
     changes: dict[str, object] = {"prefetch": draw(st.integers(0, 4))}
     changes["gradient_accumulation_steps"] = draw(st.integers(1, 3))
     if backprop:
-        changes["accumulation_order"] = draw(st.sampled_from(["micro_batch", "block"]))
+        changes["together"] = draw(st.integers(1, int(str(changes["gradient_accumulation_steps"]))))
         changes["recompute"] = draw(st.sampled_from(["all", "none", "auto"]))
         changes["budget"] = draw(st.sampled_from([None, 10**5, 10**7]))
         changes["frozen"] = draw(
@@ -265,12 +265,12 @@ def test_what_graphs_hold_in_file_maps_goes_out_once_and_comes_back_where_it_is_
 @given(
     layers=st.integers(1, 7),
     prefetch=st.integers(0, 4),
-    order=st.sampled_from(["micro_batch", "block"]),
+    together=st.integers(1, 3),
 )
-def test_inputs_come_back_into_so_many_places(layers: int, prefetch: int, order: str) -> None:
+def test_inputs_come_back_into_so_many_places(layers: int, prefetch: int, together: int) -> None:
     """Closed form: a place is filled again after the backward that read it, so that prefetch + 1
     inputs are there at most."""
-    settings = {"prefetch": prefetch, "gradient_accumulation_steps": 2, "accumulation_order": order}
+    settings = {"prefetch": prefetch, "gradient_accumulation_steps": 3, "together": together}
     plan = method("plain", activation="host", recompute="all", **settings)
     program = compile(
         plan, toy(layers, lora=True, tied=True), StepKind.TRAIN, Shape(2, 8), device="cuda"
@@ -459,7 +459,7 @@ def test_trainables_smaller_than_a_block_stay_and_the_forecast_says_so() -> None
     device=st.sampled_from(["cpu", "cuda"]),
     layers=st.integers(1, 8),
     micro_batches=st.integers(1, 3),
-    order=st.sampled_from(["micro_batch", "block"]),
+    together=st.integers(1, 3),
     activation=st.sampled_from(["device", "host", "disk"]),
     prefetch=st.integers(0, 2),
     room=st.floats(1.0, 2.0),
@@ -481,7 +481,7 @@ def test_graphs_that_a_budget_is_spent_on_leave_a_plan_that_fits(
     device: str,
     layers: int,
     micro_batches: int,
-    order: str,
+    together: int,
     activation: str,
     prefetch: int,
     room: float,
@@ -492,7 +492,7 @@ def test_graphs_that_a_budget_is_spent_on_leave_a_plan_that_fits(
     mesh = {"mesh": {"world": 4, "ranks_per_node": 2}} if name in ("zero3", "fcdp") else {}
     more = {
         "gradient_accumulation_steps": micro_batches,
-        "accumulation_order": order,
+        "together": min(together, micro_batches),
         "activation": activation,
     }
     plan = method(name, prefetch=prefetch, **more, **mesh)

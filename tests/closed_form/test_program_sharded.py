@@ -91,7 +91,7 @@ def test_bytes_are_shown_by_axis() -> None:
     kind=st.sampled_from([StepKind.TRAIN, StepKind.GRADIENTS, StepKind.EVALUATE]),
     prefetch=st.integers(0, 3),
     micro_batches=st.integers(1, 3),
-    order=st.sampled_from(["micro_batch", "block"]),
+    together=st.integers(1, 3),
     recompute=st.sampled_from(["all", "none"]),
     timing=st.sampled_from(["step", "block"]),
     dirty=st.booleans(),
@@ -107,18 +107,18 @@ def test_every_rule_holds_for_every_sharded_plan(
     kind: StepKind,
     prefetch: int,
     micro_batches: int,
-    order: str,
+    together: int,
     recompute: str,
     timing: str,
     dirty: bool,
     threshold: float,
 ) -> None:
     if timing == "block" and micro_batches > 1:
-        order = "block"
+        together = micro_batches
     changes: dict[str, object] = {
         "prefetch": prefetch,
         "gradient_accumulation_steps": micro_batches,
-        "accumulation_order": order,
+        "together": min(together, micro_batches),
     }
     if name == "fcdp":
         changes |= {"cache.threshold": threshold, "budget": 3_000_000}
@@ -199,7 +199,7 @@ def test_the_lower_bound_whatever_the_group(group: str, micro_batches: int, node
     mesh = {"world": 4 * nodes, "ranks_per_node": 4, "groups": ["solo=1", "pair=2"]}
     changes = {
         "gradient_accumulation_steps": micro_batches,
-        "accumulation_order": "block",
+        "together": micro_batches,
         "prefetch": 9,
     }
     plan = method("hzp", mesh=mesh, **placed, **changes)
@@ -307,7 +307,7 @@ def test_the_adaptive_cache_keeps_what_the_threshold_allows() -> None:
     tied=st.booleans(),
     prefetch=st.integers(0, 3),
     micro_batches=st.integers(1, 3),
-    order=st.sampled_from(["micro_batch", "block"]),
+    together=st.integers(1, 3),
     activation=st.sampled_from(["device", "host"]),
     recompute=st.sampled_from(["all", "none", "auto"]),
     threshold=st.floats(0.05, 1.0),
@@ -322,7 +322,7 @@ def test_a_plan_that_fits_still_fits_with_any_threshold(
     tied: bool,
     prefetch: int,
     micro_batches: int,
-    order: str,
+    together: int,
     activation: str,
     recompute: str,
     threshold: float,
@@ -338,7 +338,11 @@ def test_a_plan_that_fits_still_fits_with_any_threshold(
         "prefetch": prefetch,
         "gradient_accumulation_steps": micro_batches,
     }
-    changes |= {"accumulation_order": order, "activation": activation, "recompute": recompute}
+    changes |= {
+        "together": min(together, micro_batches),
+        "activation": activation,
+        "recompute": recompute,
+    }
     model = toy(layers, lora=lora, tied=tied)
     shape = Shape(2, 16)
     costs = Costs(

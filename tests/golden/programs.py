@@ -66,7 +66,7 @@ def _setting(value: object) -> str:
 
 
 MICRO_BATCHES = {"gradient_accumulation_steps": 2}
-BY_BLOCK = {**MICRO_BATCHES, "accumulation_order": "block"}
+BY_BLOCK = {**MICRO_BATCHES, "together": 2}
 CLIPPED = {"optimizer.max_grad_norm": 1.0}
 AT_TURN = {"update.timing": "block"}
 AT_END = {"update.timing": "step"}

@@ -38,7 +38,7 @@ ALONE: list[Case] = [
     ("mebp", {"frozen": "disk × raw", "update.timing": "block"}, False),
     (
         "mebp",
-        {"frozen": "disk", "gradient_accumulation_steps": 2, "accumulation_order": "block"},
+        {"frozen": "disk", "gradient_accumulation_steps": 2, "together": 2},
         True,
     ),
     ("mebp", {"frozen": "host × int8", "recompute": "none"}, True),

@@ -57,7 +57,7 @@ def test_activations_of_micro_batches_that_follow_each_other_take_the_room_of_on
         for folder, count in zip(folders, (1, 4), strict=False)
     )
     assert one == four
-    assert taken(folders[2], 4, recompute=recompute, accumulation_order="block") > four
+    assert taken(folders[2], 4, recompute=recompute, together=4) > four
 
 
 def test_a_map_that_is_closed_holds_nothing(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_models_and_settings_over_two_nodes() -> None:
     cases: list[tuple[Any, ...]] = [("opt", False, "fcdp", 4, {}), ("opt", True, "hzp", 1, {})]
     cases += [
         ("mixtral", False, "fcdp", 1, {}),
-        ("mixtral", True, "fcdp", 4, {"accumulation_order": "block"}),
+        ("mixtral", True, "fcdp", 4, {"together": 2}),
     ]
     cases += [("llama", False, "fcdp", 4, adaptive), ("llama", True, "fcdp", 1, adaptive)]
     cases += [("llama", False, name, 2, {"max_grad_norm": 0.5}) for name in ("fcdp", "mics")]

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any], LoraSettings | None]] = {
     ),
     "plain, two micro-batches, masters on the host": (
         "plain",
-        {**ON_HOST, **AT_TURN, "accumulation_order": "block", "gradient_accumulation_steps": 2},
+        {**ON_HOST, **AT_TURN, "together": 2, "gradient_accumulation_steps": 2},
         None,
     ),
     "plain, states on the host": (

@@ -36,6 +36,13 @@ PLANS: dict[str, dict[str, Any]] = {
         "name": "mebp",
         "frozen": "disk × raw",
         "gradient_accumulation_steps": 4,
-        "accumulation_order": "block",
+        "together": 4,
+    },
+    "accumulated by threes": {
+        "name": "mebp",
+        "frozen": "disk × raw",
+        "recompute": "auto",
+        "gradient_accumulation_steps": 4,
+        "together": 3,
     },
 }

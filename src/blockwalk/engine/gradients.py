@@ -250,7 +250,7 @@ class FlatGradients:
         """Sums that another lane reads than the one that made them, and the events that it has read
         them, the oldest first."""
         self._waiting: dict[int, int] = {}
-        """The micro-batches of this step that each unit's accumulator holds."""
+        """The walks of this step that each unit's accumulator holds."""
 
     def begin(self) -> None:
         self._open.clear()
@@ -353,7 +353,7 @@ class FlatGradients:
             return accumulator.add_(sum_P) if count else accumulator.copy_(sum_P)
         self._free_read_sums()
         total_P = sent(accumulator, sum_P.device).add_(sum_P) if count else sum_P
-        if count + 1 < self._plan.gradient_accumulation_steps:
+        if count + 1 < len(self._plan.walks):
             accumulator.copy_(total_P, non_blocking=True)
         return total_P
 

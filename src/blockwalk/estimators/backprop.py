@@ -130,7 +130,7 @@ class Backprop:
         recomputed ones, which follow each other, under one key."""
         self._maps_graphs = maps_graphs(engine.plan, engine.device.type)
         steps = plan.gradient_accumulation_steps
-        self._alive = steps if plan.accumulation_order == "block" else engine.stage.alive(steps)
+        self._alive = max(plan.visit, engine.stage.alive(steps))
         """Micro-batches that are alive at once."""
         self.state: _State | None = None
         self.loss = loss_of(engine.plan.loss_facts, engine.cut.head, objective)
@@ -342,8 +342,8 @@ class Backprop:
 
     def _place(self, op: Op) -> tuple[int, int]:
         """Return the key of the buffer that a unit's activations lie in: one for each micro-batch
-        that is alive at once, which take turns. The walk of one process over one micro-batch ends
-        before the next begins, so that all of them share one."""
+        that is alive at once, which take turns. A walk of one process ends before the next begins,
+        so that its micro-batches use the same ones."""
         return op.unit, op.micro_batch % self._alive
 
     def _load(self, op: Op, state: _State, place: Tensor) -> None:

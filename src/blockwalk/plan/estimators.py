@@ -226,7 +226,7 @@ def _against_pipeline(plan: Any) -> Iterator[str]:
             f" gradient_accumulation_steps: {below} or {below + stages}, or pipeline.chunks: 1"
         )
     apart = "stages work on different micro-batches at a time (mesh.pipeline)"
-    yield from must_be(plan, "accumulation_order", "micro_batch", apart)
+    yield from must_be(plan, "together", 1, apart)
     at_end = "a stage updates its blocks when all micro-batches have passed (mesh.pipeline)"
     yield from must_be(plan, "update.timing", Timing.STEP, at_end)
 

@@ -131,6 +131,13 @@ _STEPS = (
         other="gradient_accumulation accumulate_grad_batches grad_accum_steps accumulation_steps"
         " accumulation",
     ),
+    _other(
+        "together",
+        "It is a number of micro-batches now: 1 for micro_batch, all of a step for block.",
+        to.visitors,
+        "block",
+        other="accumulation_order",
+    ),
     _taken(
         "epochs",
         "Parts such as 0.5 are taken too; the default is 1.",

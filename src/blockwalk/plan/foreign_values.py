@@ -89,6 +89,13 @@ def evaluated_together(value: Any, given: Mapping[str, Any]) -> Pair:
     return "eval_batch_size", number(value) * _times(given, "mesh.world", "world_size")
 
 
+def visitors(value: Any, given: Mapping[str, Any]) -> Pair | None:
+    """Return the micro-batches that visit a block together, for an order of accumulation."""
+    counts = {"block": _times(given, *ACCUMULATION), "micro_batch": 1}
+    order = word(value)
+    return ("together", counts[order]) if order in counts else None
+
+
 ACCUMULATION = ("gradient_accumulation_steps", "grad_accumulation_steps", "gradient_accumulation")
 
 

@@ -31,7 +31,7 @@ from blockwalk.plan.choices import (
     ZerothOrderSettings,
 )
 from blockwalk.plan.estimators import Estimator
-from blockwalk.plan.parsing import coerce, flat
+from blockwalk.plan.parsing import coerce, flat, hints_of
 from blockwalk.plan.placement import NOBODY, NODE, WORLD, Codec, Placement, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
@@ -232,15 +232,17 @@ def _share_passes(plan: Plan, mesh: dict[str, Any]) -> None:
 
 def _timed(row: Plan, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings, with updates at the step's end where a row cannot update at the block's
-    turn: clipping needs the norm of all gradients, and walking micro-batch by micro-batch completes
-    them only in the last one."""
+    turn: clipping needs the norm of all gradients, and several walks complete them only in the
+    last one."""
     dotted = flat(settings)
     if not row.update.at_turn or "update.timing" in dotted:
         return settings
-    by_micro_batch = dotted.get("accumulation_order", row.accumulation_order) == "micro_batch"
-    steps = "gradient_accumulation_steps"
     norm = "optimizer.max_grad_norm"
-    accumulates = coerce(steps, dotted.get(steps, row.gradient_accumulation_steps), int) > 1
-    if coerce(norm, dotted.get(norm, 0), float) > 0 or (accumulates and by_micro_batch):
+    names = ("gradient_accumulation_steps", "together")
+    steps, together = (
+        coerce(name, dotted.get(name, getattr(row, name)), hints_of(Plan)[name]) for name in names
+    )
+    accumulates = steps > (together if isinstance(together, int) else 1)
+    if coerce(norm, dotted.get(norm, 0), float) > 0 or accumulates:
         return {**settings, "update.timing": Timing.STEP}
     return settings

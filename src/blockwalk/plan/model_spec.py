@@ -93,13 +93,19 @@ class UnitSpec:
     name: str
     kind: str
     params: tuple[ParamSpec, ...]
+    _numels: tuple[int, int] = field(init=False, compare=False, repr=False, default=(0, 0))
+    """Elements of its frozen parameters, and of its trainable ones: asked for again and again."""
+
+    def __post_init__(self) -> None:
+        numels = [sum(p.numel for p in self.part(trainable)) for trainable in (False, True)]
+        object.__setattr__(self, "_numels", tuple(numels))
 
     def part(self, trainable: bool | None) -> list[ParamSpec]:
         """Return its trainable parameters or its frozen ones; with None all of them."""
         return [p for p in self.params if trainable is None or p.trainable == trainable]
 
     def numel(self, *, trainable: bool | None = None) -> int:
-        return sum(p.numel for p in self.part(trainable))
+        return sum(self._numels) if trainable is None else self._numels[trainable]
 
     def nbytes(self, codec: Codec = Codec.RAW, *, trainable: bool | None = None) -> int:
         """Return bytes of the unit's parameters where the quantizable ones are in ``codec`` and the

@@ -326,7 +326,7 @@ def _steps(value: Any) -> int | float:
     return int(number) if number.is_integer() else number
 
 
-def _tile(value: Any) -> int | str:
+def _count(value: Any) -> int | str:
     if value is False:  # YAML's off
         return "off"
     if isinstance(value, str) and not value.strip().isdigit():
@@ -482,7 +482,7 @@ READERS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
     int: ("N", "a whole number", _integer),
     float: ("X", "a number", _number),
     int | float: ("N|SHARE", "a number of steps, or a share of them below 1, such as 0.03", _steps),
-    int | str: ("auto|N|off", "auto, off or a number of positions, such as 1024", _tile),
+    int | str: ("N|WORD", "a whole number, or a word such as auto", _count),
     int | None: ("SIZE", "a size, such as 18GB, 512MiB or a number of bytes", _size),
     tuple[float, float]: ("X,X", "two numbers, such as [0.9, 0.95]", _pair),
     tuple[int, ...]: ("N,...", "a list of whole numbers, such as [5, 6]", _integers),

@@ -46,6 +46,8 @@ from blockwalk.plan.zeroth_order_kinds import KINDS, TARGETS, KindFacts, TargetF
 
 AUTO_TILE = "auto"
 """The value of ``sequence_tile`` that leaves it to the length of the sequence."""
+AUTO_TOGETHER = "auto"
+"""The value of ``together`` that leaves it to the memory there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +90,10 @@ class Plan:
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     gradient_accumulation_steps: int = 1
     """Micro-batches that a step's batch is cut into."""
-    accumulation_order: str = "micro_batch"
-    """micro_batch: a walk for each micro-batch. block: each block is fetched once, for all
-    micro-batches."""
+    together: int | str = 1
+    """Micro-batches that visit a block together, in backpropagation. 1: a walk for each. As many as
+    ``gradient_accumulation_steps``: each block is fetched once a step in each direction, for all of
+    them. auto: as many as the memory that is known to a run holds (``budget``), else 1."""
     recompute: str = "all"
     """Activations that the backward walk computes again. all: those of every block. none: they are
     kept, where ``activation`` says. auto: the last blocks' are kept, as many as there is room
@@ -134,6 +137,7 @@ class Plan:
         """Yield the reasons against the plan: ranges, groups, then those of the rows that it names.
         Each may look up what those before it checked."""
         yield from ranges.refusals(self)
+        yield from _visits(self)
         yield from _groups(self)
         for kind in PLACED:
             placement: Placement = getattr(self, kind)
@@ -167,6 +171,19 @@ class Plan:
         copy for all who map it."""
         tier = self.frozen.tier.facts
         return 1 if tier.resident or tier.mapped else group_sizes(self.mesh)[self.frozen.group]
+
+    @property
+    def visit(self) -> int:
+        """Micro-batches of one visit of a block; 1 where ``together`` is not settled yet."""
+        return self.together if isinstance(self.together, int) else 1
+
+    @property
+    def walks(self) -> tuple[range, ...]:
+        """The micro-batches of each walk of a first-order step; the last walk may have fewer."""
+        count = self.gradient_accumulation_steps
+        return tuple(
+            range(first, min(first + self.visit, count)) for first in range(0, count, self.visit)
+        )
 
     @property
     def cuts(self) -> int:
@@ -367,6 +384,23 @@ def _tiles(plan: Plan) -> Iterator[str]:
         yield f"sequence_tile is {size}, and compiled blocks are whole; set sequence_tile: auto"
 
 
+def _visits(plan: Plan) -> Iterator[str]:
+    """Yield what speaks against ``together``."""
+    together = plan.together
+    count = plan.gradient_accumulation_steps
+    if not plan.estimator.facts.walks_back:
+        at_once = "all micro-batches of a zeroth-order step visit a block together"
+        yield from must_be(plan, "together", 1, at_once)
+    elif isinstance(together, str):
+        if together != AUTO_TOGETHER:
+            yield f"together is {together!r}; it must be auto or a number of micro-batches"
+    elif not 1 <= together <= count:
+        yield (
+            f"together is {together}, and a step has gradient_accumulation_steps: {count}"
+            f" micro-batches; set together to a number from 1 to {count}, or to auto"
+        )
+
+
 def _together(plan: Plan) -> Iterator[str]:
     """Yield what settings that name no row ask of each other: the time of updates, and the
     cache."""
@@ -381,11 +415,11 @@ def _together(plan: Plan) -> Iterator[str]:
         norm = "the global norm is known only after the backward walk, not at update.timing: block"
         yield from must_be(plan, "optimizer.max_grad_norm", 0, norm)
         steps = plan.gradient_accumulation_steps
-        if steps > 1 and plan.accumulation_order == "micro_batch":
+        if len(plan.walks) > 1:
             yield (
-                f"gradient_accumulation_steps is {steps} with updates at the block's turn: walk"
-                " block by block (accumulation_order: block) or update at the step's end"
-                " (update.timing: step)"
+                f"gradient_accumulation_steps is {steps} and together {plan.together}, with updates"
+                " at the block's turn: let all micro-batches visit a block together (together:"
+                f" {steps}) or update at the step's end (update.timing: step)"
             )
     if not plan.update.deferred:
         yield from must_be(

@@ -18,7 +18,6 @@ from blockwalk.plan.update_rules import RULES
 from blockwalk.plan.zeroth_order_kinds import KINDS, TARGETS
 
 CHOICES: dict[str, Collection[str]] = {
-    "accumulation_order": ("micro_batch", "block"),
     "recompute": ("auto", "all", "none"),
     "loss": LOSSES,
     "compute_dtype": ("auto", "float32", "bfloat16", "float16"),

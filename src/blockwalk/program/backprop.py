@@ -29,9 +29,7 @@ def backprop(b: Builder, *, update: bool, graphs: int) -> None:
     plan = b.places.plan
     epilogue = b.places.last
     lowest = b.stage.lowest
-    micro_batches = list(range(plan.gradient_accumulation_steps))
-    by_block = plan.accumulation_order == "block"
-    groups = [micro_batches] if by_block else [[m] for m in micro_batches]
+    groups = plan.walks
     order = [
         visit
         for visit in b.stage.visits(len(groups))
@@ -40,7 +38,7 @@ def backprop(b: Builder, *, update: bool, graphs: int) -> None:
     walk = _Backprop(
         b,
         at_turn=update and plan.update.at_turn,
-        final=micro_batches[-1],
+        final=plan.gradient_accumulation_steps - 1,
         keep=_kept_graphs(b, graphs, lowest),
         lowest=lowest,
         handover=Handover(b, order, groups),
@@ -104,7 +102,7 @@ class _Backprop:
     def __post_init__(self) -> None:
         self.reductions = Reductions(self.b)
 
-    def forward(self, unit: int, group: list[int], after: Sequence[int]) -> list[int]:
+    def forward(self, unit: int, group: Sequence[int], after: Sequence[int]) -> list[int]:
         """Emit the forwards of a unit for a group of micro-batches, and return them."""
         b = self.b
         cost = b.cost(unit)
@@ -147,7 +145,7 @@ class _Backprop:
         self.saves[unit, micro_batch] = saved
         self.saved_inputs.append(saved)
 
-    def differentiate(self, unit: int, group: list[int], after: Sequence[int]) -> list[int]:
+    def differentiate(self, unit: int, group: Sequence[int], after: Sequence[int]) -> list[int]:
         """Emit the loss at the epilogue's turn, or the backwards of a unit; then what completes the
         unit's gradients and uses them. Return those that use its slot."""
         places = self.b.places
@@ -207,7 +205,7 @@ class _Backprop:
             self._moves_graph(OpKind.SAVE, Lane.STORE, unit, micro_batch, backward)
         return backward
 
-    def _fetch_gradients(self, unit: int, group: list[int]) -> list[int]:
+    def _fetch_gradients(self, unit: int, group: Sequence[int]) -> list[int]:
         """Bring the gradients that were added to before, by an earlier micro-batch or, of a tied
         weight, by the head."""
         places = self.b.places
@@ -379,14 +377,13 @@ def _kept_graphs(b: Builder, graphs: int, lowest: int) -> frozenset[int]:
     unbounded = plan.budget is None and not places.maps_graphs
     if plan.recompute == "all" or (plan.recompute == "auto" and unbounded):
         return frozenset()
-    groups = plan.gradient_accumulation_steps if plan.accumulation_order == "block" else 1
     room = b.page_cache if plan.recompute == "auto" and places.maps_graphs else None
     kept: set[int] = set()
     for block in reversed(blocks[max(len(blocks) - graphs, 0) :]):
         if kept and not places.outlives_slot(block):
             break
         if room is not None:
-            room -= groups * _graph_bytes(b, block)
+            room -= plan.visit * _graph_bytes(b, block)
             if room < 0:
                 break
         kept.add(block)

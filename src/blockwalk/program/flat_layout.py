@@ -127,7 +127,7 @@ def buffer_pools(plan: Plan, model: ModelSpec) -> Buffers:
 def accumulates(plan: Plan) -> bool:
     """Return whether a unit's gradients are complete only after several turns, so that they are
     kept in between."""
-    return plan.gradient_accumulation_steps > 1 and plan.accumulation_order == "micro_batch"
+    return len(plan.walks) > 1
 
 
 def has_node_slice(plan: Plan) -> bool:

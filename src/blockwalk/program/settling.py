@@ -1,11 +1,13 @@
 """Choices that a run leaves to its machine, settled once, before its model is opened: the tiers
-that feed an accelerator, the device memory that a step may use, and the blocks that stay there.
+that feed an accelerator, the device memory that a step may use, the blocks that stay there, and the
+micro-batches that visit a block together.
 
-A processor changes nothing of a plan but the blocks that stay. Nothing that is settled here changes
-a bit of what is computed."""
+A processor changes nothing of a plan but the last two. Nothing that is settled here changes a bit
+of what one process computes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,11 +15,12 @@ from typing import Any
 from blockwalk.plan.choices import AUTO
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import Placement, Tier
-from blockwalk.plan.plan import Plan
+from blockwalk.plan.plan import AUTO_TOGETHER, Plan
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs
-from blockwalk.program.program import Pool, Shape, StepKind, human_bytes
+from blockwalk.program.program import Pool, Program, Shape, StepKind, human_bytes
 from blockwalk.program.resident_blocks import settled
+from blockwalk.program.visits import Fits, most_together
 
 BUDGET = 0.9
 """The share of what is free on an accelerator that a step may use unless ``budget`` says otherwise:
@@ -75,13 +78,18 @@ def settle(
         named: the settings that somebody gave; None: every one.
     """
     inputs: dict[str, Any] = {"costs": costs, "device": device, "page_cache": room.page_cache}
+
+    def program(full: Plan) -> Program:
+        return compile(full, model, StepKind.TRAIN, shape, **inputs)
+
     if device == "cpu":
-        return Settled(settled(plan, model, shape, **inputs))
+        full = settled(plan, model, shape, **inputs)
+        return Settled(most_together(full, program, _room_for(full, room)))
 
     def with_blocks(start: Plan) -> tuple[Plan, int]:
         """Return a plan with the blocks that stay, and the host bytes that its step pins."""
         full = settled(start, model, shape, **inputs)
-        return full, compile(full, model, StepKind.TRAIN, shape, **inputs).peaks()[Pool.HOST]
+        return full, program(full).peaks()[Pool.HOST]
 
     starts = [with_blocks(start) for start in begins(budgeted(plan, room.device_free), named)]
     limit = int(PINNED * room.host_free)
@@ -89,6 +97,7 @@ def settle(
     # A tier takes no room where the step pins as much without it.
     fits = max(limit, unmoved_bytes)
     chosen, pinned = next((full, nbytes) for full, nbytes in starts if nbytes <= fits)
+    chosen = most_together(chosen, program, _room_for(chosen, room))
     free = free_tiers(plan, named)
     names = [f"{kind}.tier" for kind in free]
     names += [
@@ -100,7 +109,24 @@ def settle(
     return Settled(chosen, tuple(names), tuple(notes))
 
 
-UNSET = {"budget": None, "resident": AUTO}
+def _room_for(plan: Plan, room: Room) -> Fits:
+    """Return whether a step in which micro-batches come together has room: on the device by the
+    budget, elsewhere by what is free. Ranks have to agree, and count on the budget alone."""
+    rooms = {Pool.DEVICE: plan.budget or 0}
+    if plan.mesh.world == 1:
+        rooms[Pool.HOST] = int(PINNED * room.host_free)
+        rooms[Pool.MAPPED] = room.page_cache
+
+    def fits(alone: Counter[Pool], several: Counter[Pool]) -> bool:
+        beside = {**rooms, Pool.MAPPED: alone[Pool.MAPPED] + rooms.get(Pool.MAPPED, 0)}
+        return all(
+            nbytes <= max(alone[pool], beside.get(pool, 0)) for pool, nbytes in several.items()
+        )
+
+    return fits
+
+
+UNSET = {"budget": None, "resident": AUTO, "together": AUTO_TOGETHER}
 """Settings beside tiers that are settled, and their values while nobody has."""
 
 

@@ -19,12 +19,13 @@ from blockwalk.plan.codecs import CODECS
 from blockwalk.plan.methods import METHODS, method
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import NOBODY
-from blockwalk.plan.plan import Plan
+from blockwalk.plan.plan import AUTO_TOGETHER, Plan
 from blockwalk.plan.tiers import TIERS
 from blockwalk.program.compile import compile_ranks, resident
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import COMPUTES, Lane, Pool, Program, Shape, StepKind, human_bytes
 from blockwalk.program.resident_blocks import settled
+from blockwalk.program.visits import counts
 from blockwalk.simulate.hardware import Hardware
 from blockwalk.simulate.simulator import Simulation, simulate
 from blockwalk.system.process_memory import DIRTY_SHARE
@@ -155,9 +156,11 @@ def candidates(task: Task) -> Iterator[tuple[str, Plan]]:
     """
     for name, row in METHODS.items():
         variants = _over_ranks if row().trainable.group != NOBODY else _on_one_rank
+        steps: dict[str, Any] = {"gradient_accumulation_steps": task.micro_batches}
+        if task.micro_batches > 1 and row().estimator.facts.walks_back:
+            steps["together"] = AUTO_TOGETHER
         for label, settings in variants(task, row()):
-            plan = method(name, gradient_accumulation_steps=task.micro_batches, **settings)
-            yield f"{name}{label}", plan
+            yield f"{name}{label}", method(name, **steps, **settings)
 
 
 def _on_one_rank(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -185,9 +188,9 @@ def _on_one_rank(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _over_ranks(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield variants of a row that spreads state: activations elsewhere, codecs where every use
-    gathers what is kept, an adaptive cache, and groups of other sizes where nothing is cached
-    between two of them."""
+    """Yield variants of a row that spreads state: optimizer states and activations elsewhere,
+    codecs where every use gathers what is kept, an adaptive cache, and groups of other sizes where
+    nothing is cached between two of them."""
     node = task.hardware.devices_per_node
     world = task.hardware.world
     mesh = {"world": world, "ranks_per_node": node}
@@ -196,10 +199,14 @@ def _over_ranks(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     if row.estimator.facts.shares_forwards:
         yield "", {"mesh": mesh}
         return
-    for prefetch in (1, 2):
+    for prefetch in (0, 1, 2):
         yield f", prefetch {prefetch}", {"prefetch": prefetch, "mesh": mesh}
     if task.hardware.device == "cuda":
+        states = {"optimizer_state.tier": "host", "mesh": mesh}
         yield ", activations on the host", {"activation": "host", "mesh": mesh}
+        yield ", states on the host", states
+        leanest = {"activation": "host", "prefetch": 0, **states}
+        yield ", activations and states on the host, prefetch 0", leanest
     if row.trainable.group == row.optimizer_state.group:
         for codec in reversed(CODECS.tried("gathered")) if task.adapters else ():
             yield f", {codec}", {"frozen": f"device × {codec}", "mesh": mesh}
@@ -271,7 +278,11 @@ def programs_of(
 
 def look_at(task: Task, label: str, plan: Plan) -> Candidate:
     """Return one plan: simulated where it fits, with as many blocks that stay on the device as fit,
-    else with the reason and what would make it fit."""
+    else with the reason and what would make it fit. Where ``together`` is auto the answer is of the
+    number that makes it fastest."""
+    if plan.together == AUTO_TOGETHER:
+        every = [_of_together(task, label, plan, count) for count in (*counts(plan), 1)]
+        return min(every, key=lambda c: (_seconds_a_token(c), c.peaks[Pool.DEVICE]))
     costs = task.costs(plan, task.shape)
     device = task.hardware.device
     if plan.resident == AUTO:
@@ -295,8 +306,17 @@ def look_at(task: Task, label: str, plan: Plan) -> Candidate:
     return Candidate(plan, label, peaks, simulate(programs, plan, task.model, task.hardware, costs))
 
 
+def _of_together(task: Task, label: str, plan: Plan, count: int) -> Candidate:
+    """Return a plan in which so many micro-batches visit a block together."""
+    candidate = look_at(task, label, replace(plan, together=count))
+    if count == 1:
+        return candidate
+    return replace(candidate, label=f"{candidate.label}, {count} micro-batches together")
+
+
 def _seconds_a_token(candidate: Candidate) -> float:
-    assert candidate.simulation is not None
+    if candidate.simulation is None:
+        return math.inf
     return candidate.simulation.seconds / candidate.simulation.tokens
 
 

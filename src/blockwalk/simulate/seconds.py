@@ -6,12 +6,12 @@ faster part can never make a step slower. Nothing here imports torch."""
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from blockwalk.plan.losses import LossCall
-from blockwalk.plan.mesh import ranks_over
+from blockwalk.plan.mesh import make_axes, named, ranks_over, reach
 from blockwalk.plan.model_spec import ModelSpec, UnitSpec
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.plan.plan import Plan
@@ -61,10 +61,15 @@ class CostModel:
     _lost: Mapping[int, float] = field(init=False, repr=False, default_factory=dict)
     """Seconds that each op of a unit loses, on a processor, to the copies of its lanes, which take
     a core."""
+    _accumulated: Mapping[int, float] = field(init=False, repr=False, default_factory=dict)
+    """Seconds in which a reduction, by its number, brings what host memory behind an accelerator
+    has of its sum, and takes it there again."""
 
     def __post_init__(self) -> None:
         if self.program is not None and self.hardware.device == "cpu":
             object.__setattr__(self, "_lost", self._losses(self.program))
+        if self.program is not None and self._accumulates_on_host:
+            object.__setattr__(self, "_accumulated", self._sums_on_host(self.program))
         if self.program is not None and self.hardware.start_seconds:
             kind = walk_kind(self.plan, self.program, self.model)
             object.__setattr__(self, "_start", found_for(kind, self.hardware.start_seconds))
@@ -79,6 +84,33 @@ class CostModel:
         rate = self.hardware.host_to_device.bandwidth
         return {unit: nbytes / rate / turns[unit] for unit, nbytes in copied.items() if turns[unit]}
 
+    @property
+    def _accumulates_on_host(self) -> bool:
+        off_device = not self.plan.gradient.tier.facts.resident
+        return self.plan.home.gathered and off_device and self.hardware.device != "cpu"
+
+    def _sums_on_host(self, program: Program) -> dict[int, float]:
+        """Return the seconds of :attr:`_accumulated`: the first sum of a unit goes there, the last
+        one comes to be completed, and those between do both."""
+        ranks = self.plan.gradient_ranks
+        axes = make_axes(self.plan.mesh)
+        sums = defaultdict[int, list[Op]](list)
+        for op in program.ops:
+            if op.kind is OpKind.REDUCE and op.buffer >= 0:
+                _, outer = reach(named(axes, op.axes))
+                if outer == ranks:
+                    sums[op.unit].append(op)
+        down = self.hardware.device_to_host
+        up = self.hardware.host_to_device
+        seconds: dict[int, float] = {}
+        for unit, ops in sums.items():
+            nbytes = 4 * self.model.units[unit].numel(trainable=True) // ranks
+            for place, op in enumerate(ops):
+                goes = down.seconds(nbytes) if place < len(ops) - 1 else 0.0
+                comes = up.seconds(nbytes) if place else 0.0
+                seconds[op.index] = goes + comes
+        return seconds
+
     def seconds(self, op: Op) -> float:
         """Return seconds of one op on its lane."""
         hw = self.hardware
@@ -90,7 +122,8 @@ class CostModel:
             case Lane.STORE:
                 return self._moves(op, hw.device_to_host, hw.writes)
         link = hw.intra if self._inside_node(op.lane) else hw.inter
-        return self._between_ranks(op.lane, op.nbytes) + self._rounds(op) * link.latency
+        seconds = self._between_ranks(op.lane, op.nbytes) + self._rounds(op) * link.latency
+        return seconds + self._accumulated.get(op.index, 0.0)
 
     def _between_ranks(self, lane: Lane, nbytes: int) -> float:
         """Return seconds of bytes that a rank sends to others."""
@@ -180,8 +213,18 @@ class CostModel:
         copied = 0.0
         if self.plan.update.at_turn:  # the old values are copied first
             copied = 8 * (1 + len(self.plan.update_rule.states)) * elements
+        tier = self.plan.optimizer_state.tier.facts
         if op.lane is Lane.UPDATE:
             return hw.op_seconds + (copied + self._touched(elements)) / HOST_MEMORY
+        if self.plan.home.gathered and not tier.resident and hw.device != "cpu":
+            seconds = hw.op_seconds + (copied + self._touched(elements)) / HOST_MEMORY
+            seconds += hw.device_to_host.seconds(4 * elements)  # gradients
+            seconds += hw.host_to_device.seconds(DTYPE_BYTES[self.dtype] * elements)
+            if tier.link:
+                states = 4 * (1 + len(self.plan.update_rule.states)) * elements
+                seconds += hw.reads(tier.link).seconds(states)
+                seconds += hw.writes(tier.link).seconds(states)
+            return seconds
         starts = UPDATE_STARTS * len(unit.part(True)) * self._start
         rate = "round" if self.plan.update.rounding == "stochastic" else "lift"
         seconds = hw.op_seconds + starts + self._updated(elements) + self._narrowed(rate, elements)

@@ -20,6 +20,10 @@ WRITE = "Write: "
 """The words before the line of an error that can be pasted, which is the error's end."""
 
 
+BESIDE = {"data.weights": "data.train", "together": "gradient_accumulation_steps"}
+"""Settings that can only be read beside another, and which."""
+
+
 class Note(UserWarning):
     """A remark on a setting that was read under another name."""
 
@@ -42,8 +46,9 @@ class Reader:
             return isinstance(value, str) and value != ""
         method = self.settings.get("method", "auto")
         context = {"method": method} if method != "auto" and self.reads({"method": method}) else {}
-        if name == "data.weights" and "data.train" in self.settings:
-            context["data.train"] = self.settings["data.train"]
+        beside = BESIDE.get(name, "")
+        if beside in self.settings:
+            context[beside] = self.settings[beside]
         return self.reads({**context, name: value})
 
 

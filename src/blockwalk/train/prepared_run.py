@@ -186,7 +186,8 @@ def prepare(run: RunConfig) -> PreparedRun:
         require_tokens(held_out.shortest, plan.mesh.context)
     visit = held_out.visit(plan.mesh.stage_ranks // plan.mesh.context) if held_out else None
     foreseen = foresee(run, fullest, costs, visit)
-    plan = override(plan, {"resident": foreseen.plan.resident, **foreseen.choices()})
+    counts = {name: getattr(foreseen.plan, name) for name in ("resident", "together")}
+    plan = override(plan, {**counts, **foreseen.choices()})
     usual = foreseen.simulated()
     if usual is not None:
         average = Shape(micro_batch, math.ceil(lengths_T.mean()))
