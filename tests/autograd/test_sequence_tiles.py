@@ -247,10 +247,3 @@ def test_settings_that_no_run_could_honour(settings: dict[str, Any], facts: str)
 def test_zeroth_order_takes_no_tiles() -> None:
     with refused(ValueError, "sequence_tile 512 auto"):
         method("mezo", sequence_tile=512)
-
-
-def test_parts_of_a_sequence_are_whole() -> None:
-    mesh = {"world": 2, "context": 2}
-    assert method("hzp", mesh=mesh).tiling("cpu") is None
-    with refused(ValueError, "sequence_tile 512 mesh.context 2 auto"):
-        method("hzp", mesh=mesh, sequence_tile=512)
