@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules
 
+from blockwalk.plan.mesh import PIPELINE
 from blockwalk.plan.methods import method
 from blockwalk.plan.model_spec import ModelSpec, UnitSpec
 from blockwalk.plan.plan import Plan
 from blockwalk.program.compile import compile_ranks
-from blockwalk.program.program import OpKind, Shape, StepKind
-from blockwalk.program.stages import Visit, evenest, idle, visits
+from blockwalk.program.program import Lane, OpKind, Pool, Program, Shape, StepKind
+from blockwalk.program.stages import Visit, evenest, idle, stage_at, visits
 from blockwalk.simulate.simulator import peaks, schedule
 from tests.golden.specs import MODELS
 
@@ -167,7 +168,11 @@ def random_plan(rng: random.Random) -> tuple[Plan, int]:
     blocks = rng.randint(1, 3)
     settings = {
         "mesh": {"world": world, "ranks_per_node": rng.choice(nodes), "pipeline": stages},
-        "pipeline": {"chunks": chunks, "blocks": [blocks] * (stages * chunks)},
+        "pipeline": {
+            "chunks": chunks,
+            "blocks": [blocks] * (stages * chunks),
+            "reuse": rng.choice((True, False)),
+        },
         "gradient_accumulation_steps": steps,
         "prefetch": rng.choice((0, 1, 2, 3)),
         "activation": rng.choice(("device", "host")),
@@ -210,3 +215,37 @@ def test_random_programs_end_as_foreseen() -> None:
     form's. ``benchmarks/pipeline.py`` runs 2,000."""
     for seed in range(24):
         walk_on_paper(seed)
+
+
+def gathers(stages: int, chunks: int, *, reuse: bool) -> tuple[int, list[tuple[Program, int]]]:
+    """The gathers of a step of eight micro-batches on all stages, and the programs, each with the
+    blocks of its largest chunk."""
+    plan = method(
+        "zero3",
+        mesh={"world": 2 * stages, "ranks_per_node": 2 * stages, "pipeline": stages},
+        gradient_accumulation_steps=8,
+        pipeline={"chunks": chunks, "reuse": reuse},
+    )
+    model = deep(MODELS["llama"], 3 * stages * chunks)
+    programs = compile_ranks(plan, model, StepKind.TRAIN, Shape(2, 16))
+    count = sum(op.kind is OpKind.GATHER for program in programs for op in program.ops)
+    stages_of = [stage_at(plan, model, ((PIPELINE, program.stage),)) for program in programs]
+    longest = [max(map(len, stage.chunks)) for stage in stages_of]
+    return count, list(zip(programs, longest, strict=True))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_chunk_stays_for_the_next_micro_batch(chunks: int) -> None:
+    """Counted: at most 0.55 of the gathers, for the slots of at most one chunk; the order of
+    compute ops is the same."""
+    count, programs = gathers(2, chunks, reuse=True)
+    without, plain = gathers(2, chunks, reuse=False)
+    assert count <= 0.55 * without
+    for (program, largest), (other, _) in zip(programs, plain, strict=True):
+        more = program.peaks()[Pool.DEVICE] - other.peaks()[Pool.DEVICE]
+        assert more <= largest * program.slot_bytes
+        computed = [
+            [(op.kind, op.unit, op.micro_batch) for op in each.ops if op.lane is Lane.COMPUTE]
+            for each in (program, other)
+        ]
+        assert computed[0] == computed[1]

@@ -195,6 +195,7 @@ def _against_pipeline(plan: Any) -> Iterator[str]:
         one = "there is one stage (mesh.pipeline: 1), whose ranks all walk over every block"
         yield from must_be(plan, "pipeline.chunks", 1, one)
         yield from must_be(plan, "pipeline.blocks", (), one)
+        yield from must_be(plan, "pipeline.reuse", True, one)
         return
     if mesh.world % stages:
         yield (

@@ -14,6 +14,7 @@ from blockwalk.program.handover import Handover
 from blockwalk.program.lower import Builder, Turn
 from blockwalk.program.program import Bytes, Lane, OpKind, Pool
 from blockwalk.program.reductions import Reductions
+from blockwalk.program.stages import keeps_chunks, stays
 from blockwalk.program.state_sizes import (
     activation_pool,
     compute_dtype,
@@ -43,16 +44,20 @@ def backprop(b: Builder, *, update: bool, graphs: int) -> None:
         lowest=lowest,
         handover=Handover(b, order, groups),
     )
+    units = [
+        [unit for unit in reversed(b.stage.chunks[visit.chunk]) if unit >= lowest]
+        if visit.backwards
+        else [unit for unit in b.stage.chunks[visit.chunk] if unit != epilogue]
+        for visit in order
+    ]
     turns: list[Turn] = []
-    for visit in order:
-        group = groups[visit.group]
-        chunk = b.stage.chunks[visit.chunk]
-        if visit.backwards:
-            units = [unit for unit in reversed(chunk) if unit >= lowest]
-            turns += [Turn(unit, partial(walk.differentiate, unit, group)) for unit in units]
-        else:
-            units = [unit for unit in chunk if unit != epilogue]
-            turns += [Turn(unit, partial(walk.forward, unit, group)) for unit in units]
+    for place, visit in enumerate(order):
+        work = walk.differentiate if visit.backwards else walk.forward
+        for unit in units[place]:
+            turn = Turn(unit, partial(work, unit, groups[visit.group]))
+            if keeps_chunks(plan) and stays(order, units, place, unit):
+                turn.stays = frozenset(b.places.needs(unit))
+            turns.append(turn)
     b.walk(turns)
     judged = walk.judge(update=update)
     if not update or plan.update.timing is not Timing.STEP:

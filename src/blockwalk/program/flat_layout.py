@@ -14,6 +14,7 @@ from blockwalk.plan.placement import DTYPE_BYTES, Codec, StateKind
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import ALIGN
 from blockwalk.program.slicing import Slicing, sliced
+from blockwalk.program.stages import chunk_slots
 from blockwalk.program.state_sizes import compute_dtype
 
 PARTS = (StateKind.FROZEN, StateKind.TRAINABLE)
@@ -103,7 +104,7 @@ NO_BUFFERS = Buffers((), (), (0, 0), (0, 0))
 
 def buffer_pools(plan: Plan, model: ModelSpec) -> Buffers:
     """Return one slot for every block that is on the device at once, and for prologue and epilogue;
-    gradients likewise."""
+    buffers for the gradients of two blocks, and for theirs."""
 
     def largest(units: Iterable[UnitSpec], part: StateKind) -> int:
         return max((part_layout(plan, model, unit, part).numel for unit in units), default=0)
@@ -111,8 +112,8 @@ def buffer_pools(plan: Plan, model: ModelSpec) -> Buffers:
     def slot(units: Sequence[UnitSpec]) -> tuple[int, int]:
         return largest(units, StateKind.FROZEN), largest(units, StateKind.TRAINABLE)
 
-    blocks_at_once = plan.prefetch + 1
-    gradients_at_once = min(blocks_at_once, 2)
+    blocks_at_once = chunk_slots(plan, model, plan.prefetch + 1)
+    gradients_at_once = min(plan.prefetch + 1, 2)
     pair = (model.prologue, model.epilogue)
     ends = [(unit,) for unit in pair] if model.tied else [pair]
     waiting = [model.blocks] * gradients_at_once

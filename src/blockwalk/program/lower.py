@@ -50,6 +50,8 @@ class Turn:
 
     unit: int
     work: Callable[[tuple[int, ...]], list[int]]
+    stays: frozenset[int] = frozenset()
+    """Units that keep their slots after it, for a later turn."""
     updates: bool = False
     """True for updates after the walk: parameters are fetched only if the masters live in a
     slot."""
@@ -128,7 +130,7 @@ class Builder:
             }
             users = turn.work(tuple(op for occupant in occupants.values() for op in occupant.ready))
             next_units = self._next_units(turns, k + 1)
-            for unit in occupants:
+            for unit in [unit for unit in occupants if unit not in turn.stays]:
                 if next_units.get(self._slot_key(unit)) != unit:
                     free.append(self._evict(unit, users, turns[k + 1 :]))
 
@@ -165,7 +167,7 @@ class Builder:
         if unit in self.residency.occupants or not self.places.parts(unit):
             return True
         own_slot = self.places.own_slot(unit)
-        slots = range(self.places.at_once) if own_slot is None else (own_slot,)
+        slots = range(self.places.block_slots) if own_slot is None else (own_slot,)
         slot = next((slot for slot in free if slot in slots), None)
         if slot is None:
             return False

@@ -251,6 +251,11 @@ class Placements:
         ahead."""
         return self.plan.prefetch + 1
 
+    @property
+    def block_slots(self) -> int:
+        """Slots that blocks take: those on the device at once, and those of a chunk that stays."""
+        return self.pools.slot_of_end[0] if self.pools.slots else self.at_once
+
     def own_slot(self, unit: int) -> int | None:
         """Return the slot of prologue and epilogue, where they have slots of their own; a block
         takes any that is free."""

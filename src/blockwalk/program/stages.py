@@ -17,9 +17,9 @@ stage holds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from blockwalk.plan.mesh import PIPELINE, Coordinates
 from blockwalk.plan.model_spec import ModelSpec
@@ -241,6 +241,42 @@ def held_by(stage: Stage) -> frozenset[int]:
     """Return the units that a stage holds: those that it walks over, and with a tied head the
     prologue, on the last stage too."""
     return stage.units | ({0} if stage.is_last and stage.shares_ends else set())
+
+
+def chunk_slots(plan: Plan, model: ModelSpec, blocks_at_once: int) -> int:
+    """Return the slots of a stage's blocks: those on their way and in use, and where a chunk's
+    gathered parameters stay for the next micro-batch as many more as its blocks.
+
+    Args:
+        model: the model as the stage holds it. Its chunks are the runs of blocks with parameters.
+    """
+    if not keeps_chunks(plan):
+        return blocks_at_once
+    held = [bool(block.params) for block in model.blocks]
+    longest = max(len(list(run)) for has, run in groupby(held) if has)
+    return max(min(longest + blocks_at_once, sum(held)), blocks_at_once)
+
+
+def keeps_chunks(plan: Plan) -> bool:
+    """Return whether a chunk's parameters stay in their slots from visit to visit: where ranks
+    gather them."""
+    return plan.mesh.pipeline > 1 and plan.pipeline.reuse and plan.parameter_ranks > 1
+
+
+def stays(order: Sequence[Visit], units: Sequence[Collection[int]], place: int, unit: int) -> bool:
+    """Return whether a unit stays in its slot after its turn in a visit: the next visit needs it,
+    or the forward after the backward that follows. So one chunk stays at a time.
+
+    Args:
+        order: the visits of a step.
+        units: those that each visit walks over.
+        place: the number of the visit.
+    """
+    if any(unit in coming for coming in units[place + 1 : place + 2]):
+        return True
+    later = zip(order[place + 2 : place + 3], units[place + 2 : place + 3], strict=True)
+    forwards = not order[place].backwards
+    return any(forwards and not visit.backwards and unit in coming for visit, coming in later)
 
 
 def part_of(stage: Stage, model: ModelSpec) -> ModelSpec:
