@@ -17,6 +17,9 @@ from blockwalk.numerics.sequence_part import PartMask, SequencePart
 from blockwalk.plan.methods import method
 from blockwalk.walk import context_check
 from tests.models import tiny_model
+from tests.support.architectures import TABLE
+from tests.support.control import tiny_config
+from tests.support.control import tiny_model as shrunk_model
 from tests.support.messages import refused
 
 SIZES: dict[str, Any] = {
@@ -46,6 +49,24 @@ def test_layers_that_see_their_own_part_alone_are_named() -> None:
     lfm2 = {**SIZES, "num_key_value_heads": 2, "layer_types": ["full_attention", "conv"]}
     with refused(ValueError, "Lfm2ForCausalLM", "layers.1", "2 parts", "0.0001"):
         check("lfm2", **lfm2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts"),
+    [
+        ("qwen3_next", "Qwen3NextForCausalLM model.layers.0 state 2 parts"),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM"),
+        ("mpt", "MptForCausalLM eager sdpa"),
+        ("jamba", "JambaForCausalLM model.layers.0 state"),
+        ("gemma4_text", "Gemma4ForCausalLM arguments gradients"),
+    ],
+)
+def test_families_that_have_no_parts_are_refused(kind: str, facts: str) -> None:
+    """State along the sequence, ALiBi, and arguments that have gradients; as they are shrunk."""
+    plan = method("hzp", mesh={"world": 2, "ranks_per_node": 2, "context": 2})
+    model = shrunk_model(tiny_config(kind, **TABLE.get(kind, {})), torch.float32)
+    with refused(ValueError, "mesh.context: 1", *facts.split()):
+        context_check.require_parts(model, plan)
 
 
 def test_dropout_in_attention_is_refused() -> None:
