@@ -84,10 +84,12 @@ def count(
         run = open_run(arguments, case)
         for _ in range(2):
             run.step()
+        run.settle()
         dist.barrier()
         payload_before = sent_payload()
         dist.barrier()
         run.step()
+        run.settle()
         dist.barrier()
         nbytes = sent_payload() - payload_before
         sizes = (
@@ -102,14 +104,20 @@ def count(
 
 
 def race(
-    rank: int, arguments: argparse.Namespace, cases: Sequence[Case], rates: Sequence[str | None]
+    rank: int,
+    arguments: argparse.Namespace,
+    cases: Sequence[Case],
+    rates: Sequence[str | None],
+    steps: int,
 ) -> dict[tuple[Case, str | None], dict[str, list[float]]]:
-    """Seconds of each step and the share of communication hidden, of cases that step in turn. A
-    case sits out once its steps have taken ``patience`` seconds."""
+    """Seconds of a step, the mean of so many that follow each other with all that they send, and
+    where it is one the share of communication hidden; of cases that step in turn. A case sits out
+    once its steps have taken ``patience`` seconds."""
     runs = {case: open_run(arguments, case) for case in cases}
     found: dict[tuple[Case, str | None], dict[str, list[float]]] = {}
     for run in (*runs.values(), *runs.values()):
         run.step()
+        run.settle()
     for rate in rates:
         if rank % arguments.ranks_per_node == 0:
             limit(rate)
@@ -119,14 +127,17 @@ def race(
                 row: dict[str, list[float]] = rows[case]
                 if _sits_out(arguments, row["seconds"]):
                     continue
-                if run.walker is not None:
+                looks = run.walker is not None and steps == 1
+                if looks:
                     run.walker.timeline = []
                 dist.barrier()
                 start = time.perf_counter()
-                run.step()
+                for _ in range(steps):
+                    run.step()
+                run.settle()
                 dist.barrier()
-                row["seconds"].append(time.perf_counter() - start)
-                if run.walker is not None:
+                row["seconds"].append((time.perf_counter() - start) / steps)
+                if looks:
                     row["hidden"].append(hidden_share(run.walker.timeline[0][1]))
         found |= {(case, rate): row for case, row in rows.items()}
     if rank % arguments.ranks_per_node == 0:
@@ -249,12 +260,13 @@ def time_tasks(
     tasks: Sequence[Case],
     rates: Sequence[str | None],
     systems: Sequence[str] = (*BOUNDED, *OTHERS),
+    steps: int = 1,
 ) -> dict[tuple[Case, str | None], dict[str, float]]:
     """Median seconds, of each round the slowest rank's."""
     found = {}
     for task in tasks:
         cases = [replace(task, system=system) for system in systems]
-        answers = nodes.run(race, arguments, cases, rates, timeout=1200)
+        answers = nodes.run(race, arguments, cases, rates, steps, timeout=1200)
         for key, row in answers[0].items():
             steps = [
                 max(times)
@@ -369,7 +381,8 @@ def hsdp(nodes: Cluster, arguments: argparse.Namespace, bounds: list[Bound]) -> 
     for task, rate, _ in HSDP_TASKS:
         rates[task].append(rate)
     for task, of_task in rates.items():
-        timed = time_tasks(nodes, arguments, [task], of_task, (*BESIDE_HSDP, *TUNED))
+        systems = (*BESIDE_HSDP, *TUNED)
+        timed = time_tasks(nodes, arguments, [task], of_task, systems, arguments.steps)
         for (case, rate), row in timed.items():
             rows.setdefault(f"{task.task}, {rate or 'unshaped'}", {})[case.system] = row
     for task, rate, most in HSDP_TASKS:
@@ -380,9 +393,9 @@ def hsdp(nodes: Cluster, arguments: argparse.Namespace, bounds: list[Bound]) -> 
         times = "  ".join(f"{system} {timed['seconds']:.3f}" for system, timed in row.items())
         print(f"  {name:<28} {times}   {best}/HSDP {ratio:.2f}", flush=True)
         bounds.append(Bound(f"{name}: best of ours / HSDP", ratio, most))
-    systems = ("fcdp", "hsdp")
-    answers = nodes.run(held, arguments, [Case(system, False, 4) for system in systems])[0]
-    device = {system: row["device"] for system, row in zip(systems, answers, strict=True)}
+    pair = ("fcdp", "hsdp")
+    answers = nodes.run(held, arguments, [Case(system, False, 4) for system in pair])[0]
+    device = {system: row["device"] for system, row in zip(pair, answers, strict=True)}
     rows["device bytes"] = device
     print(f"  device bytes: fcdp {device['fcdp'] / 1e6:.2f} MB, HSDP {device['hsdp'] / 1e6:.2f} MB")
     bounds.append(Bound("device bytes of fcdp / HSDP's", device["fcdp"] / device["hsdp"], 0.52))
@@ -403,6 +416,9 @@ def options() -> argparse.Namespace:
     )
     options.add_argument("--sequence", type=int, default=64)
     options.add_argument("--rounds", type=int, default=5)
+    options.add_argument(
+        "--steps", type=int, default=2, help="steps that follow each other, part hsdp"
+    )
     options.add_argument(
         "--patience", type=float, default=40.0, help="seconds of steps after which a case sits out"
     )

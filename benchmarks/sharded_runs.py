@@ -84,6 +84,11 @@ class Run:
     held: Callable[[], int] | None = None
     """Bytes that a peer's rank holds, where it tells."""
 
+    def settle(self) -> None:
+        """Wait for what goes on when a step has ended: ours refreshes slices then."""
+        if self.walker is not None:
+            self.walker.flush()
+
     def close(self) -> None:
         if self.walker is not None:
             self.walker.close()

@@ -214,7 +214,7 @@ def test_every_rank_does_what_is_printed() -> None:
         assert {
             OpKind.GATHER,
             OpKind.REDUCE,
-            OpKind.CACHE,
+            OpKind.FETCH,
             OpKind.NORM,
             OpKind.EXCHANGE,
         } < set().union(*of_rank)

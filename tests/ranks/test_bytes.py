@@ -18,7 +18,7 @@ from blockwalk.walk.context_check import require_parts
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.support import held as support
-from tests.support.cluster import cluster, payload_of
+from tests.support.cluster import cluster, payload_of, whole_step
 from tests.support.processes import run_ranks
 
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
@@ -42,8 +42,8 @@ def _step_bytes(rank: int, cases: list[tuple[str, bool, int]]) -> list[tuple[int
         mesh = {"world": dist.get_world_size(), "ranks_per_node": 2}
         plan = method(name, mesh=mesh, gradient_accumulation_steps=micro_batches)
         with Walker(model(lora), plan, device="cpu") as walker:
-            walker.step(random_batch(16, 8))
-            sent = payload_of(lambda: walker.step(random_batch(16, 8, seed=1)))
+            whole_step(walker, random_batch(16, 8))
+            sent = payload_of(lambda: whole_step(walker, random_batch(16, 8, seed=1)))
             counted.append((sent, walker.spec.numel(trainable=True)))
     return counted
 
@@ -74,9 +74,9 @@ def _bytes_in_pairs(rank: int) -> tuple[int, int, int]:
     }
     plan = method("mics", mesh={"world": 8, "ranks_per_node": 4, "groups": ["pair=2"]}, **placed)
     with Walker(model(False), plan, device="cpu") as walker:
-        said = walker.step(random_batch(16, 8)).bytes[Lane.INTER]
+        said = whole_step(walker, random_batch(16, 8)).bytes[Lane.INTER]
         return (
-            payload_of(lambda: walker.step(random_batch(16, 8, seed=1))),
+            payload_of(lambda: whole_step(walker, random_batch(16, 8, seed=1))),
             said,
             walker.spec.numel(trainable=True),
         )
@@ -151,8 +151,8 @@ def _bytes_of_parts(rank: int, cases: list[tuple[str, bool]], per_node: int) -> 
     for way, lora in cases:
         plan = method("hzp", mesh=mesh, context={"way": way})
         with Walker(model(lora), plan, device="cpu") as walker:
-            walker.step(random_batch(4, 60))
-            sent = payload_of(lambda: walker.step(random_batch(4, 60, seed=1)))
+            whole_step(walker, random_batch(4, 60))
+            sent = payload_of(lambda: whole_step(walker, random_batch(4, 60, seed=1)))
             shape = Shape(4, 60).part(world)
             program = walker.program(StepKind.TRAIN, shape, foresee=True)
             result = walker.step(random_batch(4, 60, seed=1))

@@ -36,7 +36,7 @@ def walker_of(name: str, ranks_per_node: int = 2) -> Walker:
 def weights(walker: Walker) -> dict[str, torch.Tensor]:
     engine: Any = walker.engine
     if walker.plan.home.gathered:
-        return masters(engine)
+        return masters(walker)
     return {name: master.clone() for name, master in engine.trained.masters.items()}
 
 

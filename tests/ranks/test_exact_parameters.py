@@ -76,7 +76,7 @@ def _walked(rank: int, folder: Path, out: Path) -> dict[str, Any]:
             first = reads(walker)
             losses = [walker.step(random_batch(8, 10, seed=step)).loss for step in range(STEPS)]
             walker.save_state(out / name)
-            answers[name] = (first, losses, reads(walker), masters(walker.engine)[GATE])
+            answers[name] = (first, losses, reads(walker), masters(walker)[GATE])
             if rank == 0:
                 (out / f"{name}-weights").mkdir()
             walker.save_pretrained(out / f"{name}-weights")

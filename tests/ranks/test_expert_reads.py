@@ -52,7 +52,7 @@ def _opened(
             for run in home.runs(unit, 2) if unit.numel else ():
                 if ".experts." in run.name:
                     slices += run.size * unit.dtype.itemsize
-        weights = masters(walker.engine)
+        weights = masters(walker)
         return read, slices, weights, walker.step(random_batch(4, 8)).loss
 
 

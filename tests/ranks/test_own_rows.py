@@ -92,7 +92,7 @@ def _packed(rank: int) -> list[tuple[float, int, dict[str, Tensor]]]:
             loss = walker.step(batch, local_batch=local).loss
             ((rows, tokens),) = shapes
             assert rows == 1
-            answers.append((loss, tokens, masters(walker.engine)))
+            answers.append((loss, tokens, masters(walker)))
     return answers
 
 
@@ -125,7 +125,7 @@ def _steps(rank: int) -> list[Any]:
                     batch = batches[rank] if local else concatenated(batches, micro_batches)
                     results.append(walker.step(batch, local_batch=local))
                 figures = [(r.loss, r.tokens, r.copies) for r in results]
-                answers.append((figures, masters(walker.engine)))
+                answers.append((figures, masters(walker)))
     return answers
 
 
@@ -181,7 +181,7 @@ def test_rows_that_do_not_divide_are_filled_up_and_said() -> None:
 def _refusals(rank: int) -> None:
     plan = method("zero3", mesh={"world": 2})
     with Walker(make("llama", False), plan) as walker:
-        before = {name: value.clone() for name, value in masters(walker.engine).items()}
+        before = {name: value.clone() for name, value in masters(walker).items()}
 
         def step(batch: dict[str, Tensor], *, local: bool = True) -> None:
             walker.step(batch, local_batch=local)
@@ -206,7 +206,7 @@ def _refusals(rank: int) -> None:
             step(rows, local=not rank)
         with refused(ValueError, "-100"):
             step({**rows, "labels": torch.full_like(rows["labels"], -100)})
-        after = masters(walker.engine)
+        after = masters(walker)
         assert all(torch.equal(value, after[name]) for name, value in before.items())
         assert walker.step(rows, local_batch=True).step == 1
     with Walker(make("llama", False), method("mezo", mesh={"world": 2})) as walker:

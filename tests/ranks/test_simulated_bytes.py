@@ -17,7 +17,7 @@ from blockwalk.simulate.simulator import simulate
 from blockwalk.walk.unit_costs import UnitCosts
 from blockwalk.walk.walker import StepResult, Walker
 from tests.models import random_batch, tiny_model
-from tests.support.cluster import cluster, payload_of
+from tests.support.cluster import cluster, payload_of, whole_step
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -38,9 +38,11 @@ def _step_bytes(rank: int) -> list[tuple[int, int]]:
     counted = []
     for name in METHODS:
         with Walker(model(), method(name, mesh=MESH), device="cpu") as walker:
-            walker.step(random_batch(16, 8))
+            whole_step(walker, random_batch(16, 8))
             results: list[StepResult] = []
-            sent = payload_of(lambda: results.append(walker.step(random_batch(16, 8, seed=1))))  # noqa: B023 - called at once
+            sent = payload_of(
+                lambda: results.append(whole_step(walker, random_batch(16, 8, seed=1)))  # noqa: B023 - called at once
+            )
             counted.append((sent, 2 * results[0].bytes.get(Lane.INTER, 0)))
     return counted
 

@@ -107,7 +107,7 @@ def walked(rank: int, stages: int, cases: list[Case]) -> list[dict[str, Any]]:
                 {
                     "gradients": walker.gradients(random_batch(rows, 10)),
                     "steps": [(step.loss, step.grad_norm) for step in steps],
-                    "masters": masters(walker.engine),
+                    "masters": masters(walker),
                     "evaluated": walker.evaluate(random_batch(4, 10, seed=9), batches=2).loss,
                     "rows": walker.label_losses(random_batch(3, 10, seed=8)).tolist(),
                 }
@@ -185,22 +185,22 @@ def _begun(rank: int, folder: Path) -> dict[str, Any]:
         for seed in range(2):
             walker.step(random_batch(8, 10, seed=seed))
         walker.save_state(folder / "stages")
-        before = masters(walker.engine)
+        before = masters(walker)
         loss = walker.step(random_batch(8, 10, seed=2)).loss
         walker.save_pretrained(folder / "model")
-        after = masters(walker.engine)
+        after = masters(walker)
     with made("opt", 2, 1, 2, CLIPPED) as walker:  # cut otherwise
         walker.load_state(folder / "stages")
         assert walker.steps_done == 2
         again = walker.step(random_batch(8, 10, seed=2)).loss
-        resumed = masters(walker.engine)
+        resumed = masters(walker)
     return {"before": before, "loss": loss, "after": after, "again": again, "resumed": resumed}
 
 
 def weights(walker: Walker) -> dict[str, torch.Tensor]:
     engine: Any = walker.engine
     if walker.plan.home.gathered:
-        return masters(engine)
+        return masters(walker)
     return {name: master.clone() for name, master in engine.trained.masters.items()}
 
 

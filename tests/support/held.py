@@ -55,7 +55,9 @@ def numel(engine: Any) -> int:
     )
 
 
-def masters(engine: Any) -> dict[str, torch.Tensor]:
+def masters(walker: Any) -> dict[str, torch.Tensor]:
     """The whole masters of a sharded run, on every rank, which call this together."""
-    by_unit = {unit: slices.master for unit, slices in engine.trained.units.items()}
-    return engine.trained.part.whole(by_unit, engine.plan.optimizer_ranks)
+    walker.flush()  # what is still refreshed is gathered over the same groups
+    trained = walker.engine.trained
+    by_unit = {unit: slices.master for unit, slices in trained.units.items()}
+    return trained.part.whole(by_unit, walker.plan.optimizer_ranks)

@@ -130,7 +130,7 @@ def walked(
             "losses": [result.loss for result in results],
             "norms": [result.grad_norm for result in results],
             "gradients": gradients,
-            "weights": masters(walker.engine),
+            "weights": masters(walker),
             "evaluated": evaluated.loss,
             "kept": sum(op.keep_graph for op in walker.program(StepKind.TRAIN, Shape(2, 10)).ops),
             "looked": look(walker),

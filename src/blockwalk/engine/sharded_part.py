@@ -10,7 +10,7 @@ P elements of a bucket; where its matrices are encoded, an element is a byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -27,7 +27,7 @@ from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import Layout, dtype_of, name_of
 from blockwalk.numerics.codecs.weights import Value, opened
 from blockwalk.numerics.device import is_cpu, recorded
-from blockwalk.plan.mesh import reach
+from blockwalk.plan.mesh import Axis, reach
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec
 from blockwalk.plan.placement import StateKind
 from blockwalk.program.flat_layout import (
@@ -41,7 +41,7 @@ from blockwalk.program.flat_layout import (
     width_in,
     written_as,
 )
-from blockwalk.program.program import Op, OpKind
+from blockwalk.program.program import Lane, Op, OpKind
 from blockwalk.program.slicing import Run
 from blockwalk.ranks.groups import Groups
 from blockwalk.tiers.memories import Memories
@@ -180,15 +180,12 @@ class ShardedPart:
         return work
 
     def _gather(self, op: Op) -> Job:
-        """Complete a slice over a group of ranks, in a slot or, to refresh a node slice on the
-        device, there."""
+        """Complete a slice over a group of ranks, in a slot or, to refresh a node slice, there."""
         slices = self.units[op.unit]
         axes = self.groups.named(op.axes)
         inner, outer = reach(axes)
         if op.slot < 0:
-            assert slices.node is not None
-            refreshed = self.inside(slices.node, slices.numel, self.plan.parameter_ranks, inner)
-            return lambda: self.groups.gather_(refreshed, axes, op.lane)
+            return partial(self._refresh, slices, axes, op.lane)
         bucket_P = self._enter(op)
         begin: Tensor | None = None
         if op.device_slice:
@@ -206,6 +203,26 @@ class ShardedPart:
             self.groups.gather_(gathered_P, axes, op.lane)
 
         return work
+
+    def _refresh(self, slices: UnitSlices, axes: Sequence[Axis], lane: Lane) -> None:
+        """Complete a part of a node slice over these axes where it lies. Behind an accelerator one
+        in host memory is gathered on the device."""
+        assert slices.node is not None
+        inner, outer = reach(axes)
+        node_ranks = self.plan.parameter_ranks
+        whole_P = self.inside(slices.node, slices.numel, node_ranks, inner)
+        own_P = self.inside(slices.node, slices.numel, node_ranks, outer)
+        begin = slices.source if outer == self.plan.optimizer_ranks else None
+        if whole_P.device.type == self._model.device.type:
+            if begin is not None and begin.data_ptr() != own_P.data_ptr():
+                _copy(own_P, begin)
+            self.groups.gather_(whole_P, axes, lane)
+            return
+        gathered_P = torch.empty_like(whole_P, device=self._model.device)
+        start = own_P.storage_offset() - whole_P.storage_offset()
+        _copy(gathered_P[start : start + len(own_P)], own_P if begin is None else begin)
+        self.groups.gather_(gathered_P, axes, lane)
+        whole_P.copy_(gathered_P, non_blocking=True)
 
     def _node_in_slot(self, op: Op) -> tuple[Tensor, Tensor]:
         """Return a node slice, and its place in the slot that an op fills."""

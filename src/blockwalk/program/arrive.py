@@ -11,10 +11,13 @@ kept on the device) and on facts of the plan, and changes nothing. There are thr
   n elements. Between uses a rank keeps its slice over the group of ``trainable`` (the *node slice*,
   where that is a node: on the device, or with ``cache.tier: host`` in host memory) and the slice
   over the group of ``optimizer_state`` beside its moments. Node slices are refreshed from the wider
-  slices at the first use after an update, and never else: which of them are out of date (*dirty*)
-  is known when the program is compiled, so that all ranks agree. Where parameters are spread as
-  widely as optimizer states there is no node slice, and every use gathers the slices that are
-  updated.
+  slices behind the update of their unit (:func:`refresh`): by ops without a slot, which may run on
+  when the program has ended, until the next one's first use of the unit. Those that the adaptive
+  cache keeps on the device are refreshed at that use instead, on their way to the slot; so are, by
+  :func:`refresh`, those whose masters were changed from outside. Which of them are out of date
+  (*dirty*) is known when the program is compiled, so that all ranks agree. Where parameters are
+  spread as widely as optimizer states there is no node slice, and every use gathers the slices that
+  are updated.
 
 Source: Rajbhandari et al., "ZeRO" (2020); Wang et al., "ZeRO++" (2023); Zhang et al., "MiCS"
 (2022)."""
@@ -29,6 +32,7 @@ from itertools import groupby
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.mesh import Axis, between, gather_bytes, make_axes, names_of, reach
 from blockwalk.plan.placement import StateKind
+from blockwalk.plan.plan import Plan
 from blockwalk.program.costs import Pending
 from blockwalk.program.flat_layout import has_node_slice, hosts_node_slice
 from blockwalk.program.placements import Placements
@@ -60,8 +64,8 @@ class Residency:
     """Units whose trainables were updated since their node slice was gathered."""
     kept: frozenset[tuple[int, StateKind]] = frozenset()
     """Node slices that stay on the device from their first use to their last."""
-    cached: Mapping[int, int] = field(default_factory=dict)
-    """The op that last wrote each unit's trainable node slice to the host."""
+    refreshed: Mapping[int, int] = field(default_factory=dict)
+    """The op that last refreshed each unit's trainable node slice."""
 
     def takes(self, unit: int, slot: int) -> Residency:
         """Return the residency once a unit has taken a slot."""
@@ -82,6 +86,10 @@ class Residency:
     def updated(self, unit: int) -> Residency:
         """Return the residency once a unit's trainables are newer than their node slice."""
         return replace(self, dirty=self.dirty | {unit})
+
+    def brought_up_to_date(self, unit: int, op: int) -> Residency:
+        """Return the residency once an op has refreshed a unit's trainable node slice."""
+        return replace(self, dirty=self.dirty - {unit}, refreshed={**self.refreshed, unit: op})
 
     def left(self, unit: int, op: int, freed: Collection[StateKind]) -> Residency:
         """Return the residency once ``op`` has emptied a unit's slot and freed those of its
@@ -195,19 +203,16 @@ def _gathered(
         whole_part = gather(node_slice, (1, plan.parameter_ranks), occupant.slot, from_device=True)
         return residency.arrived(unit, whole_part)
     caches = []
-    if has_node_slice(plan) and trains and unit in residency.dirty:
-        span = (plan.parameter_ranks, plan.optimizer_ranks)
-        refreshed = gather(node_slice, span, occupant.slot if hosted else -1)
-        node_slice = [refreshed, *(() if hosted else node_slice)]
-        if key not in ways.keeps:  # else it stays out of date on the host
-            residency = replace(residency, dirty=residency.dirty - {unit})
-            if hosted:
-                caches.append(op(OpKind.CACHE, lane=Lane.STORE, deps=node_slice, nbytes=nbytes))
-                residency = replace(residency, cached={**residency.cached, unit: caches[0]})
-    elif hosted:
-        if trains and unit in residency.cached:
-            node_slice.append(residency.cached[unit])
-        node_slice = [op(OpKind.FETCH, lane=Lane.FETCH, deps=node_slice, nbytes=nbytes)]
+    dirty = has_node_slice(plan) and trains and unit in residency.dirty
+    if dirty and key in ways.keeps:  # it stays out of date on the host
+        node_slice = [gather(node_slice, node_span(plan), occupant.slot)]
+    else:
+        if dirty:
+            residency = residency.brought_up_to_date(unit, refresh(ways, unit, draft, ()))
+        if trains and unit in residency.refreshed:
+            node_slice.append(residency.refreshed[unit])
+        if hosted:
+            node_slice = [op(OpKind.FETCH, lane=Lane.FETCH, deps=node_slice, nbytes=nbytes)]
     if key in ways.keeps:
         residency = replace(residency, kept=residency.kept | {key})
         takes = ((Pool.DEVICE, nbytes),)
@@ -216,6 +221,19 @@ def _gathered(
         )
     whole_part = gather(node_slice, (1, plan.parameter_ranks), occupant.slot)
     return residency.arrived(unit, whole_part, *caches)
+
+
+def node_span(plan: Plan) -> tuple[int, int]:
+    """Return the ranks that parameters are spread over, and those that masters are: a node slice is
+    gathered from the first to the second."""
+    return plan.parameter_ranks, plan.optimizer_ranks
+
+
+def refresh(ways: Ways, unit: int, draft: Draft, after: Sequence[int]) -> int:
+    """Gather a unit's trainable node slice from the wider slices to where it lies, and return the
+    op that completes it. Behind an accelerator a slice of host memory is gathered on the device, in
+    room of its own for that time."""
+    return _gather(ways, unit, StateKind.TRAINABLE, draft, after, node_span(ways.places.plan), -1)
 
 
 def _gather(
@@ -231,8 +249,10 @@ def _gather(
 ) -> int:
     """Gather slices over groups of the second size of a span into those over its first, outermost
     axes first, and return the op that completes them."""
-    nbytes = ways.places.layout(unit, part).nbytes
-    axes_of_span = between(make_axes(ways.places.plan.mesh), *span)
+    places = ways.places
+    nbytes = places.layout(unit, part).nbytes
+    axes_of_span = between(make_axes(places.plan.mesh), *span)
+    apart = slot < 0 and hosts_node_slice(places.plan) and places.device != "cpu"
     deps = list(after)
     for lane, axes in reversed(by_lane(axes_of_span) or [(Lane.INTRA, ())]):
         inner, outer = reach(axes)
@@ -246,6 +266,7 @@ def _gather(
             slot=slot,
             axes=names_of(axes),
             device_slice=from_device and outer == span[1],
+            transient=nbytes // inner if apart else 0,
         )
         deps = [op]
     return deps[0]

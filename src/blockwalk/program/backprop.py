@@ -60,6 +60,9 @@ def backprop(b: Builder, *, update: bool, graphs: int) -> None:
             turns.append(turn)
     b.walk(turns)
     judged = walk.judge(update=update)
+    if walk.at_turn:  # in the order of the next step's forward; sums have gone before them
+        for unit in sorted(b.residency.dirty):
+            b.refresh(unit, judged[0])
     if not update or plan.update.timing is not Timing.STEP:
         return
     if plan.optimizer.max_grad_norm > 0:

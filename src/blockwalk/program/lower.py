@@ -18,7 +18,7 @@ from blockwalk.plan.mesh import (
 )
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.plan.plan import Plan
-from blockwalk.program.arrive import Residency, Ways, arrive, exchanged
+from blockwalk.program.arrive import Residency, Ways, arrive, exchanged, refresh
 from blockwalk.program.costs import Costs, UnitCost
 from blockwalk.program.flat_layout import has_node_slice
 from blockwalk.program.placements import Placements
@@ -221,7 +221,16 @@ class Builder:
         self.updates.append(update)
         if has_node_slice(self.places.plan):
             self.residency = self.residency.updated(unit)
+            if not self.places.plan.update.at_turn:
+                self.refresh(unit, update)
         return [update, *self.store(unit, [update])]
+
+    def refresh(self, unit: int, after: int) -> None:
+        """Refresh a unit's node slice behind its update, unless the adaptive cache keeps it on the
+        device: then its next use does."""
+        if (unit, StateKind.TRAINABLE) not in self.ways.keeps:
+            refreshed = refresh(self.ways, unit, self.draft, [after])
+            self.residency = self.residency.brought_up_to_date(unit, refreshed)
 
     def land(self, unit: int, after: Sequence[int]) -> int:
         """Bring a unit's complete gradients to a place in host memory, and free them on the device.

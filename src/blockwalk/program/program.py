@@ -26,7 +26,7 @@ class OpKind(StrEnum):
     """A unit's state is brought from its tier into a slot (on a CPU with mapped files: its pages
     are made resident)."""
     GATHER = "GATHER"
-    """A slice is completed over a group of ranks."""
+    """A slice is completed over a group of ranks: in a slot, or where it lies (*refreshed*)."""
     CACHE = "CACHE"
     """A gathered slice is kept for the backward walk."""
     PROLOGUE = "PROLOGUE"
@@ -211,6 +211,12 @@ class Op:
     """Memory given back when it ends."""
     transient: int = 0
     """Device bytes held only while it runs."""
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether it brings a unit's node slice up to date where it lies. It may run on when its
+        program has ended: those who read the slice wait for it."""
+        return self.kind is OpKind.GATHER and self.part is StateKind.TRAINABLE and self.slot < 0
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import NOBODY
 from blockwalk.plan.plan import AUTO_TOGETHER, Plan
 from blockwalk.plan.tiers import TIERS
+from blockwalk.program.adaptive_cache import adapts
 from blockwalk.program.compile import compile_ranks, resident
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import COMPUTES, Lane, Pool, Program, Shape, StepKind, human_bytes
@@ -249,10 +250,10 @@ def _groups(node: int, world: int) -> Iterator[tuple[int, int]]:
 
 def steady(plan: Plan, model: ModelSpec) -> Pending:
     """Return the updates that a step of a long run finds pending: the last step's where it is
-    deferred, and every node slice out of date."""
+    deferred, and where node slices may stay on the device every one of these out of date."""
     if plan.update.deferred:
         return Pending(1, flush=True)
-    if not plan.home.gathered:
+    if not adapts(plan):
         return Pending()
     trained = (u for u, unit in enumerate(model.units) if unit.numel(trainable=True))
     return Pending(dirty=frozenset(trained))

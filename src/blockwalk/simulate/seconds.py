@@ -17,6 +17,7 @@ from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.work import NOTHING, Work
 from blockwalk.program.costs import Costs
+from blockwalk.program.flat_layout import hosts_node_slice
 from blockwalk.program.program import COMPUTES, Bytes, Lane, Op, OpKind, Pool, Program
 from blockwalk.program.state_sizes import compute_dtype, epilogue_reads, updates_on_host
 from blockwalk.simulate.hardware import Hardware, Link
@@ -123,6 +124,8 @@ class CostModel:
                 return self._moves(op, hw.device_to_host, hw.writes)
         link = hw.intra if self._inside_node(op.lane) else hw.inter
         seconds = self._between_ranks(op.lane, op.nbytes) + self._rounds(op) * link.latency
+        if op.refreshes and hosts_node_slice(self.plan):  # made on the device
+            seconds += hw.device_to_host.seconds(op.transient)
         return seconds + self._accumulated.get(op.index, 0.0)
 
     def _between_ranks(self, lane: Lane, nbytes: int) -> float:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from blockwalk.plan.mesh import ENDS, PIPELINE
@@ -98,6 +98,7 @@ def simulate(
         costs: what its units do while they compute; the FLOPs of recomputation do not count as
             useful.
     """
+    programs = tuple(map(steady, programs))
     program, *_ = programs
     model_of = CostModel(plan, model, hardware, costs, program)
     spans = schedule(programs, model_of.seconds)
@@ -122,6 +123,28 @@ def simulate(
         peak_flops=hardware.peak_of(model_of.dtype),
         critical=critical_path(programs, spans, lambda op: _words(op, model_of)),
     )
+
+
+def steady(program: Program) -> Program:
+    """Return a step as it is in a long run. What it refreshes last, for the step behind, the step
+    before has refreshed for it: by ops at its beginning, which those that read the slices wait
+    for."""
+    last_reads = {
+        op.unit: op.index for op in program.ops if op.part is StateKind.TRAINABLE and op.slot >= 0
+    }
+    behind = {
+        op.index for op in program.ops if op.refreshes and op.index > last_reads.get(op.unit, -1)
+    }
+    order = sorted(program.ops, key=lambda op: op.index not in behind)
+    places = {op.index: place for place, op in enumerate(order)}
+    refreshed = {program.ops[index].unit: places[index] for index in sorted(behind)}
+    ops = []
+    for op in order:
+        waits = {places[dep] for dep in op.deps if op.index not in behind or dep in behind}
+        if op.index not in behind and op.part is StateKind.TRAINABLE and op.unit in refreshed:
+            waits.add(refreshed[op.unit])
+        ops.append(replace(op, index=places[op.index], deps=tuple(sorted(waits))))
+    return replace(program, ops=tuple(ops), _peaks=Counter()) if behind else program
 
 
 Spans = tuple[tuple[Span, ...], ...]

@@ -28,6 +28,7 @@ class Mark:
     """The end of one op: issued when ``future`` is done, finished on the device when ``event`` has
     passed."""
 
+    lane: Lane = Lane.COMPUTE
     future: Future[None] | None = None
     event: torch.Event | None = None
     start: torch.Event | None = None
@@ -63,7 +64,7 @@ class Lanes:
         Raises:
             Exception: whatever an op that this one waits for raised.
         """
-        mark = Mark()
+        mark = Mark(lane)
         dependencies = tuple(dependencies)
         self._marks.append(mark)
         if lane is Lane.COMPUTE or (lane in _ISSUED_BY_CALLER and not is_cpu(self.device)):
@@ -80,11 +81,18 @@ class Lanes:
             self._began = time.perf_counter()
 
     def drain(self, marks: Iterable[Mark]) -> None:
-        """Wait until every op was issued, and raise the first error. Ops that the caller issues
-        next come after all of them."""
+        """Wait until every one of these ops was issued, and raise the first error. Ops that the
+        caller issues next come after all of them, and after no others of their lanes."""
+        marks = list(marks)
         errors = [mark.future.exception() for mark in marks if mark.future is not None]
-        for stream in self._streams.values():
-            torch.accelerator.current_stream(self.device).wait_stream(stream)
+        last = {mark.lane: mark for mark in marks}
+        for lane, stream in self._streams.items():
+            current = torch.accelerator.current_stream(self.device)
+            event = last[lane].event if lane in last else None
+            if event is not None:
+                current.wait_event(event)
+            else:
+                current.wait_stream(stream)
         for error in errors:
             if error is not None:
                 raise error

@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -341,8 +342,14 @@ class Walker:
 
     def flush(self) -> None:
         """Zeroth order: apply every update that waits, and write the weights back to their tier.
-        Before the weights are looked at (evaluation, generation, saving) this happens by itself."""
+        Over ranks: wait until every slice is refreshed. Before the weights are looked at
+        (evaluation, generation, saving) this happens by itself.
+
+        Raises:
+            RuntimeError: a slice could not be refreshed; the message names the step.
+        """
         self._catch_up()
+        self._executor.settle()
         self.engine.trained.settle()
 
     def _catch_up(self) -> None:
@@ -392,8 +399,10 @@ class Walker:
             program = self.program(step_kind, parts.shape, pieces=pieces)
             self.estimator.begin(on_device, parts.labels, step)
             try:
-                self._executor.run(program, self.estimator, self.timeline)
+                self._executor.run(program, self.estimator, self.timeline, step=step.number)
             except BaseException as error:
+                with suppress(Exception):  # what they made is undone
+                    self._executor.settle()
                 self.estimator.undo()
                 if not isinstance(error, WalkAgain):
                     raise
@@ -577,6 +586,7 @@ class Walker:
                 f"{self.ledger.path} has {counted(self.ledger.steps, 'step')}, the saved state"
                 f" {steps}: not of one run"
             )
+        self._executor.settle()
         if self.ledger is None:
             self.estimator.resume(steps)
         self.estimator.load_state_dict(
@@ -610,6 +620,7 @@ class Walker:
     def load_state(self, folder: StrPath) -> None:
         """First order: go on from what :meth:`save_state` wrote, on any mesh. A run that began when
         weight decay reached norms and biases too goes on so: :meth:`notes` says it."""
+        self._executor.settle()
         self.steps_done = self._state_saver().load(folder)
 
     def notes(self) -> list[str]:
@@ -672,6 +683,8 @@ class Walker:
 
     def close(self) -> None:
         """Let go of threads, files and scratch; all ranks together."""
+        with suppress(Exception):  # nobody will read what a failed one should have made
+            self._executor.settle()
         if self._watch is not None and self._begins_watch:
             self._watch.close()
         self.lanes.close()
