@@ -283,10 +283,9 @@ def test_inputs_come_back_into_so_many_places(layers: int, prefetch: int, togeth
     assert [(op.unit, op.micro_batch) for op in loads] == [
         (op.unit, op.micro_batch) for op in backwards
     ]
-    assert all(before[b.index] >> a.index & 1 for a, b in zip(loads, backwards, strict=True))
+    assert all(before(a.index, b.index) for a, b in zip(loads, backwards, strict=True))
     assert all(
-        before[b.index] >> a.index & 1
-        for a, b in zip(backwards, loads[prefetch + 1 :], strict=False)
+        before(a.index, b.index) for a, b in zip(backwards, loads[prefetch + 1 :], strict=False)
     )
     for op in program.ops:
         held += (op.kind is OpKind.LOAD) - (op.kind is OpKind.BACKWARD)
@@ -470,7 +469,7 @@ def test_trainables_smaller_than_a_block_stay_and_the_forecast_says_so() -> None
     device="cuda",
     layers=3,
     micro_batches=1,
-    order="micro_batch",
+    together=1,
     activation="host",
     prefetch=0,
     room=1.0,

@@ -38,12 +38,10 @@ def test_nothing_that_is_computed_waits_for_an_update(prefetch: int) -> None:
     *computed, check = [op for op in program.ops if op.lane is Lane.COMPUTE]
     assert check.kind is OpKind.CHECK
     for update in updates:
-        assert not any(before[op.index] >> update.index & 1 for op in computed)
-        assert before[check.index] >> update.index & 1
+        assert not any(before(update.index, op.index) for op in computed)
+        assert before(update.index, check.index)
     fetches = [op for op in program.ops if op.kind is OpKind.FETCH and op.slot >= 0]
-    assert not any(
-        before[fetch.index] >> update.index & 1 for fetch in fetches for update in updates
-    )
+    assert not any(before(update.index, fetch.index) for fetch in fetches for update in updates)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -60,7 +58,7 @@ def test_gradients_of_few_units_are_on_the_device_at_once(prefetch: int) -> None
     for op in program.ops:
         if op.kind is OpKind.BACKWARD:
             earlier = [unit for unit in leaves if unit > op.unit]
-            late = [unit for unit in earlier if not before[op.index] >> leaves[unit].index & 1]
+            late = [unit for unit in earlier if not before(leaves[unit].index, op.index)]
             assert len(late) <= prefetch
     assert sum(op.nbytes for op in leaves.values()) == 4 * TRAINED
     assert program.bytes_by_lane()[Lane.STORE] == 4 * TRAINED
@@ -122,7 +120,7 @@ def test_a_place_in_host_memory_is_filled_when_its_gradients_are_used_up() -> No
     for place in range(3):
         for used, filled in zip(updates[place::3], leaves[place + 3 :: 3], strict=False):
             assert used.unit == leaves[updates.index(used)].unit
-            assert before[filled.index] >> used.index & 1
+            assert before(used.index, filled.index)
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

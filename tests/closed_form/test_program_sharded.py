@@ -4,6 +4,8 @@ node sends."""
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -157,11 +159,9 @@ def stale(program: Program, plan: Plan, dirty: frozenset[int]) -> None:
         if op.refreshes:
             refreshed[op.unit] = op.index
             if op.unit in updated:
-                assert before[op.index] >> updated[op.unit] & 1, "refreshed before its update"
+                assert before(updated[op.unit], op.index), "refreshed before its update"
         elif op.part is StateKind.TRAINABLE and op.slot >= 0 and op.unit in refreshed:
-            assert before[op.index] >> refreshed[op.unit] & 1, (
-                "a node slice is read while it is written"
-            )
+            assert before(refreshed[op.unit], op.index), "a node slice is read while it is written"
         if op.kind is OpKind.UPDATE:
             out_of_date.add(op.unit)
             updated[op.unit] = op.index
@@ -472,9 +472,8 @@ def test_updates_at_the_blocks_turn_run_behind_the_next_backward() -> None:
     backward = [op for op in program.ops if op.kind is OpKind.BACKWARD]
     assert len(updates) == 8
     assert updates[0].index < backward[1].index
-    updated = sum(1 << op.index for op in updates)
     before = happens_before(program)
-    assert not any(before[op.index] & updated for op in backward)
+    assert not any(before(update.index, op.index) for update in updates for op in backward)
 
 
 @pytest.mark.parametrize(
@@ -602,3 +601,28 @@ def test_a_cache_on_one_node_is_allowed_and_said_to_be_none(
         "cached" in line
         for line in preflight.notes(dataclasses.replace(run, plan=on_mesh("zero3", 1, 2)), 8)
     )
+
+
+def test_a_step_of_a_405b_with_64_micro_batches_is_compiled_in_little_memory() -> None:
+    """Operating system: what a process of its own adds to its resident bytes, one rank of 1,024;
+    89,415 ops took 550 MB when the order of ops was a bit mask for each."""
+    code = """
+import resource
+from blockwalk.plan.methods import method
+from blockwalk.program.compile import compile
+from blockwalk.program.program import Shape, StepKind
+from tests.closed_form.test_planner import LLAMA_405B
+
+mesh = {"world": 1024, "ranks_per_node": 8}
+plan = method("fcdp", mesh=mesh, gradient_accumulation_steps=64)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+program = compile(plan, LLAMA_405B, StepKind.TRAIN, Shape(1, 4096), device="cuda")
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(len(program.ops), after - before)
+"""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", code]
+    answer = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    ops, kilobytes = map(int, answer.stdout.split())
+    assert ops > 64 * 126 * 6
+    assert kilobytes < 200_000

@@ -4,6 +4,7 @@ in words; none means that it holds."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 from blockwalk.plan.placement import StateKind
 from blockwalk.program.program import COMPUTES, Op, OpKind, Pool, Program, StepKind, human_bytes
@@ -11,19 +12,43 @@ from blockwalk.program.program import COMPUTES, Op, OpKind, Pool, Program, StepK
 _FILLS = (OpKind.FETCH, OpKind.GATHER)
 
 
-def happens_before(program: Program) -> list[int]:
-    """Return the set of ops, as a bit mask, that are done when each op starts: dependencies and its
-    lane's order."""
-    masks: list[int] = []
-    for _, waits in program.waits():
-        mask = 0
-        for dep in waits:
-            mask |= masks[dep] | (1 << dep)
-        masks.append(mask)
-    return masks
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order that lanes and dependencies give a program's ops. Lanes are first-in, first-out, so
+    that a number for each lane says which of its ops are done."""
+
+    places: list[tuple[int, int]]
+    """The number of each op's lane, and its place there."""
+    done: list[tuple[int, ...]]
+    """The ops of each lane that are done when an op starts."""
+
+    def __call__(self, earlier: int, later: int) -> bool:
+        """Return whether one op is done when another starts."""
+        lane, place = self.places[earlier]
+        return place < self.done[later][lane]
 
 
-def broken_dependencies(program: Program) -> list[str]:
+def happens_before(program: Program) -> Order:
+    """Return the order of a program's ops: dependencies and its lanes' order."""
+    numbers = {
+        lane: number for number, lane in enumerate(dict.fromkeys(op.lane for op in program.ops))
+    }
+    nothing = (0,) * len(numbers)
+    places: list[tuple[int, int]] = []
+    done: list[tuple[int, ...]] = []
+    ended: list[tuple[int, ...]] = []
+    counts = [0] * len(numbers)
+    for op, waits in program.waits():
+        lane = numbers[op.lane]
+        places.append((lane, counts[lane]))
+        counts[lane] += 1
+        start = tuple(map(max, nothing, *(ended[wait] for wait in waits))) if waits else nothing
+        done.append(start)
+        ended.append((*start[:lane], counts[lane], *start[lane + 1 :]))
+    return Order(places, done)
+
+
+def broken_dependencies(program: Program, _: Order | None = None) -> list[str]:
     """Return breaches of the rule that ops are numbered in order, and depend on earlier ones
     only."""
     misplaced = [
@@ -33,10 +58,10 @@ def broken_dependencies(program: Program) -> list[str]:
     return misplaced + [f"op {op.index} waits for op {dep}, which comes later" for op, dep in late]
 
 
-def used_unfetched(program: Program) -> list[str]:
+def used_unfetched(program: Program, order: Order | None = None) -> list[str]:
     """Return breaches of the rule that a streamed unit is used only after its fetch is done, and
     never after its eviction began."""
-    done_before = happens_before(program)
+    order = order or happens_before(program)
     ops = program.ops
     live: dict[int, list[int]] = {}
     users: dict[int, list[int]] = {}
@@ -46,15 +71,14 @@ def used_unfetched(program: Program) -> list[str]:
             continue
         name = program.unit_names[op.unit]
         text = f"{name}: op {op.index} {op.kind}"
-        earlier = done_before[op.index]
         fetches = live.get(op.unit, [])
-        late = [fetch for fetch in fetches if not earlier >> fetch & 1]
+        late = [fetch for fetch in fetches if not order(fetch, op.index)]
         if op.kind in _FILLS and op.slot >= 0:
             same_part = [fetch for fetch in late if ops[fetch].part is op.part]
             breaches += [f"{text} completes what op {f} has not brought yet" for f in same_part]
             live.setdefault(op.unit, []).append(op.index)
         elif op.kind is OpKind.EVICT:
-            busy = [user for user in users.pop(op.unit, []) if not earlier >> user & 1]
+            busy = [user for user in users.pop(op.unit, []) if not order(user, op.index)]
             breaches += [
                 f"{name}: op {op.index} evicts it before op {user} is done with it" for user in busy
             ]
@@ -76,7 +100,7 @@ def _uses_slot(program: Program, op: Op) -> bool:
     return op.kind in COMPUTES
 
 
-def left_behind(program: Program) -> list[str]:
+def left_behind(program: Program, _: Order | None = None) -> list[str]:
     """Return breaches of the rule that a program gives back all memory that it takes: slots are
     empty at its end, and no pool has grown or gone below its start."""
     growth: Counter[Pool] = Counter()
@@ -100,9 +124,9 @@ def left_behind(program: Program) -> list[str]:
     ]
 
 
-def shared_slots(program: Program) -> list[str]:
+def shared_slots(program: Program, order: Order | None = None) -> list[str]:
     """Return breaches of the rule that a slot is filled only after its last unit was evicted."""
-    done_before = happens_before(program)
+    order = order or happens_before(program)
     evictions: dict[int, int] = {}
     occupants: dict[int, int] = {}
     breaches: list[str] = []
@@ -112,7 +136,7 @@ def shared_slots(program: Program) -> list[str]:
             if op.slot in occupants:
                 breaches.append(f"{text}, which holds {program.unit_names[occupants[op.slot]]}")
             eviction = evictions.get(op.slot)
-            if eviction is not None and not done_before[op.index] >> eviction & 1:
+            if eviction is not None and not order(eviction, op.index):
                 breaches.append(f"{text} without waiting for its eviction, op {eviction}")
             occupants[op.slot] = op.unit
         elif op.kind is OpKind.EVICT and op.slot >= 0:
@@ -121,10 +145,10 @@ def shared_slots(program: Program) -> list[str]:
     return breaches
 
 
-def shared_buffers(program: Program) -> list[str]:
+def shared_buffers(program: Program, order: Order | None = None) -> list[str]:
     """Return breaches of the rule that a gradient buffer is filled by one unit at a time, and by
     the next only after the last reduction that read it."""
-    done_before = happens_before(program)
+    order = order or happens_before(program)
     fills: dict[int, list[Op]] = {}
     reductions: dict[int, list[Op]] = {}
     breaches: list[str] = []
@@ -132,13 +156,12 @@ def shared_buffers(program: Program) -> list[str]:
         if op.buffer < 0:
             continue
         text = f"{program.unit_names[op.unit]}: op {op.index}"
-        earlier = done_before[op.index]
         if op.kind is OpKind.REDUCE:
             breaches += [
                 f"{text} reduces buffer {op.buffer}, which op {fill.index} fills and it does not"
                 " wait for"
                 for fill in fills.get(op.buffer, [])
-                if fill.unit != op.unit or not earlier >> fill.index & 1
+                if fill.unit != op.unit or not order(fill.index, op.index)
             ]
             reductions.setdefault(op.buffer, []).append(op)
             continue
@@ -147,13 +170,13 @@ def shared_buffers(program: Program) -> list[str]:
         breaches += [
             f"{text} fills buffer {op.buffer} before op {reader.index} is done with it"
             for reader in readers
-            if not earlier >> reader.index & 1
+            if not order(reader.index, op.index)
         ]
         fills.setdefault(op.buffer, []).append(op)
     return breaches
 
 
-def lost_updates(program: Program) -> list[str]:
+def lost_updates(program: Program, _: Order | None = None) -> list[str]:
     """Return breaches of the rule that an update to a streamed unit that is its last of the program
     reaches the tier, or stays pending in the ledger."""
     stored: dict[int, bool] = {}
@@ -198,6 +221,7 @@ def check(program: Program) -> Program:
         AssertionError: the compiler made a program that breaks a rule; the message lists the broken
             places.
     """
-    breaches = [breach for rule in INVARIANTS for breach in rule(program)]
+    order = happens_before(program)
+    breaches = [breach for rule in INVARIANTS for breach in rule(program, order)]
     assert not breaches, f"{program.title}: " + "; ".join(breaches[:10])
     return program
