@@ -1,5 +1,5 @@
-"""Rows that each rank brings itself (``Walker.step(..., local_batch=True)``): ranks agree on them
-by a few numbers, before any of them walks."""
+"""Rows that each rank brings itself (``local_batch=True``): ranks agree on them by a few numbers,
+before any of them walks."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def require_own_rows(plan: Plan, words: Any) -> None:
 
 
 def cut_own_rows(
-    batch: Batch, plan: Plan, ranks: Ranks, *, step: int, packs: bool, vocab_size: int
+    batch: Batch, plan: Plan, ranks: Ranks, *, count: int, step: int, packs: bool, vocab_size: int
 ) -> BatchParts:
-    """Return this rank's rows cut into micro-batches, when all ranks have agreed on them; they call
-    this together. Rows are padded to the longest of any rank.
+    """Return this rank's rows cut into ``count`` micro-batches, when all ranks have agreed on them;
+    they call this together. Rows are padded to the longest of any rank.
 
     Args:
         batch: the rows of this rank alone, as :meth:`Walker.step` takes them.
-        plan: its micro-batches and mesh.
+        plan: its mesh.
         ranks: those that each bring rows.
         step: the number of the step, for messages.
         packs: True where short sequences are laid side by side, for a model that keeps them apart.
@@ -82,7 +82,6 @@ def cut_own_rows(
         ValueError: on every rank: one cannot walk its rows, or ranks bring unequal tensors or
             numbers of rows.
     """
-    count = plan.gradient_accumulation_steps
     error = ""
     facts = OwnRows()
     try:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from blockwalk.checkpoints.ledger import Ledger, entry_of
 from blockwalk.cutting.adapters import as_adapters
-from blockwalk.data.batch import Batch, loss_tokens, micro_batches, require_ids
+from blockwalk.data.batch import Batch, micro_batches, require_ids
 from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.engine import frozen_codec
 from blockwalk.engine.engine import Engine
@@ -358,12 +358,13 @@ class Walker:
             program = self.program(StepKind.FLUSH, Shape(1, 1))
             self._executor.run(program, self.estimator, self.timeline)
 
-    def gradients(self, batch: Batch) -> dict[str, Tensor]:
+    def gradients(self, batch: Batch, *, local_batch: bool = False) -> dict[str, Tensor]:
         """Return the gradient of the mean loss, float32, by canonical parameter name; nothing is
-        updated.
+        updated. ``batch`` and ``local_batch`` are as in :meth:`step`.
 
         Raises:
-            ValueError: the method does not differentiate.
+            ValueError: the method does not differentiate, or the batch is refused as in
+                :meth:`step`.
         """
         gradients = self.engine.gradients
         if gradients is None:
@@ -371,7 +372,10 @@ class Walker:
                 f"method {self.plan.method!r} is zeroth-order: it has no gradients; use plain or"
                 " mebp"
             )
-        self._train(StepKind.GRADIENTS, batch, Step(self.steps_done + 1))
+        if local_batch:
+            require_own_rows(self.plan, None)
+        request = Step(self.steps_done + 1)
+        self._train(StepKind.GRADIENTS, batch, request, local_batch=local_batch)
         return gradients.take()
 
     def _train(
@@ -384,6 +388,7 @@ class Walker:
                 batch,
                 self.plan,
                 self.ranks,
+                count=self.plan.gradient_accumulation_steps,
                 step=step.number,
                 packs=self.engine.cut.walks_documents(self.plan),
                 vocab_size=self.spec.vocab_size,
@@ -432,36 +437,54 @@ class Walker:
 
     # ---- evaluation ------------------------------------------------------------------------------
 
-    def evaluate(self, batch: Batch, *, batches: int = 1) -> EvalResult:
+    def evaluate(self, batch: Batch, *, batches: int = 1, local_batch: bool = False) -> EvalResult:
         """Return the summed loss of a batch in evaluation mode, and the tokens that it is a sum
         over. Ranks call this with the same batch, each walks its share of the sequences, and all
         get the same answer: one process's, but for the rounding of products with fewer rows. Each
         visit of a block computes the batch in ``batches`` parts, so that its weights are fetched
-        and decoded once for all of them.
+        and decoded once for all of them. With ``local_batch`` each rank brings rows of its own, as
+        in :meth:`step`, and the answer is of those of all.
 
         Raises:
-            ValueError: on every rank: another rank has another batch, or cuts it into other parts.
+            ValueError: on every rank: another rank has another batch, or cuts it into other parts;
+                with ``local_batch`` as in :meth:`step`.
         """
-        return EvalResult(math.fsum(self._evaluated(batch, batches)), loss_tokens(batch))
+        if local_batch:
+            require_own_rows(self.plan, None)
+        if local_batch and self.ranks.world > 1:
+            self.flush()
+            parts = cut_own_rows(
+                batch,
+                self.plan,
+                self.ranks,
+                count=batches,
+                step=self.steps_done + 1,
+                packs=False,
+                vocab_size=self.spec.vocab_size,
+            )
+        else:
+            parts = self._share_to_evaluate(batch, batches)
+        assert parts.tokens is not None
+        return EvalResult(math.fsum(self._evaluated(parts, batches)), parts.tokens)
 
     def label_losses(self, batch: Batch, *, batches: int = 1) -> Tensor:
         """Return the loss summed over the labels of each sequence, float64 [B] on the CPU, in
         evaluation mode: what label words are ranked by. Ranks share the sequences, and visits the
         parts, as in :meth:`evaluate`."""
         rows = len(batch["input_ids"])
-        return torch.tensor(
-            self._evaluated(batch, batches, by_row=True)[:rows], dtype=torch.float64
-        )
+        parts = self._share_to_evaluate(batch, batches, by_row=True)
+        losses = self._evaluated(parts, batches, by_row=True)
+        return torch.tensor(losses[:rows], dtype=torch.float64)
 
-    def _evaluated(self, batch: Batch, batches: int, *, by_row: bool = False) -> list[float]:
-        """Return summed losses of the batch, in its order: of each sequence, or of each rank's
-        share of each part where the model's own loss is asked for."""
+    def _share_to_evaluate(self, batch: Batch, batches: int, *, by_row: bool = False) -> BatchParts:
+        """Return what this rank walks of a batch that all ranks are given, when all have compared
+        it."""
         self.flush()
         (checked,) = micro_batches(batch, 1)
         if self.ranks.world > 1:
             self.ranks.read({**batch, "parts": torch.tensor([batches, by_row])})
             self.ranks.begin(self.steps_done + 1)
-        parts = cut_batch(
+        return cut_batch(
             checked,
             self.plan,
             count=batches,
@@ -470,6 +493,10 @@ class Walker:
             rank=self.ranks.rank,
             vocab_size=self.spec.vocab_size,
         )
+
+    def _evaluated(self, parts: BatchParts, batches: int, *, by_row: bool = False) -> list[float]:
+        """Return summed losses of the batch, in its order: of each sequence, or of each rank's
+        share of each part where the model's own loss is asked for."""
         on_device = parts.on(
             self.device, hides_unseen=not self._reads_padding, place=self._row_place
         )
