@@ -160,7 +160,9 @@ def random_plan(rng: random.Random) -> tuple[Plan, int]:
         stages = rng.choice((2, 2, 3, 4, 6))
         chunks = rng.choice((1, 1, 2, 3))
         steps = rng.randint(1, 10)
-        if chunks == 1 or steps % max(1, steps // stages) == 0:
+        together = rng.choice((1, 1, 1, 2, 3))
+        walks = -(-steps // together)
+        if together <= steps and (chunks == 1 or walks % max(1, walks // stages) == 0):
             break
     inner = rng.choice((1, 2, 4))
     world = stages * inner
@@ -174,6 +176,7 @@ def random_plan(rng: random.Random) -> tuple[Plan, int]:
             "reuse": rng.choice((True, False)),
         },
         "gradient_accumulation_steps": steps,
+        "together": together,
         "prefetch": rng.choice((0, 1, 2, 3)),
         "activation": rng.choice(("device", "host")),
         "optimizer_state": rng.choice(("device", "host")) + " × fp32",
@@ -204,10 +207,14 @@ def walk_on_paper(seed: int) -> None:
             foreseen = program.peaks()
             for pool, nbytes in peaks(program, times).items():
                 assert nbytes <= foreseen[pool], (seed, program.title, pool)
-        if kind is StepKind.TRAIN and (chunks == 1 or steps % stages == 0):
+        equal = steps % plan.visit == 0 and (chunks == 1 or len(plan.walks) % stages == 0)
+        if kind is StepKind.TRAIN and equal:
             total = max(span.ended for times in spans for span in times)
             idle_share = 1 - steps * chunks * blocks * 3.17 / total
-            assert idle_share == pytest.approx(idle(plan), abs=1e-9), seed
+            if plan.visit == 1:
+                assert idle_share == pytest.approx(idle(plan), abs=1e-9), seed
+            else:  # the next stage begins with the first of a visit
+                assert idle_share <= idle(plan) + 1e-9, seed
 
 
 def test_random_programs_end_as_foreseen() -> None:

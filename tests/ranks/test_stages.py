@@ -171,6 +171,7 @@ def test_stages_of_ranks_that_share_state_and_rows() -> None:
         ("llama", 2, 4, CLIPPED | {"row": "hzp"}),
         ("llama", 1, 1, CLIPPED | {"row": "fcdp", "frozen": "device × int4a × node"}),
         ("opt", 1, 2, CLIPPED | {"row": "mics"}),
+        ("llama", 1, 5, CLIPPED | {"row": "zeropp", "together": 2}),
     ]
     compare(
         shared, run_ranks(4, walked, 2, shared, timeout=300), run_ranks(2, walked, 1, shared)[0]

@@ -129,8 +129,7 @@ class Backprop:
         """Tensors that graphs save in file maps: those of kept graphs by :meth:`_place`, those of
         recomputed ones, which follow each other, under one key."""
         self._maps_graphs = maps_graphs(engine.plan, engine.device.type)
-        steps = plan.gradient_accumulation_steps
-        self._alive = max(plan.visit, engine.stage.alive(steps))
+        self._alive = plan.visit * engine.stage.alive(len(plan.walks))
         """Micro-batches that are alive at once."""
         self.state: _State | None = None
         self.loss = loss_of(engine.plan.loss_facts, engine.cut.head, objective)

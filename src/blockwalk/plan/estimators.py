@@ -218,16 +218,20 @@ def _against_pipeline(plan: Any) -> Iterator[str]:
             f" {stages}×{chunks} = {stages * chunks} chunks have one block at least each; give so"
             " many numbers from 1 on, or leave it out"
         )
-    rounds = max(1, steps // stages)
-    if chunks > 1 and steps % rounds:
-        below = steps - steps % stages
+    visits = len(plan.walks)
+    if chunks > 1 and visits % max(1, visits // stages):
+        below = (visits - visits % stages) * plan.visit
+        above = below + stages * plan.visit
         yield (
             f"gradient_accumulation_steps is {steps}, and with pipeline.chunks: {chunks}"
             f" micro-batches go in rounds of mesh.pipeline: {stages} or more, all of one size; set"
-            f" gradient_accumulation_steps: {below} or {below + stages}, or pipeline.chunks: 1"
+            f" gradient_accumulation_steps: {below} or {above}, or pipeline.chunks: 1"
         )
-    apart = "stages work on different micro-batches at a time (mesh.pipeline)"
-    yield from must_be(plan, "together", 1, apart)
+    if isinstance(plan.together, str):
+        yield (
+            f"together is {plan.together}, and stages wait longer, the more micro-batches visit a"
+            " block together (mesh.pipeline); set together to a number"
+        )
     at_end = "a stage updates its blocks when all micro-batches have passed (mesh.pipeline)"
     yield from must_be(plan, "update.timing", Timing.STEP, at_end)
 

@@ -345,7 +345,7 @@ class Builder:
         """Return device bytes of the buffers that values travel by between stages."""
         plan = self.places.plan
         lanes = {op.lane for op in self.draft.ops if op.kind in (OpKind.SEND, OpKind.RECV)}
-        return len(lanes) * self.hidden_bytes * visits_at_once(plan)
+        return len(lanes) * self.hidden_bytes * visits_at_once(plan) * plan.visit
 
     def _carried(self, step_kind: StepKind) -> int:
         """Return device bytes that go from op to op for the whole walk: of every walk under way its

@@ -112,15 +112,14 @@ def visits(stage: int, stages: int, chunks: int, groups: int) -> list[Visit]:
     forward and one backward in turn, then backwards alone.
 
     With several chunks the groups go in rounds, every chunk of a stage taking those of a round
-    before the next round begins.
-    """
+    before the next round begins. Those that do not divide, as an evaluation's may not, are one
+    round."""
     total = groups * chunks
     of_round = groups
     ahead = stages - 1 - stage
     if chunks > 1:
         rounds = max(1, groups // stages)
-        assert groups % rounds == 0, f"{groups} groups do not divide into {rounds} rounds"
-        of_round = groups // rounds
+        of_round = groups if groups % rounds else groups // rounds
         ahead = (chunks - 1) * of_round + 2 * ahead
     ahead = min(ahead, total)
 
@@ -141,10 +140,10 @@ def visits(stage: int, stages: int, chunks: int, groups: int) -> list[Visit]:
 
 
 def idle(plan: Plan) -> float:
-    """Return the share of a step that stages wait, where all take as long and transfers cost
-    nothing."""
+    """Return the share of a step that stages wait, where all visits take as long and transfers
+    cost nothing."""
     ahead = plan.mesh.pipeline - 1
-    return ahead / (plan.pipeline.chunks * plan.gradient_accumulation_steps + ahead)
+    return ahead / (plan.pipeline.chunks * len(plan.walks) + ahead)
 
 
 def chunk_sizes(plan: Plan, model: ModelSpec) -> tuple[int, ...]:

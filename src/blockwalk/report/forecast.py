@@ -177,12 +177,12 @@ class Forecast:
     def _stages(self) -> Iterator[str]:
         """Yield what each stage holds and needs, and the part of a step in which it waits."""
         plan = self.plan
-        steps = plan.gradient_accumulation_steps
+        steps = len(plan.walks)
         ranks = counted(plan.mesh.stage_ranks, "rank")
         fewer = ", fewer than stages" if steps < plan.mesh.pipeline else ""
         yield (
             f"  stages       {plan.mesh.pipeline}, each of {ranks}: {100 * idle(plan):.0f}% of a"
-            f" step idle at least (gradient_accumulation_steps: {steps}{fewer})"
+            f" step idle at least ({counted(steps, 'visit')} of each block{fewer})"
         )
         for program in self.stages:
             stage = stage_at(plan, self.model, ((PIPELINE, program.stage),))
