@@ -86,7 +86,7 @@ class Stage:
     @property
     def units(self) -> frozenset[int]:
         """The units that the stage walks over."""
-        return frozenset(unit for chunk in self.chunks for unit in chunk)
+        return frozenset[int]().union(*self.chunks)
 
     def chunk_of(self, unit: int) -> range:
         """Return the units of the chunk that a unit is in."""

@@ -161,7 +161,7 @@ def candidates(task: Task) -> Iterator[tuple[str, Plan]]:
         if task.micro_batches > 1 and row().estimator.facts.walks_back:
             steps["together"] = AUTO_TOGETHER
         for label, settings in variants(task, row()):
-            yield f"{name}{label}", method(name, **steps, **settings)
+            yield f"{name}{label}", method(name, **{**steps, **settings})
 
 
 def _on_one_rank(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -202,6 +202,8 @@ def _over_ranks(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     for prefetch in (0, 1, 2):
         yield f", prefetch {prefetch}", {"prefetch": prefetch, "mesh": mesh}
+    for stages in _stages(task):
+        yield f", {stages} stages", {"mesh": {**mesh, "pipeline": stages}, "together": 1}
     if task.hardware.device == "cuda":
         states = {"optimizer_state.tier": "host", "mesh": mesh}
         yield ", activations on the host", {"activation": "host", "mesh": mesh}
@@ -216,6 +218,17 @@ def _over_ranks(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f", over {inner} and {outer}", _spread_over(mesh, inner, outer)
     if row.cache.off_device and task.budget is not None:
         yield ", adaptive cache", {"mesh": mesh, "cache.threshold": 0.9, "budget": task.budget}
+
+
+def _stages(task: Task) -> Iterator[int]:
+    """Yield numbers of stages that a step's micro-batches fill, each stage a part of a node or
+    whole ones."""
+    node = task.hardware.devices_per_node
+    for stages in (2, 4, 8, 16):
+        ranks, rest = divmod(task.hardware.world, stages)
+        fills = stages <= min(task.micro_batches, len(task.model.blocks))
+        if fills and not rest and max(ranks, node) % min(ranks, node) == 0:
+            yield stages
 
 
 def _spread_over(mesh: dict[str, Any], inner: int, outer: int) -> dict[str, Any]:
