@@ -83,7 +83,12 @@ def of_a_run(figures: dict[str, Any]) -> list[Bound]:
         records.write_text(json.dumps({"text": text}) + "\n")
         settings = {
             "model": str(store),
-            "data": {"train": str(records), "max_length": PROCESS_TOKENS, "show_first": False},
+            "data": {
+                "train": str(records),
+                "max_length": PROCESS_TOKENS,
+                "allow_truncation": True,
+                "show_first": False,
+            },
             "batch_size": 1,
             "max_steps": 2,
             "method": "mebp",

@@ -15,7 +15,9 @@ from torch import Tensor
 from blockwalk import method
 from blockwalk.data.batch import loss_tokens
 from blockwalk.data.packing import pack_batch
+from blockwalk.numerics import documents, row_tiles
 from blockwalk.numerics.documents import ByDocument, by_document
+from blockwalk.numerics.rule_mask import RuleMask
 from blockwalk.plan.choices import LoraSettings, PrefixSettings
 from blockwalk.program.program import Shape
 from blockwalk.walk import batch_parts
@@ -92,13 +94,12 @@ def test_examples_lie_side_by_side() -> None:
     [
         padded([66, 63]),  # a row of 129 tokens is filled up to 192, more than the 132
         padded([64, 64]),
-        padded([900, 900, 900, 40]),  # a row of 2,740 tokens
         {**padded(), "token_type_ids": torch.zeros(4, 70, dtype=torch.int64)},
         {name: each.flip(1) for name, each in padded().items()},
         {**padded(), "attention_mask": padded()["attention_mask"].roll(1, 1)},
         {**padded(), "labels": padded()["input_ids"]},
     ],
-    ids=["little", "none", "long", "another key", "on the left", "holes", "learns padding"],
+    ids=["little", "none", "another key", "on the left", "holes", "learns padding"],
 )
 def test_other_batches_stay_as_they_are(batch: dict[str, Tensor]) -> None:
     assert pack_batch(batch, 1) is batch
@@ -128,6 +129,29 @@ def test_gradients_are_those_of_the_padded_batch(
         if parameter.grad is not None and name in found:
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=2e-6)
     assert len(found) > 10
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_long_row_of_examples_has_the_padded_batchs_gradients(
+    kind: str, seen: list[tuple[int, ...]]
+) -> None:
+    """Documents of 2,048 tokens and more in all go one by one, under a window by tiles; the loss of
+    an evaluation is the same too."""
+    changes = {**CHANGES.get(kind, {}), "max_position_embeddings": 1024, "num_hidden_layers": 1}
+    model = tiny_model(kind, **changes)
+    control = copy.deepcopy(model)
+    batch = padded([900, 1, 700, 500, 1])
+    plan = method("plain", compute_dtype="float32", recompute="all")
+    with Walker(model, plan, device="cpu") as walker:
+        found = walker.gradients(batch)
+        loss = walker.evaluate(batch).loss
+        assert walker.engine.cut.tile(2112)
+    assert seen == [(1, 2112)] * 2
+    expected = control(**batch, use_cache=False).loss
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    for name, parameter in control.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=2e-6)
 
 
 def test_a_packed_row_is_walked_as_transformers_does() -> None:
@@ -191,11 +215,15 @@ def test_what_draws_or_must_be_exact_is_walked_as_it_came(seen: list[tuple[int, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [1000, 20])
 @pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("row", ["short", "long", "widened"])
 def test_attention_by_documents_is_that_under_the_mask(
-    dtype: torch.dtype, window: int, key_heads: int
+    dtype: torch.dtype, window: int, key_heads: int, row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: one call of the same function under the whole mask, in float64. Padding's rows are
-    left out."""
+    left out. A long row's mask is its rule; numbers are widened where a processor multiplies in
+    float32."""
+    if row == "widened":
+        monkeypatch.setattr(row_tiles, "multiplied_in", lambda dtype: torch.float32)
     positions = torch.cat(
         [torch.arange(n) for n in (130, 7, 41)] + [torch.zeros(14, dtype=torch.int64)]
     )
@@ -211,9 +239,13 @@ def test_attention_by_documents_is_that_under_the_mask(
     weight = torch.randn(1, 4, 192, 16).to(dtype) * (torch.arange(192) < 178)[:, None]
     mode = by_document(positions[None], dtype)
     assert isinstance(mode, ByDocument)
+    shown = mask
+    if row != "short":
+        monkeypatch.setattr(documents, "LONG_ROW", 100)
+        shown = RuleMask([(lambda _, head, q, k: mask[0, 0][q, k], 1)], (0, 192), (0, 192), "cpu")
     with mode:
         out = F.scaled_dot_product_attention(
-            **given, attn_mask=mask, scale=0.3, enable_gqa=key_heads < 4
+            **given, attn_mask=shown, scale=0.3, enable_gqa=key_heads < 4
         )
     expected = F.scaled_dot_product_attention(
         **exact, attn_mask=mask, scale=0.3, enable_gqa=key_heads < 4

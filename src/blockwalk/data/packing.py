@@ -12,12 +12,7 @@ import torch
 from blockwalk.data.batch import Batch
 from blockwalk.data.dataset import Encoded, Integers
 from blockwalk.plan.losses import IGNORE
-from blockwalk.plan.sizes import ROW_TILE
-
-LONGEST_PACKED_ROW = 2048
-"""The most tokens of a row that a batch's examples are laid side by side in: transformers makes its
-mask in 17 MB. Longer rows are rid of their padding or of what hides it, so that they have no mask
-(:func:`cut_padding`)."""
+from blockwalk.plan.sizes import LONG_ROW, ROW_TILE
 
 
 def pack(dataset: Encoded, length: int) -> Encoded:
@@ -62,10 +57,9 @@ def pack(dataset: Encoded, length: int) -> Encoded:
 
 def row_length(tokens: Any, padded: Any) -> Integers:
     """Return tokens of the row that examples of so many ``tokens`` in all are laid in, one after
-    the other. ``padded``, their tokens with padding, where the row would pass
-    :data:`LONGEST_PACKED_ROW` or nothing is gained."""
+    the other. ``padded``, their tokens with padding, where nothing is gained."""
     filled = -(-np.asarray(tokens) // ROW_TILE) * ROW_TILE
-    return np.where((filled > LONGEST_PACKED_ROW) | (filled >= padded), padded, filled)
+    return np.where(filled >= padded, padded, filled)
 
 
 def packed_tokens(batch: Batch, groups: int) -> int:
@@ -117,7 +111,7 @@ def pack_batch(batch: Batch, groups: int, *, tokens: int | None = None) -> Batch
 
 def cut_padding(batch: Batch, *, unmask: bool = False) -> Batch:
     """Cut the padding off that ends all rows of a micro-batch, tensors [B, S], where they have more
-    than :data:`LONGEST_PACKED_ROW` tokens and hold one document each.
+    than :data:`~blockwalk.plan.sizes.LONG_ROW` tokens and hold one document each.
 
     Rows that end together hide nothing then, so that transformers makes no mask of S × S. With
     ``unmask`` shorter rows hide nothing either: no token of a causal model attends to the padding
@@ -125,7 +119,7 @@ def cut_padding(batch: Batch, *, unmask: bool = False) -> Batch:
     model's own loss may read it). The batch itself where something in the padding is learnt, and in
     every other case."""
     length = batch["input_ids"].shape[1]
-    if length <= LONGEST_PACKED_ROW or not batch.keys() & {"attention_mask", "position_ids"}:
+    if length <= LONG_ROW or not batch.keys() & {"attention_mask", "position_ids"}:
         return batch
     places_S = torch.arange(length, device=batch["input_ids"].device)
     real_BS = (

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from blockwalk.numerics.lazy_parameter import METADATA
 from blockwalk.numerics.row_tiles import filled, narrow, of_float32
+from blockwalk.plan.sizes import spans
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Whether a query sees a key, boolean, by the numbers of row, head, query and key: tensors that
@@ -116,6 +117,18 @@ class RuleMask(Tensor):
         key_n1L = places_nL[:, None, :] + self.keys[0]
         nought = torch.zeros((), dtype=torch.long, device=places_nL.device)
         return rule(nought, nought, query_nL1, key_n1L)
+
+    def is_causal(self, tokens: slice) -> bool:
+        """Return whether each of some tokens sees those of them up to itself, in every row."""
+        count = tokens.stop - tokens.start
+        key_K = torch.arange(tokens.start, tokens.stop, device=self.device)
+        size = max(LEAST_QUERIES, TILE_ELEMENTS // count)
+        for begin, end in spans(tokens.start, tokens.stop, size):
+            causal_TK = key_K <= torch.arange(begin, end, device=self.device)[:, None]
+            seen_B1TK = self.elements(slice(begin, end), tokens)
+            if not torch.equal(seen_B1TK, causal_TK.expand_as(seen_B1TK)):
+                return False
+        return True
 
     def whole(self) -> Tensor:
         """Return all elements as an ordinary tensor."""

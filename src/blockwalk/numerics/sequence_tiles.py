@@ -187,14 +187,17 @@ def _wholes(
 ) -> list[Tensor | None]:
     """Return memory for the gradients of the inputs that need one: of the first that of a gradient
     which is used up, where a tile of the one may be written over a tile of the other."""
-    wholes = [torch.empty_like(t) if needs else None for t, needs in zip(inputs, read, strict=True)]
-    if used_up is None or not read[0] or not used_up.is_contiguous():
-        return wholes
     first = inputs[0]
-    alike = (used_up.shape, used_up.dtype) == (first.shape, first.dtype)
-    if alike and function.takes[0] == function.gives[0]:
-        wholes[0] = used_up
-    return wholes
+    reuses = (
+        used_up is not None
+        and read[0]
+        and (used_up.shape, used_up.dtype) == (first.shape, first.dtype)
+        and function.takes[0] == function.gives[0]
+        and used_up.is_contiguous()
+    )
+    wholes = [used_up if reuses else torch.empty_like(first) if read[0] else None]
+    others = zip(inputs[1:], read[1:], strict=True)
+    return wholes + [torch.empty_like(t) if needs else None for t, needs in others]
 
 
 def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:

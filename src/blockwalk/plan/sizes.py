@@ -31,6 +31,9 @@ a processor's cache; 64 MiB on an accelerator, where each part costs two launche
 SEQUENCE_TILE = ByDevice(cpu=1024, cuda=8192)
 """Positions of a tile of a long sequence: enough that decoding a weight for each tile costs little
 beside its products."""
+LONG_ROW = 2048
+"""The most tokens of a row that may have a mask of S × S, and whose documents are attended to
+together: above, padding that only hides itself is cut off, and documents go one by one."""
 LEAST_TILE = 64
 """The fewest positions that a tile may have."""
 

@@ -34,9 +34,9 @@ from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.peft_models import add_adapter
 from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class, model_config
 from blockwalk.cutting.verify import certified
-from blockwalk.data.packing import LONGEST_PACKED_ROW
 from blockwalk.models.model_source import model_source
 from blockwalk.numerics import (
+    attention_pieces,
     documents,
     lazy_linear,
     row_tiles,
@@ -60,7 +60,7 @@ from blockwalk.plan.parsing import from_plain
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
-from blockwalk.plan.sizes import UPDATE_ELEMENTS, decoded_bytes
+from blockwalk.plan.sizes import LONG_ROW, UPDATE_ELEMENTS, decoded_bytes
 from blockwalk.plan.work import NOTHING, Work, elementwise, sizes
 from blockwalk.program import costs as unit_costs
 from blockwalk.program.costs import Costs, UnitCost
@@ -149,7 +149,7 @@ class UnitCosts:
         try:
             cut = (
                 self._cut_padding
-                and shape.sequence > LONGEST_PACKED_ROW
+                and shape.sequence > LONG_ROW
                 and (shape.batch == 1 or traits.loss.by_chunks)
             )
             work = partial(
@@ -761,6 +761,7 @@ def _source(function: Callable[..., Any]) -> str:
 
 
 _ROOMS = (
+    attention_pieces,
     block_tiles,
     chunks,
     documents,

@@ -489,7 +489,7 @@ class Walker:
             self.plan,
             count=batches,
             split=True,
-            packs=False,
+            packs=not by_row and self.engine.cut.walks_documents(self.plan),
             rank=self.ranks.rank,
             vocab_size=self.spec.vocab_size,
         )
