@@ -97,6 +97,7 @@ def test_every_rule_holds_for_every_plan(
     )
     for rule in INVARIANTS:
         assert rule(program) == []
+    follows_waits(program)
     forwards = [op for op in program.ops if op.kind is OpKind.FORWARD]
     shared = -(-plan.forward_passes // plan.mesh.perturb)
     passes = shared if kind is StepKind.TRAIN and plan.estimator is Estimator.ZEROTH_ORDER else 1
@@ -142,6 +143,15 @@ def test_low_rank_forwards_go_together(shape: Shape, rank: int, sizes: list[int]
     assert [
         (op.passes, op.flops, op.transient) for op in alone.ops if op.kind is OpKind.FORWARD
     ] == [(1, *cost)] * 8
+
+
+def follows_waits(program: Program) -> None:
+    """What is done before an op is the closure of what each op waits for."""
+    before = happens_before(program)
+    closure: list[set[int]] = []
+    for op, waits in program.waits():
+        closure.append(set(waits).union(*(closure[dep] for dep in waits)))
+        assert closure[-1] == {dep for dep in range(op.index) if before(dep, op.index)}
 
 
 def _without(program: Program, index: int) -> Program:

@@ -3,8 +3,9 @@ way for every plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from blockwalk.plan.mesh import (
@@ -132,7 +133,7 @@ class Builder:
             next_units = self._next_units(turns, k + 1)
             for unit in [unit for unit in occupants if unit not in turn.stays]:
                 if next_units.get(self._slot_key(unit)) != unit:
-                    free.append(self._evict(unit, users, turns[k + 1 :]))
+                    free.append(self._evict(unit, users, islice(turns, k + 1, None)))
 
     def _window(self, turns: Sequence[Turn], start: int) -> Iterator[int]:
         """Yield the turns from ``start`` on for which ``prefetch`` further units arrive; those that
@@ -178,7 +179,7 @@ class Builder:
             self.draft.ops += ops
         return True
 
-    def _evict(self, unit: int, users: Sequence[int], later: Sequence[Turn]) -> int:
+    def _evict(self, unit: int, users: Sequence[int], later: Iterable[Turn]) -> int:
         """Empty a unit's slot once its users are done with it, and return which. Slices of it that
         stay on the device do so until no later turn needs them."""
         places = self.places
