@@ -213,13 +213,13 @@ def test_weights_that_stream_are_looked_at_on_both_tiers_of_an_accelerator() -> 
 
 
 def test_stages_are_proposed_where_the_network_is_slow() -> None:
-    """Oracle: the ranking without them. Sixteen micro-batches fill stages, which send hidden states
+    """Oracle: the ranking without them. Eight micro-batches fill stages, which send hidden states
     over 1 Gbit/s where others send parameters and gradients; a single one fills none."""
-    model = decoder(layers=16, hidden=1024, wide=2816, keys=256, vocab=4000)
+    model = decoder(layers=8, hidden=1024, wide=2816, keys=256, vocab=4000)
     machine = dataclasses.replace(
-        hardware.load("a40-48gb-x8-eth10"), nodes=2, inter=Link(1.25e8, 1e-4)
+        hardware.load("a40-48gb-x8-eth10"), nodes=2, devices_per_node=2, inter=Link(1.25e8, 1e-4)
     )
-    task = Task(model, costs(model), machine, Shape(1, 512), micro_batches=16)
+    task = Task(model, costs(model), machine, Shape(1, 512), micro_batches=8)
     found = rank(task)
     without = [c for c in found.first_order if c.plan.mesh.pipeline == 1]
     assert found.best is not None

@@ -6,7 +6,8 @@ that waits for its neighbour holds no other up. P elements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,16 +45,34 @@ class Stages:
             stage % self.mesh.pipeline * self.mesh.stage_ranks + self.rank % self.mesh.stage_ranks
         )
 
+    @contextmanager
+    def _named(self, stage: int) -> Iterator[int]:
+        """Yield the rank at this one's place in a stage; an error while it is spoken to names it.
+
+        Raises:
+            RuntimeError: that stage cannot be reached.
+        """
+        rank = self._rank_at(stage)
+        try:
+            yield rank
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0].partition(". This")[0].rpartition("] ")[2]
+            raise RuntimeError(
+                f"stage {stage % self.mesh.pipeline + 1} (rank {rank}) is lost, gloo says: {reason}"
+            ) from error
+
     def send(self, value: Tensor, lane: Lane) -> None:
         """Send a tensor to the stage that a lane leads to."""
         step, group = (1, self.onwards) if lane is Lane.SEND else (-1, self.back)
-        dist.send(_bytes_of(value), self._rank_at(self.number + step), group=group)
+        with self._named(self.number + step) as rank:
+            dist.send(_bytes_of(value), rank, group=group)
 
     def receive(self, out: Tensor, lane: Lane) -> None:
         """Fill a tensor with what the stage sends that a lane comes from."""
         step, group = (-1, self.onwards) if lane is Lane.RECEIVE else (1, self.back)
         received = torch.empty(out.nbytes, dtype=torch.uint8)
-        dist.recv(received, self._rank_at(self.number + step), group=group)
+        with self._named(self.number + step) as rank:
+            dist.recv(received, rank, group=group)
         out.copy_(received.view(out.dtype).view(out.shape))
 
     def tell(self, bucket_P: Tensor, stage: int) -> None:
