@@ -111,10 +111,9 @@ def _values(name: str) -> Schema:
     if hint == tuple[float, float]:
         numbers = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
         return {"anyOf": [numbers, {"type": "string", "pattern": ","}]}
-    if hint == tuple[float, ...]:
-        return {
-            "anyOf": [{"type": "array", "items": {"type": "number"}}, _TEXT, {"type": "number"}]
-        }
+    if hint in (tuple[float, ...], tuple[int, ...]):
+        number = {"type": "number" if hint == tuple[float, ...] else "integer"}
+        return {"anyOf": [{"type": "array", "items": number}, _TEXT, number]}
     return dict(_BY_TYPE[hint])
 
 

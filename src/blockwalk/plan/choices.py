@@ -263,9 +263,8 @@ class PipelineSettings:
     """The blocks of every chunk, in the order of the model: ``[5, 6, 6, 5]``. []: as many as leave
     the slowest chunk the least to compute."""
     reuse: bool = True
-    """Whether a chunk's gathered parameters stay on the device from one micro-batch's forward to
-    the next one's, and for neighbouring backwards. There are fewer gathers, and one chunk's
-    parameters more."""
+    """Whether a chunk's gathered parameters stay on the device for the next micro-batch, forwards
+    and backwards. There are fewer gathers, and one chunk's parameters more."""
 
 
 @dataclass(frozen=True, slots=True)
