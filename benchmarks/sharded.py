@@ -381,7 +381,7 @@ def hsdp(nodes: Cluster, arguments: argparse.Namespace, bounds: list[Bound]) -> 
     for task, rate, _ in HSDP_TASKS:
         rates[task].append(rate)
     for task, of_task in rates.items():
-        systems = (*BESIDE_HSDP, *TUNED)
+        systems = (*BESIDE_HSDP, *arguments.peers)
         timed = time_tasks(nodes, arguments, [task], of_task, systems, arguments.steps)
         for (case, rate), row in timed.items():
             rows.setdefault(f"{task.task}, {rate or 'unshaped'}", {})[case.system] = row
@@ -418,6 +418,9 @@ def options() -> argparse.Namespace:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument(
         "--steps", type=int, default=2, help="steps that follow each other, part hsdp"
+    )
+    options.add_argument(
+        "--peers", nargs="+", choices=TUNED, default=TUNED, help="of part hsdp, HSDP among them"
     )
     options.add_argument(
         "--patience", type=float, default=40.0, help="seconds of steps after which a case sits out"
