@@ -227,3 +227,34 @@ def test_stages_are_proposed_where_the_network_is_slow() -> None:
     assert found.best.progress > 1.2 * max(c.progress for c in without)
     alone = dataclasses.replace(task, micro_batches=1)
     assert all(plan.mesh.pipeline == 1 for _, plan in candidates(alone))
+
+
+def test_long_sequences_are_put_in_parts_where_nothing_else_fits() -> None:
+    """Oracle: the peaks of the programs themselves, on a machine between the leanest plans of whole
+    sequences and of their parts."""
+    model = decoder(layers=4, hidden=2048, wide=11008, keys=256, vocab=1000, lora_rank=8)
+    machine = dataclasses.replace(hardware.load("h200"), devices_per_node=4, nodes=1)
+    task = Task(model, costs(model), machine, Shape(1, 65_536), in_parts=True)
+
+    def leanest(parts: bool) -> int:
+        looked_at = [look_at(task, label, plan) for label, plan in candidates(task)]
+        return min(
+            c.peaks[Pool.DEVICE]
+            for c in looked_at
+            if c.plan.estimator.facts.walks_back and (c.plan.mesh.context > 1) == parts
+        )
+
+    between = (leanest(True) + leanest(False)) // 2
+    assert leanest(True) < between < leanest(False)
+    small = dataclasses.replace(task, budget=between)
+    ranked = rank(small).first_order
+    assert ranked
+    for candidate in ranked:
+        context = candidate.plan.mesh.context
+        assert context > 1
+        assert candidate.simulation is not None
+        assert candidate.simulation.tokens == 65_536 * 4 // context
+    whole = dataclasses.replace(small, in_parts=False)
+    assert rank(whole).first_order == ()
+    short = dataclasses.replace(task, shape=Shape(1, 512))
+    assert all(plan.mesh.context == 1 for _, plan in candidates(short))

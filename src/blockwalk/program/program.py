@@ -276,7 +276,8 @@ class Program:
             nbytes = op.nbytes
             if graphs is not None and op.of_graph:
                 nbytes = graphs[op.unit, op.micro_batch]
-            total[op.lane.link] += nbytes
+            if nbytes:
+                total[op.lane.link] += nbytes
         for sent in self._exchanged(exchanged):
             total[sent.lane.link] += sent.nbytes
         return {lane: nbytes for lane, nbytes in total.items() if nbytes}
@@ -286,14 +287,17 @@ class Program:
     ) -> dict[str, int]:
         """Return bytes that a rank sends over each axis of a mesh in one run; ``exchanged`` as in
         :meth:`bytes_by_lane`."""
-        total: Counter[str] = Counter()
-        axes = (*work_axes(mesh), *make_axes(mesh))
+        moved: Counter[tuple[str, ...]] = Counter()
         for op in self.ops:
             if op.kind is OpKind.SEND or op.axes == (ENDS,):
-                total[PIPELINE] += op.nbytes
+                moved[PIPELINE,] += op.nbytes
             elif op.axes and op.nbytes:
-                for axis, share in share_by_axis(named(axes, op.axes)).items():
-                    total[axis] += round(share * op.nbytes)
+                moved[op.axes] += op.nbytes
+        total = Counter({PIPELINE: moved.pop((PIPELINE,), 0)})
+        axes = (*work_axes(mesh), *make_axes(mesh))
+        for names, nbytes in moved.items():
+            for axis, share in share_by_axis(named(axes, names)).items():
+                total[axis] += round(share * nbytes)
         for sent in self._exchanged(exchanged):
             total[sent.axis] += sent.nbytes
         return {axis: nbytes for axis, nbytes in total.items() if nbytes}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from blockwalk.plan.choices import Adapters, LoraSettings
+from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
 from blockwalk.plan.methods import method
 from blockwalk.plan.parsing import plain_values
 from blockwalk.plan.placement import Placement
@@ -42,7 +42,22 @@ def task(
     from blockwalk.walk.unit_costs import UnitCosts
 
     costs = UnitCosts(model, lora=lora, device=machine.device)
-    return Task(model_spec(model, costs), costs, machine, shape, budget, micro_batches)
+    may = machine.world > 1 and shape.sequence > planner.PARTS_FROM
+    parts = may and _has_parts(model, lora)
+    return Task(model_spec(model, costs), costs, machine, shape, budget, micro_batches, parts)
+
+
+def _has_parts(model: str, lora: Adapters | None) -> bool:
+    """Return whether ranks may hold parts of a model's sequences: tried once, on a small one."""
+    from blockwalk.walk.context_check import require_parts
+
+    if isinstance(lora, PrefixSettings):
+        return False
+    try:
+        require_parts(model, method("hzp", mesh={"world": 2, "context": 2}))
+    except ValueError:
+        return False
+    return True
 
 
 def next_plan(
@@ -85,7 +100,9 @@ def next_plan(
 
 def settings_text(plan: Plan) -> str:
     """Return a plan as the settings that ask for it: what tells it from its method's row."""
-    return ", ".join(f"{name}: {value}" for name, value in differing(plan).items())
+    settings = differing(plan)
+    inner = {f"mesh.{name}": value for name, value in settings.pop("mesh", {}).items()}
+    return ", ".join(f"{name}: {value}" for name, value in {**settings, **inner}.items())
 
 
 def differing(plan: Plan) -> dict[str, Any]:
@@ -98,6 +115,8 @@ def differing(plan: Plan) -> dict[str, Any]:
         default = getattr(row, field.name)
         if value != default and isinstance(value, str | int | Placement) and field.name != "budget":
             settings[field.name] = value if isinstance(value, str | int) else str(value)
+    if plan.mesh.context > 1:
+        settings["mesh"] = {"context": plan.mesh.context}
     return settings
 
 

@@ -37,6 +37,9 @@ ZEROTH_ORDER_STEPS = 44
 learning rates that were tried. 500 steps of two-point SPSA brought the held-out loss from 0.87 to
 0.47; exact gradients (AdamW) were there, by interpolation, after 11."""
 
+PARTS_FROM = 2048
+"""Sequences of more tokens are looked at in parts over ranks as well."""
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -54,6 +57,8 @@ class Task:
     """Device bytes that a step may use, where that is less than the device has."""
     micro_batches: int = 1
     """The number of them in a step, of every plan that is looked at."""
+    in_parts: bool = False
+    """Whether ranks may hold parts of its sequences: the model's trial says so."""
 
     @property
     def room(self) -> int:
@@ -210,6 +215,7 @@ def _over_ranks(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         yield ", states on the host", states
         leanest = {"activation": "host", "prefetch": 0, **states}
         yield ", activations and states on the host, prefetch 0", leanest
+    yield from _in_parts(task, mesh)
     if row.trainable.group == row.optimizer_state.group:
         for codec in reversed(CODECS.tried("gathered")) if task.adapters else ():
             yield f", {codec}", {"frozen": f"device × {codec}", "mesh": mesh}
@@ -229,6 +235,19 @@ def _stages(task: Task) -> Iterator[int]:
         fills = stages <= min(task.micro_batches, len(task.model.blocks))
         if fills and not rest and max(ranks, node) % min(ranks, node) == 0:
             yield stages
+
+
+def _in_parts(task: Task, mesh: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield variants in which ranks of a node hold parts of long sequences, as many as eight. Each
+    step then has as many fewer sequences."""
+    parts = math.gcd(mesh["ranks_per_node"], 8)
+    if not task.in_parts or task.shape.sequence <= PARTS_FROM or parts == 1:
+        return
+    cut = {"mesh": {**mesh, "context": parts}}
+    yield f", sequences in {parts} parts", cut
+    if task.hardware.device == "cuda":
+        leanest = {"activation": "host", "prefetch": 0, "optimizer_state.tier": "host"}
+        yield f", sequences in {parts} parts, all on the host, prefetch 0", {**leanest, **cut}
 
 
 def _spread_over(mesh: dict[str, Any], inner: int, outer: int) -> dict[str, Any]:
@@ -276,8 +295,8 @@ def programs_of(
     task: Task, plan: Plan, shape: Shape | None = None
 ) -> tuple[tuple[Program, ...], Costs]:
     """Return the training step of a plan in a long run, as the distinct programs of its ranks, and
-    its costs."""
-    shape = shape or task.shape
+    its costs. ``shape``: of whole sequences, the task's unless given."""
+    shape = (shape or task.shape).part(plan.mesh.context)
     costs = task.costs(plan, shape)
     room = task.hardware.host_bytes // DIRTY_SHARE
     pending = steady(plan, task.model)
@@ -297,10 +316,11 @@ def look_at(task: Task, label: str, plan: Plan) -> Candidate:
     if plan.together == AUTO_TOGETHER:
         every = [_of_together(task, label, plan, count) for count in (*counts(plan), 1)]
         return min(every, key=lambda c: (_seconds_a_token(c), c.peaks[Pool.DEVICE]))
-    costs = task.costs(plan, task.shape)
+    shape = task.shape.part(plan.mesh.context)
+    costs = task.costs(plan, shape)
     device = task.hardware.device
     if plan.resident == AUTO:
-        plan = settled(plan, task.model, task.shape, costs, device=device, budget=task.room)
+        plan = settled(plan, task.model, shape, costs, device=device, budget=task.room)
         label += f", {plan.resident} blocks stay" if plan.resident > 0 else ""
     peaks = resident(plan, task.model, device=device)
     if refused := _too_large(task, peaks, plan.mesh.world):
