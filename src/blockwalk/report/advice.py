@@ -115,9 +115,9 @@ def differing(plan: Plan) -> dict[str, Any]:
         default = getattr(row, field.name)
         if value != default and isinstance(value, str | int | Placement) and field.name != "budget":
             settings[field.name] = value if isinstance(value, str | int) else str(value)
-    if plan.mesh.context > 1:
-        settings["mesh"] = {"context": plan.mesh.context}
-    return settings
+    mesh = {"context": plan.mesh.context, "pipeline": plan.mesh.pipeline}
+    cut = {name: ranks for name, ranks in mesh.items() if ranks > 1}
+    return {**settings, **({"mesh": cut} if cut else {})}
 
 
 def recommended(run: RunConfig, plan: Plan) -> dict[str, Any]:
