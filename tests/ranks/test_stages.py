@@ -286,7 +286,7 @@ def test_bad_stages_are_refused_with_numbers() -> None:
         assert "8 blocks" in more_chunks
         assert "10 chunks" in more_chunks
         assert "[5, 5], 10 in all" in blocks
-        assert "generate from its folder on one process" in generation
+        assert "on one process, with mesh.pipeline: 1" in generation
         assert "local_batch=False" in own_rows
         assert "mesh.pipeline" in unlike
     for settings, words in BAD:

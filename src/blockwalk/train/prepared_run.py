@@ -45,7 +45,7 @@ from blockwalk.train.best import require_evaluations
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.frozen_codec import settled
 from blockwalk.walk.context_check import require_parts
-from blockwalk.walk.stages_check import require_stages
+from blockwalk.walk.stages_check import require_all_blocks, require_stages
 from blockwalk.walk.unit_costs import of_run
 
 LOOKED_AT = 100_000
@@ -184,6 +184,8 @@ def prepare(run: RunConfig) -> PreparedRun:
     require_tokens(int(lengths_T.min()), plan.mesh.context)
     if held_out is not None:
         require_tokens(held_out.shortest, plan.mesh.context)
+        if held_out.tokenizer is not None:
+            require_all_blocks(plan, "data.eval, whose answers are generated,")
     visit = held_out.visit(plan.mesh.stage_ranks // plan.mesh.context) if held_out else None
     foreseen = foresee(run, fullest, costs, visit)
     counts = {name: getattr(foreseen.plan, name) for name in ("resident", "together")}

@@ -51,6 +51,17 @@ def require_stages(model: StrPath | nn.Module, plan: Plan) -> None:
         )
 
 
+def require_all_blocks(plan: Plan, needs: str = "generation") -> None:
+    """Raise ValueError where a rank holds the blocks of its stage alone, and something ``needs``
+    all of them for every token."""
+    if plan.mesh.pipeline > 1:
+        raise ValueError(
+            f"mesh.pipeline is {plan.mesh.pipeline}, and {needs} would wait for every token to"
+            " pass all stages: generate from the saved model (save_pretrained, or the run's"
+            " folder) on one process, with mesh.pipeline: 1"
+        )
+
+
 def against_stages(cls: Any, config: Any, anatomy: Any) -> str:
     """Return the reason why a configuration's blocks cannot be over stages; empty where none
     is."""

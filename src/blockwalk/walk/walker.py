@@ -57,7 +57,7 @@ from blockwalk.walk.executor import Executor, Timeline
 from blockwalk.walk.lanes import Lanes
 from blockwalk.walk.own_rows import cut_own_rows, require_own_rows
 from blockwalk.walk.programs import Programs
-from blockwalk.walk.stages_check import require_stages
+from blockwalk.walk.stages_check import require_all_blocks, require_stages
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -525,7 +525,7 @@ class Walker:
         Raises:
             ValueError: stages of a pipeline hold the blocks.
         """
-        self._require_all_blocks()
+        require_all_blocks(self.plan)
         self.flush()
         if is_cpu(batch["input_ids"].device):  # a token that was just drawn is the model's
             require_ids(batch["input_ids"], self.spec.vocab_size)
@@ -536,15 +536,6 @@ class Walker:
         self._executor.run(program, self._forward, self.timeline)
         assert self._forward.logits_BV is not None
         return self._forward.logits_BV
-
-    def _require_all_blocks(self) -> None:
-        """Raise ValueError where a rank holds the blocks of its stage alone."""
-        if self.plan.mesh.pipeline > 1:
-            raise ValueError(
-                f"mesh.pipeline is {self.plan.mesh.pipeline}, and generation over stages would wait"
-                " for every token to pass all of them: save the model (save_pretrained), and"
-                " generate from its folder on one process, with mesh.pipeline: 1"
-            )
 
     generate = generation.generate
 
