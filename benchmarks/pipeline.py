@@ -68,7 +68,7 @@ def of_cases(rank: int, stages: int, cases: list[tuple[str, int, int]]) -> list[
                 losses = [
                     walker.step(random_batch(2 * count, 10, seed=seed)).loss for seed in range(20)
                 ]
-                answer |= {"losses": losses, "masters": masters(walker.engine)}
+                answer |= {"losses": losses, "masters": masters(walker)}
             answers.append(answer)
     return answers
 

@@ -220,7 +220,7 @@ def walk_on_paper(seed: int) -> None:
 def test_random_programs_end_as_foreseen() -> None:
     """No stages wait for each other; no peak is above the foreseen one; the bubble is the closed
     form's. ``benchmarks/pipeline.py`` runs 2,000."""
-    for seed in range(24):
+    for seed in (*range(20), 1084, 1881):  # the last two waited, in evaluations of odd numbers
         walk_on_paper(seed)
 
 

@@ -112,30 +112,28 @@ def visits(stage: int, stages: int, chunks: int, groups: int) -> list[Visit]:
     forward and one backward in turn, then backwards alone.
 
     With several chunks the groups go in rounds, every chunk of a stage taking those of a round
-    before the next round begins. Those that do not divide, as an evaluation's may not, are one
-    round."""
+    before the next round begins. Where they do not divide, as an evaluation's may not, the last
+    round is shorter.
+    """
     total = groups * chunks
     of_round = groups
     ahead = stages - 1 - stage
     if chunks > 1:
         rounds = max(1, groups // stages)
-        of_round = groups if groups % rounds else groups // rounds
+        of_round = stages if groups % rounds else groups // rounds
         ahead = (chunks - 1) * of_round + 2 * ahead
     ahead = min(ahead, total)
-
-    def visit(place: int, *, backwards: bool) -> Visit:
-        """Return the visit at a place among those that go the same way."""
-        in_order, inside = divmod(place, of_round)
-        turn, chunk = divmod(in_order, chunks)
-        return Visit(
-            backwards, chunks - 1 - chunk if backwards else chunk, turn * of_round + inside
-        )
-
-    order = [visit(place, backwards=False) for place in range(ahead)]
+    starts = range(0, groups, of_round)
+    turns = [range(start, min(start + of_round, groups)) for start in starts]
+    upwards = range(chunks)
+    forwards = [Visit(False, c, group) for turn in turns for c in upwards for group in turn]
+    backwards = [
+        Visit(True, c, group) for turn in turns for c in reversed(upwards) for group in turn
+    ]
+    order = forwards[:ahead]
     for place in range(total):
-        if place + ahead < total:
-            order.append(visit(place + ahead, backwards=False))
-        order.append(visit(place, backwards=True))
+        order += forwards[place + ahead : place + ahead + 1]
+        order.append(backwards[place])
     return order
 
 
