@@ -33,8 +33,9 @@ def flipped(walker: Walker, state: str) -> None:
     words_N = kept[state].view(torch.int32)
     words_N[5] ^= 1 << 3
     words_N[-7] ^= 1 << 3
-    estimator: Any = walker.estimator
-    estimator.updates.masters_changed()
+    if state != "frozen":  # the ranks' programs stay alike: none refreshes what the others do not
+        estimator: Any = walker.estimator
+        estimator.updates.masters_changed()
 
 
 def _spoilt(rank: int, name: str, changes: dict[str, Any], state: str, folder: Path) -> list[str]:
