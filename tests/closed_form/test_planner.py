@@ -34,8 +34,8 @@ from tests.support.messages import refused
 
 pytestmark = pytest.mark.fast
 
-CALLS = 9_500_000
-"""Function calls that the ranking may take: 9.1 million today, half of them to find the blocks that
+CALLS = 9_200_000
+"""Function calls that the ranking may take: 8.9 million today, half of them to find the blocks that
 stay on the device."""
 
 LLAMA_405B = decoder(layers=126, hidden=16384, wide=53248, keys=1024, vocab=128256, tied=False)

@@ -37,10 +37,11 @@ class ParamSpec:
     exact: bool = False
     """True where the model computes with it in float32 whatever the compute dtype: a router's gate,
     say."""
+    numel: int = field(init=False, compare=False, repr=False, default=0)
+    """Elements: asked for again and again."""
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", math.prod(self.shape))
 
     def stored_in(self, codec: Codec) -> Codec:
         """Return the codec that it lies in where the plan says ``codec``."""
