@@ -1,387 +1,192 @@
-"""Blocks over stages, beside one process, on paper, and when a stage dies.
+"""Blocks over stages: beside one process, on paper, when a stage dies, beside torch's pipelines.
 
-    python benchmarks/pipeline.py [--part exact paper gathers random kills peer] [--check]
-        [--json FILE] [--programs 2000] [--runs 20] [--deaths 50]
+    python benchmarks/pipeline.py [--part exact mixed order gathers paper random kills peer]
+        [--check] [--json FILE] [--seconds 480]
 
 ``exact``: gradients of nine families of models on 2 and 4 stages, by chunks and micro-batches, and
-20 steps of AdamW with clipping, beside the same walk by one process. ``paper``: random plans whose
-stages are run together by the simulator. ``gathers``: those of a step, with chunks that stay and
-without. ``random``: such plans on four ranks. ``kills``: a stage that dies or is stopped at a
-random moment, and the run that goes on from the checkpoint before. ``peer``: a step by
-torch.distributed.pipelining, stages alone, beside ours without recomputation, in turns."""
+20 steps of AdamW with clipping, beside the same walk by one process. ``mixed``: stages of two ranks
+that share state, or parts of sequences, beside one process. ``order``: compute ops of a stage
+beside torch.distributed.pipelining's tables. ``gathers``: those of a step, with chunks that stay
+and without. ``paper``: 2,000 random plans whose stages are run together by the simulator.
+``random``: 20 of them on four ranks. ``kills``: a stage that dies or is stopped at a random moment,
+50 times, and the run that goes on from the checkpoint before. ``peer``: a step by
+torch.distributed.pipelining with FSDP2 beside ours, in turns (root).
+
+A part goes by pieces. With ``--json`` each piece is written when it is done, and a call goes on
+with those that the file lacks, for ``--seconds``."""
 
 from __future__ import annotations
 
-import copy
-import os
-import random
-import signal
+import json
 import sys
-import tempfile
-import threading
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import Bound, finish, median, parser
+from benchmarks.pipeline_deaths import ENDS_WITHIN, deaths
+from benchmarks.pipeline_peer import RATES, ROUNDS, rounds
+from benchmarks.pipeline_runs import MIXED, exact, mixed, random_runs, seeds_of_four_ranks
 
-from blockwalk.cutting.verify import certified
-from blockwalk.plan.methods import method
-from blockwalk.walk.walker import Walker
-from tests.closed_form.test_stages import gathers, random_plan, walk_on_paper
-from tests.models import random_batch, tiny_model
-from tests.ranks.test_stages import CLIPPED, KINDS, made, make
-from tests.support.held import masters
-from tests.support.processes import run_ranks
+from blockwalk.program.stages import visits
+from tests.closed_form.test_stages import gathers, of_torch, walk_on_paper
+from tests.ranks.test_stages import KINDS
 
-ENDS_WITHIN = 30.0
-SIZES: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 256,
-    "vocab_size": 2048,
-}
-MICRO_BATCHES = 8
-TOKENS = 256
+Figures = dict[str, Any]
+Piece = tuple[str, Callable[[], Any]]
+"""A piece's name, which begins with its part's, and the function that makes its figures."""
+
+PROGRAMS = 2000
+RUNS = 20
+DEATHS = 50
+_PAPER_AT_ONCE = 100
+_DEATHS_AT_ONCE = 5
 
 
-# ---- exact -----------------------------------------------------------------------------------
-
-
-def of_cases(rank: int, stages: int, cases: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
-    answers = []
-    for kind, chunks, count in cases:
-        chunks = chunks if stages > 1 else 1
-        with made(kind, stages, chunks, count, CLIPPED) as walker:
-            answer: dict[str, Any] = {"gradients": walker.gradients(random_batch(2 * count, 10))}
-            if kind in ("llama", "mixtral") and count == 4:
-                losses = [
-                    walker.step(random_batch(2 * count, 10, seed=seed)).loss for seed in range(20)
-                ]
-                answer |= {"losses": losses, "masters": masters(walker)}
-            answers.append(answer)
-    return answers
-
-
-def exact(figures: dict[str, Any]) -> list[Bound]:
-    counts = (1, 3, 4, 8)
-    two = [(kind, chunks, count) for kind, chunks, count in product(KINDS, (1, 2), counts)]
-    four = [(kind, 1, count) for kind, count in product(KINDS, counts)]
-    four += [("llama", 2, count) for count in counts]
-    cases = {2: two, 4: four}
-    for kind in KINDS:
-        certified(make(kind))
-    single: dict[tuple[str, int], dict[str, Any]] = {}
-    for kind, _, count in dict.fromkeys((k, 1, c) for k, _, c in two):
-        (single[kind, count],) = of_cases(0, 1, [(kind, 1, count)])
+def order() -> dict[str, int]:
+    """Compare the visits of every stage with torch's, and count those that differ."""
+    compared = 0
     unlike = 0
-    worst = 0.0
-    steps_unlike = 0
-    for stages, of_stages in cases.items():
-        for rank in run_ranks(stages, of_cases, stages, of_stages, timeout=1200):
-            for (kind, _, count), answer in zip(of_stages, rank, strict=True):
-                reference = single[kind, count]
-                for name, value in reference["gradients"].items():
-                    found = answer["gradients"][name]
-                    if KINDS[kind].get("tied"):
-                        worst = max(worst, float((found - value).norm() / value.norm()))
-                    else:
-                        unlike += not torch.equal(found, value)
-                if "losses" in reference:
-                    steps_unlike += answer["losses"] != reference["losses"] or any(
-                        not torch.equal(answer["masters"][name], value)
-                        for name, value in reference["masters"].items()
-                    )
-    total = sum(map(len, cases.values()))
-    print(f"exact: {total} combinations, {unlike} gradients with other bits, tied {worst:.1e}")
-    figures["exact"] = {"combinations": total, "unlike": unlike, "tied": worst}
-    return [
-        Bound(f"gradients with other bits than one process's, {total} combinations", unlike, 0),
-        Bound("tied ends: the worst gradient's difference, of its norm", worst, 1e-6),
-        Bound("20 steps of AdamW with clipping: runs with other bits", steps_unlike, 0),
-    ]
+    for stages, chunks, groups in product(range(2, 9), (1, 2, 3, 4), range(1, 33)):
+        if chunks == 1 and groups < stages:
+            continue  # torch takes no fewer
+        if groups % max(1, groups // stages):
+            continue  # nor does it take these in rounds
+        for stage, expected in of_torch(stages, chunks, groups).items():
+            compared += 1
+            unlike += visits(stage, stages, chunks, groups) != expected
+    return {"compared": compared, "unlike": unlike}
 
 
-# ---- on paper --------------------------------------------------------------------------------
+def gathered(chunks: int) -> dict[str, Any]:
+    """Count the gathers of a step, and the bytes that reuse adds on a stage, beside a chunk's."""
+    count, programs = gathers(2, chunks, reuse=True)
+    without, plain = gathers(2, chunks, reuse=False)
+    share = max(
+        (program.peaks()[pool] - other.peaks()[pool]) / (largest * program.slot_bytes)
+        for (program, largest), (other, _) in zip(programs, plain, strict=True)
+        for pool in program.peaks()
+        if pool.value == "device"
+    )
+    return {"with": count, "without": without, "chunks more on the device": share}
 
 
-def paper(figures: dict[str, Any], programs: int) -> list[Bound]:
-    began = time.perf_counter()
-    broken = 0
-    for seed in range(programs):
+def on_paper(start: int, stop: int) -> dict[str, Any]:
+    """Walk random plans on paper, and return what broke, by seed."""
+    broken = {}
+    for seed in range(start, stop):
         try:
-            walk_on_paper(1000 + seed)
+            walk_on_paper(seed)
         except AssertionError as error:
-            broken += 1
-            print(f"seed {1000 + seed}: {str(error)[:200]}", flush=True)
-    seconds = time.perf_counter() - began
-    print(f"paper: {programs} random plans in {seconds:.0f} s, {broken} broken")
-    figures["paper"] = {"plans": programs, "broken": broken, "seconds": seconds}
-    return [Bound(f"random plans of {programs} that wait, leak or idle more", broken, 0)]
+            broken[seed] = str(error)[:200]
+    return {"plans": stop - start, "broken": broken}
 
 
-def of_gathers(figures: dict[str, Any]) -> list[Bound]:
-    bounds = []
-    for chunks in (1, 2):
-        count, _ = gathers(2, chunks, reuse=True)
-        without, _ = gathers(2, chunks, reuse=False)
-        figures[f"gathers, {chunks} chunks"] = {"with": count, "without": without}
-        print(f"gathers with {chunks} chunks a stage: {count} of {without}")
-        name = f"gathers with reuse ÷ without, 2 stages × {chunks} chunks, 8 micro-batches"
-        bounds.append(Bound(name, count / without, 0.55))
-    return bounds
+def pieces(parts: list[str]) -> Iterator[Piece]:
+    """Yield the pieces of some parts."""
+    if "exact" in parts:
+        for stages, kind in product((2, 4), KINDS):
+            yield f"exact, {kind} on {stages} stages", partial(exact, kind, stages)
+    if "mixed" in parts:
+        for kind in MIXED:
+            yield f"mixed, {kind}", partial(mixed, kind)
+    if "order" in parts:
+        yield "order", order
+    if "gathers" in parts:
+        for chunks in (1, 2):
+            yield f"gathers, {chunks} chunks a stage", partial(gathered, chunks)
+    if "paper" in parts:
+        for start in range(1000, 1000 + PROGRAMS, _PAPER_AT_ONCE):
+            stop = start + _PAPER_AT_ONCE
+            yield f"paper, seeds {start} to {stop - 1}", partial(on_paper, start, stop)
+    if "random" in parts:
+        for stages, seeds in seeds_of_four_ranks(RUNS).items():
+            yield f"random, {stages} stages", partial(random_runs, stages, seeds)
+    if "kills" in parts:
+        for start in range(0, DEATHS, _DEATHS_AT_ONCE):
+            numbers = range(start, start + _DEATHS_AT_ONCE)
+            yield f"kills {start + 1} to {numbers.stop}", partial(deaths, numbers)
+    if "peer" in parts:
+        for rate in RATES:
+            yield f"peer, {rate or 'unshaped'}", partial(rounds, rate)
 
 
-# ---- on four ranks ---------------------------------------------------------------------------
+def bounds_of(figures: Figures, parts: list[str]) -> Iterator[Bound]:
+    """Yield the promises of some parts, from the figures of their pieces."""
+    of_part = {part: [v for k, v in figures.items() if k.startswith(part)] for part in parts}
+    if of := of_part.get("exact"):
+        combinations = sum(f["combinations"] for f in of)
+        name = f"gradients with other bits than one process's, {combinations} combinations"
+        yield Bound(name, sum(f["unlike"] for f in of), 0)
+        worst = max(f["worst tied"] for f in of)
+        yield Bound("tied ends: the worst gradient's difference, of its norm", worst, 1e-6)
+        count = sum(f["runs"] for f in of)
+        name = f"{count} runs of 20 steps of AdamW with clipping: those with other bits"
+        yield Bound(name, sum(f["runs unlike"] for f in of), 0)
+    if of := of_part.get("mixed"):
+        worst = max(f["worst"] for f in of)
+        combinations = sum(f["combinations"] for f in of)
+        name = f"stages × sharding, stages × context, {combinations} combinations: worst difference"
+        yield Bound(name, worst, 1e-6)
+    for f in of_part.get("order", []):
+        yield Bound(f"orders of {f['compared']} stages unlike torch's", f["unlike"], 0)
+    for f in of_part.get("gathers", []):
+        name = "gathers with reuse ÷ without, 2 stages, 8 micro-batches"
+        yield Bound(name, f["with"] / f["without"], 0.55)
+        yield Bound("chunks more on the device with reuse", f["chunks more on the device"], 1)
+    if of := of_part.get("paper"):
+        count = sum(f["plans"] for f in of)
+        broken = sum(len(f["broken"]) for f in of)
+        yield Bound(f"random plans of {count} that wait, leak or idle more", broken, 0)
+    if of := of_part.get("random"):
+        count = sum(f["plans"] for f in of)
+        worst = max(f["worst"] for f in of)
+        yield Bound(f"{count} random plans on 4 ranks: worst difference of a loss", worst, 1e-6)
+    if of := of_part.get("kills"):
+        all_deaths = [death for f in of for death in f]
+        seconds = max(death["seconds"] for death in all_deaths)
+        name = f"{len(all_deaths)} deaths: seconds until the other stage has ended, worst"
+        yield Bound(name, seconds, ENDS_WITHIN)
+        silent = sum(not death["named"] for death in all_deaths)
+        yield Bound("deaths without a line that names the rank", silent, 0)
+        unlike = sum(not death["same"] for death in all_deaths)
+        yield Bound("runs that went on with other bits", unlike, 0)
+    for rate in RATES if "peer" in parts else ():
+        if f := figures.get(f"peer, {rate or 'unshaped'}"):
+            ratio = median(f["seconds"]["ours"]) / median(f["seconds"][f["peer"]])
+            name = f"a step ÷ that of {f['peer']}, {rate or 'unshaped'}"
+            yield Bound(name, ratio, 1.05, rests=f"{ROUNDS} rounds in turn")
 
 
-def of_plans(rank: int, seeds: list[int], stages: bool) -> list[float]:
-    """The losses of two steps under random plans, over stages or over as many ranks as one has."""
-    losses = []
-    for seed in seeds:
-        plan, blocks = random_plan(random.Random(seed))
-        mesh = plan.mesh
-        count = plan.gradient_accumulation_steps
-        model = tiny_model("llama", num_hidden_layers=mesh.pipeline * plan.pipeline.chunks * blocks)
-        sizes = {
-            "world": dist.get_world_size(),
-            "ranks_per_node": dist.get_world_size(),
-            "pipeline": mesh.pipeline if stages else 1,
-        }
-        settings: dict[str, Any] = {
-            "gradient_accumulation_steps": count,
-            "prefetch": plan.prefetch,
-            "together": plan.together,
-            "activation": str(plan.activation.tier),
-            "recompute": plan.recompute,
-            **CLIPPED,
-        }
-        if stages:
-            settings["pipeline.chunks"] = plan.pipeline.chunks
-            settings["pipeline.reuse"] = plan.pipeline.reuse
-        with Walker(model, method(plan.method, mesh=sizes, **settings), device="cpu") as walker:
-            for step in range(2):
-                losses.append(walker.step(random_batch(2 * count, 8, seed=step)).loss)
-    return losses
-
-
-def of_random_runs(figures: dict[str, Any], runs: int) -> list[Bound]:
-    fits: list[int] = []
-    seed = 0
-    while len(fits) < runs:
-        plan, _ = random_plan(random.Random(seed))
-        fits += [seed] * (plan.mesh.world == 4)
-        seed += 1
-    certified(tiny_model("llama"))
-    worst = 0.0
-    for stages in (2, 4):
-        seeds = [s for s in fits if random_plan(random.Random(s))[0].mesh.pipeline == stages]
-        if not seeds:
-            continue
-        over = run_ranks(4, of_plans, seeds, True, timeout=900)[0]
-        alone = run_ranks(4 // stages, of_plans, seeds, False, timeout=900)[0]
-        worst = max([worst, *(abs(a / b - 1) for a, b in zip(over, alone, strict=True))])
-    print(f"random: {len(fits)} plans on four ranks ended; losses differ by {worst:.1e}")
-    figures["random"] = {"plans": len(fits), "worst": worst}
-    return [Bound(f"{len(fits)} random plans on 4 ranks: worst difference of a loss", worst, 1e-6)]
-
-
-# ---- a stage that dies -----------------------------------------------------------------------
-
-
-def until_it_ends(rank: int, folder: Path, fault: str, victim: int, after: float) -> None:
-    said = os.open(folder / f"said-{rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(said, 2)
-    with made("llama", 2, 2, 4, CLIPPED) as walker:
-        for step in range(2):
-            walker.step(random_batch(8, 10, seed=step))
-        walker.save_state(folder / "saved")
-
-        def harm() -> None:
-            time.sleep(after)
-            (folder / "began").write_text(str(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
-
-        if rank == victim:
-            threading.Thread(target=harm, daemon=True).start()
-        try:
-            for step in range(2, 1_000_000):
-                walker.step(random_batch(8, 10, seed=step % 5))
-        except RuntimeError as error:
-            print(f"rank {rank}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-            os._exit(1)
-
-
-def resumed(rank: int, folder: Path) -> float:
-    with made("llama", 2, 2, 4, CLIPPED) as walker:
-        walker.load_state(folder)
-        return walker.step(random_batch(8, 10, seed=2)).loss
-
-
-def uninterrupted(rank: int) -> float:
-    with made("llama", 2, 2, 4, CLIPPED) as walker:
-        for step in range(3):
-            result = walker.step(random_batch(8, 10, seed=step))
-        return result.loss
-
-
-def of_kills(figures: dict[str, Any], deaths: int) -> list[Bound]:
-    certified(make("llama"))
-    expected = run_ranks(2, uninterrupted)[0]
-    rng = random.Random(1)
-    seconds: dict[str, list[float]] = {"killed": [], "stopped": []}
-    same = silent = 0
-    for number in range(deaths):
-        fault = "stopped" if number % 10 == 9 else "killed"
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            given = (folder, fault, number % 2, rng.uniform(0.05, 1.5))
-            run_ranks(2, until_it_ends, *given, timeout=120, may_die=True)
-            seconds[fault].append(time.time() - float((folder / "began").read_text()))
-            other = (folder / f"said-{1 - number % 2}").read_text()
-            silent += f"rank {number % 2}" not in other
-            if number == 0 or fault == "stopped":
-                print(f"{fault}: {other.strip().splitlines()[-1:]}", flush=True)
-            same += run_ranks(2, resumed, folder / "saved")[0] == expected
-    for fault, ended in seconds.items():
-        if ended:
-            print(
-                f"{fault}: {len(ended)} runs, ended after {median(ended):.1f} s, {max(ended):.1f}"
-            )
-    figures["kills"] = {**seconds, "same": same}
-    return [
-        Bound(
-            "seconds until the other stage has ended, worst",
-            max([*seconds["killed"], *seconds["stopped"]]),
-            ENDS_WITHIN,
-        ),
-        Bound("runs that ended without a line that names a rank", silent, 0),
-        Bound("runs that went on with the same bits", same, deaths, at_most=False),
-    ]
-
-
-# ---- torch's own pipelines -------------------------------------------------------------------
-
-
-def of_peer(rank: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step of ours and of torch's, in turns; two stages of one rank."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    torch.set_num_threads(1)
-    model: Any = tiny_model("llama", **SIZES)
-    half = SIZES["num_hidden_layers"] // 2
-    parts = copy.deepcopy(model)
-
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            inner = parts.model
-            self.embed = inner.embed_tokens if rank == 0 else None
-            self.layers = inner.layers[:half] if rank == 0 else inner.layers[half:]
-            self.rotary = inner.rotary_emb
-            self.norm = inner.norm if rank else None
-            self.head = parts.lm_head if rank else None
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = x if self.embed is None else self.embed(x)
-            places = torch.arange(hidden.shape[1])[None]
-            rope = self.rotary(hidden, places)
-            for layer in self.layers:
-                hidden = layer(hidden, position_embeddings=rope, attention_mask=None)
-            if self.head is None or self.norm is None:
-                return hidden
-            answer: torch.Tensor = self.head(self.norm(hidden))
-            return answer
-
-    ours = method(
-        "zero3",
-        mesh={"world": 2, "ranks_per_node": 2, "pipeline": 2},
-        gradient_accumulation_steps=MICRO_BATCHES,
-        recompute="none",
-        pipeline={"blocks": [half, half]},
-        optimizer={"name": "sgd", "learning_rate": 1e-3},
-    )
-    ids = torch.randint(
-        3, SIZES["vocab_size"], (MICRO_BATCHES, TOKENS), generator=torch.Generator().manual_seed(1)
-    )
-    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
-    module = Half()
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
-
-    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss)
-    seconds: dict[str, list[float]] = {"ours": [], "torch": []}
-    with Walker(model, ours, device="cpu") as walker:
-        for turn in range(rounds + 1):
-            dist.barrier()
-            began = time.perf_counter()
-            walker.step(batch)
-            dist.barrier()
-            middle = time.perf_counter()
-            optimizer.zero_grad()
-            if rank == 0:
-                schedule.step(ids)
-            else:
-                schedule.step(target=ids)
-            optimizer.step()
-            dist.barrier()
-            if turn:  # the first of each makes its buffers
-                seconds["ours"].append(middle - began)
-                seconds["torch"].append(time.perf_counter() - middle)
-    return seconds
-
-
-def peer(figures: dict[str, Any]) -> list[Bound]:
-    certified(tiny_model("llama", **SIZES))
-    seconds = run_ranks(2, of_peer, 5, timeout=900)[0]
-    ratio = median(seconds["ours"]) / median(seconds["torch"])
-    print(f"peer: ours {median(seconds['ours']):.3f} s, torch {median(seconds['torch']):.3f} s")
-    figures["peer"] = seconds
-    rests = "stages of one rank each, without FSDP2; no recomputation; SGD"
-    return [Bound("a step ÷ torch.distributed.pipelining's, 2 stages", ratio, 1.05, rests=rests)]
-
-
-PARTS = ("exact", "paper", "gathers", "random", "kills", "peer")
+PARTS = ("exact", "mixed", "order", "gathers", "paper", "random", "kills", "peer")
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
-    options.add_argument("--programs", type=int, default=2000)
-    options.add_argument("--runs", type=int, default=20)
-    options.add_argument("--deaths", type=int, default=50)
+    options.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    options.add_argument("--seconds", type=float, default=1e9, help="begin no piece after these")
     arguments = options.parse_args()
     torch.set_num_threads(1)
-    figures: dict[str, Any] = {}
-    bounds: list[Bound] = []
-    for part in arguments.part:
-        match part:
-            case "exact":
-                bounds += exact(figures)
-            case "paper":
-                bounds += paper(figures, arguments.programs)
-            case "gathers":
-                bounds += of_gathers(figures)
-            case "random":
-                bounds += of_random_runs(figures, arguments.runs)
-            case "kills":
-                bounds += of_kills(figures, arguments.deaths)
-            case "peer":
-                bounds += peer(figures)
-    finish(arguments, figures, bounds)
+    began = time.monotonic()
+    file = Path(arguments.json) if arguments.json else None
+    figures: Figures = json.loads(file.read_text())["figures"] if file and file.exists() else {}
+    todo = [(name, make) for name, make in pieces(arguments.part) if name not in figures]
+    for number, (name, make) in enumerate(todo):
+        if time.monotonic() - began > arguments.seconds:
+            print(f"{len(todo) - number} pieces are left: call this again")
+            break
+        figures[name] = make()
+        print(f"{name}: {json.dumps(figures[name])[:300]}", flush=True)
+        if file is not None:
+            file.write_text(json.dumps({"figures": figures}) + "\n")
+    finish(arguments, figures, list(bounds_of(figures, list(PARTS))))
 
 
 if __name__ == "__main__":
