@@ -17,7 +17,7 @@ NAMED = {
     "ranks/groups.py": "NCCL",
     "ranks/launch.py": "the cores beside a GPU, by NVIDIA's bus number",
     "numerics/lazy_parameter.py": "torch's own name of a property",
-    "walk/unit_costs.py": "whether this torch knows a GPU's attention on tensors without bytes",
+    "walk/fake_units.py": "whether this torch knows a GPU's attention on tensors without bytes",
     "cli/commands.py": "examples in a help text",
     "cli/main.py": "a variable of torch's allocator",
     "cli/machine.py": "torch's version of CUDA, for reports",
