@@ -12,13 +12,13 @@ and ledger, lines of logs, names of files. ``kills`` counts processes that are k
 times at a uniformly random moment, half before or after the n-th file-system call, n spread over
 all of them; a run is killed one to four times, and one that ends before is not counted. With
 ``--state`` what was counted of every row is kept, and the next call goes on from there; a call
-takes at most ``--seconds``; ``--families`` is for ``kills``. ``foreign`` kills runs in a folder
-full of files of others, which a refused run, a killed one and the one that goes on must leave
-alone; ``links`` plants links in a run's folder, whose targets must stay as they are. ``locks``
-takes the kernel's locks away, as some network file systems do; ``pipes`` gives a run output that is
-full, closed, broken, or never read. ``--ci`` is 60 kills over all families, a flipped bit for each,
-two runs in one folder, and a few of foreign files, links, a run without locks, and one with each
-bad output.
+takes at most ``--seconds``, of which kills get half and each other row its share; ``--families`` is
+for ``kills``. ``foreign`` kills runs in a folder full of files of others, which a refused run, a
+killed one and the one that goes on must leave alone; ``links`` plants links in a run's folder,
+whose targets must stay as they are. ``locks`` takes the kernel's locks away, as some network file
+systems do; ``pipes`` gives a run output that is full, closed, broken, or never read. ``--ci`` is 60
+kills over all families, a flipped bit for each, two runs in one folder, and a few of foreign files,
+links, a run without locks, and one with each bad output.
 
 Losses of power are power_loss.py, fuzzing of the readers is fuzz.py, ranks that die or hang
 rank_faults.py."""
@@ -35,7 +35,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,8 @@ from benchmarks.fault_runs import (
 )
 
 from blockwalk.system import atomic_files
+
+ROWS = ("kills", "full", "flips", "two", "foreign", "links", "locks", "pipes", "crafted")
 
 WRONG = ("bits", "lines", "stray", "hangs", "failed")
 """Kinds of findings that must not be."""
@@ -89,16 +91,24 @@ class Count:
 
 class Kept:
     """Counts of rows, kept in a file if one is named, so that another call goes on; ``over`` once a
-    call has had its time."""
+    row has had its time (:meth:`begin`)."""
 
     def __init__(self, path: Path | None, seconds: float = math.inf) -> None:
         self._path = path
         self._ends = time.monotonic() + seconds
+        self._row_ends = self._ends
         self._rows = json.loads(path.read_text()) if path is not None and path.is_file() else {}
+
+    def begin(self, row: str, later: Sequence[str]) -> None:
+        """Give a row its share of the seconds that are left, so that no later one goes without:
+        kills have as much as all the others together."""
+        weight = len(ROWS) - 1 if row == "kills" else 1
+        left = self._ends - time.monotonic()
+        self._row_ends = time.monotonic() + left * weight / (weight + len(later))
 
     @property
     def over(self) -> bool:
-        return time.monotonic() > self._ends
+        return time.monotonic() > self._row_ends
 
     def count(self, row: str) -> Count:
         kept = self._rows.get(row, {"done": {}, "found": {}, "told": []})
@@ -333,7 +343,6 @@ def flips(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
                 path.parent.name,
                 str(where.tiny.train),
                 str(where.tiny.model),
-                "data was",
             )
             named = any(
                 name in line
@@ -616,11 +625,10 @@ def main() -> None:
     kept = Kept(arguments.state, arguments.seconds)
     with place() as where:
         whole = Undisturbed(where)
-        everything = "kills,full,flips,two,foreign,links,locks,pipes,crafted"
-        rows = arguments.only or (
-            "kills,flips,two,foreign,links,locks,pipes" if arguments.ci else everything
-        )
-        for row in rows.split(","):
+        usual = [row for row in ROWS if row not in ("full", "crafted")] if arguments.ci else ROWS
+        rows = arguments.only.split(",") if arguments.only else list(usual)
+        for number, row in enumerate(rows, 1):
+            kept.begin(row, rows[number:])
             if row == "kills":
                 counts.append(kills(whole, kept, arguments.families.split(","), each))
             elif row == "full":

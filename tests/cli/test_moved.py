@@ -138,7 +138,7 @@ def other_tokenizer(run: Moved) -> tuple[str, ...]:
 
 CHANGED: dict[str, tuple[Callable[[Moved], tuple[str, ...]], str]] = {
     "records": (more_text, "records 64 65"),
-    "text": (other_text, "text data.train"),
+    "text": (other_text, "text data.train data.jsonl"),
     "tokenizer": (other_tokenizer, "tokenizer.json"),
     "setting": (lambda _: ("--data.max_length", "17"), "data.max_length 512 17"),
 }
@@ -154,6 +154,23 @@ def test_a_refusal_says_what_changed(
     assert run.train(2, *alter(run)) == 2
     says(capsys.readouterr().err, expected)
     assert sorted(path.name for path in (run.folder / "run").rglob("*")) == before
+
+
+def test_of_several_sources_the_changed_one_is_named(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Moved(tiny_run, tmp_path / "run", "--method", "plain", "--lora.rank", "2")
+    first = run.data.with_name("first.jsonl")
+    shutil.copy(run.data, first)
+    both = ("--data.train", f"{first},{run.data}")
+    anew = ("--overwrite_output_dir", "true", "--resume_from_checkpoint", "")
+    assert run.train(1, *both, *anew) == 0
+    other_text(run)
+    capsys.readouterr()
+    assert run.train(2, *both) == 2
+    refusal = capsys.readouterr().err
+    says(refusal, "text data.train bytes", run.data)
+    assert first.name not in refusal
 
 
 def test_a_chat_template_is_named(

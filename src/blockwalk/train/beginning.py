@@ -249,6 +249,7 @@ def _require_same_data(beginning: Beginning, saved: Checkpoint) -> None:
         beginning.identity,
         saved.config["data"],
         beginning.config.to_mapping()["data"],
+        names_of(beginning.config.data.train),
     )
     raise ValueError(
         "cannot resume: the training data are not those that the run began with:"

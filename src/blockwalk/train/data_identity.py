@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +58,16 @@ def differences(
     now: Mapping[str, Any],
     saved_settings: Mapping[str, Any],
     settings: Mapping[str, Any],
+    sources: Sequence[str],
 ) -> list[str]:
     """Return the reasons why a resumed run's examples are not a checkpoint's, a phrase each, by the
-    :func:`identity` of both and their settings of ``data``. An older checkpoint that has fewer
-    parts differs in none of the others."""
+    :func:`identity` of both, their settings of ``data`` and the names of the sources now. An older
+    checkpoint that has fewer parts differs in none of the others."""
     earlier = {**now, **saved}
     earlier_settings = {**settings, **saved_settings}
     phrases = []
     if earlier["text"] != now["text"]:
-        old, new = (
-            " + ".join(f"{text[0]:,} bytes" if text else "no file" for text in side["text"])
-            for side in (earlier, now)
-        )
-        phrases.append(f"the text of data.train ({old}, now {'other ones' if old == new else new})")
+        phrases.append(_changed_text(earlier["text"], now["text"], sources))
     for counted in ("records", "sequences", "tokens"):
         if earlier[counted] != now[counted]:
             phrases.append(f"the number of {counted} ({earlier[counted]:,}, now {now[counted]:,})")
@@ -89,3 +86,26 @@ def differences(
             " settings)"
         ]
     return phrases or ["their tokens (what made them is not known of the checkpoint)"]
+
+
+def _changed_text(saved: list[list[Any]], now: list[list[Any]], names: Sequence[str]) -> str:
+    """Return what changed in the files of ``data.train``, named one by one where there are as many
+    as there were."""
+    if len(saved) == len(now):
+        changed = [texts for texts in zip(names, saved, now, strict=True) if texts[1] != texts[2]]
+    else:
+        changed = [(" + ".join(names), _total(saved), _total(now))]
+    told = []
+    for name, old, new in changed:
+        size = "other ones" if old[:1] == new[:1] else _bytes(new)
+        told.append(f"{name}: {_bytes(old)}, now {size}")
+    return f"the text of data.train ({'; '.join(told)})"
+
+
+def _total(texts: list[list[Any]]) -> list[Any]:
+    """Return the bytes of several files."""
+    return [sum(text[0] for text in texts if text)]
+
+
+def _bytes(text: list[Any]) -> str:
+    return f"{text[0]:,} bytes" if text else "no file"
