@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from blockwalk.numerics.sequence_part import PartMask, SequencePart, refuse_options
 
+_ARGUMENTS = "_preprocess_mask_arguments"
+"""The function that makes the arguments of a mask's rule."""
 _PIECES = (
-    "_preprocess_mask_arguments",
+    _ARGUMENTS,
     "find_packed_sequence_indices",
     "and_masks",
     "padding_mask_function",
@@ -40,8 +42,8 @@ def masks_of_rows(part: SequencePart) -> Iterator[None]:
     if not all(hasattr(masks, name) for name in _PIECES):
         version = import_module("transformers").__version__
         raise ValueError(f"transformers {version} makes masks in which no parts of rows are known")
-    names = (_PIECES[0], _POSITIONS)
-    originals = {name: getattr(masks, name) for name in names if hasattr(masks, name)}
+    replaced = [name for name in (_ARGUMENTS, _POSITIONS) if hasattr(masks, name)]
+    originals = {name: getattr(masks, name) for name in replaced}
     makers = masks.ALL_MASK_ATTENTION_FUNCTIONS
     whole_mask = makers["sdpa"]
 
@@ -55,7 +57,7 @@ def masks_of_rows(part: SequencePart) -> Iterator[None]:
         **named: Any,
     ) -> tuple[Any, ...]:
         sizes = (config, inputs_embeds, attention_mask, past_key_values, position_ids)
-        done, *answers = originals[_PIECES[0]](*sizes, *others, **named)
+        done, *answers = originals[_ARGUMENTS](*sizes, *others, **named)
         if done:
             return (done, *answers)
         documents = None
@@ -86,8 +88,8 @@ def masks_of_rows(part: SequencePart) -> Iterator[None]:
             rule = masks.and_masks(rule, masks.padding_mask_function(attention_mask))
         return part.mask(rule, batch_size, device)
 
-    replacements = dict(zip(names, (of_rows, in_documents), strict=True))
-    for name in originals:
+    replacements = {_ARGUMENTS: of_rows, _POSITIONS: in_documents}
+    for name in replaced:
         setattr(masks, name, replacements[name])
     makers["sdpa"] = part_mask
     try:

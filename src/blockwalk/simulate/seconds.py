@@ -18,6 +18,7 @@ from blockwalk.plan.plan import Plan
 from blockwalk.plan.work import NOTHING, Work
 from blockwalk.program.costs import Costs
 from blockwalk.program.flat_layout import hosts_node_slice
+from blockwalk.program.handover import RECEIVES, SENDS
 from blockwalk.program.program import COMPUTES, Bytes, Lane, Op, OpKind, Pool, Program
 from blockwalk.program.state_sizes import compute_dtype, epilogue_reads, updates_on_host
 from blockwalk.simulate.hardware import Hardware, Link
@@ -30,7 +31,7 @@ REFAULTED = 0.3
 every third or fourth block (:mod:`blockwalk.system.heap`, ``docs/tricks.md``). Trims are rarer
 since, and it was not counted again."""
 
-STAGES = (Lane.SEND, Lane.RECEIVE, Lane.SEND_BACK, Lane.RECEIVE_BACK)
+STAGES = (*SENDS.values(), *RECEIVES.values())
 """The lanes between neighbouring stages of a pipeline."""
 
 TRAFFIC = 4
