@@ -4,13 +4,15 @@ a stage a node, no recomputation.
 FSDP2 runs twice: with blocks that stay whole on the device after their first gather of a step
 (``reshard_after_forward=False``, what torchtitan sets with pipelines), and with blocks that are
 gathered for every forward and backward. In both, torch's stages add up whole gradients and reduce
-them once a step. Ours keeps a chunk from one micro-batch to the next, and nothing else whole."""
+them once a step. Ours keeps the parameters of a chunk from one micro-batch to the next, and with
+``pipeline.shared_sums`` its gradients; nothing else is whole."""
 
 from __future__ import annotations
 
 import copy
 import time
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,8 +129,15 @@ def _timed(rank: int, peers: dict[str, dict[str, bool]]) -> dict[str, Any]:
     errors: dict[str, str] = {}
     seconds: dict[str, list[float]] = {}
     losses: dict[str, list[float]] = {}
-    with Walker(copy.deepcopy(model), plan, device="cpu") as walker:
-        systems: dict[str, Any] = {"ours": lambda: walker.step(batch).loss}
+    summed = replace(plan, pipeline=replace(plan.pipeline, shared_sums=True))
+    with (
+        Walker(copy.deepcopy(model), plan, device="cpu") as walker,
+        Walker(copy.deepcopy(model), summed, device="cpu") as summing,
+    ):
+        systems: dict[str, Any] = {
+            "ours": lambda: walker.step(batch).loss,
+            "ours, shared sums": lambda: summing.step(batch).loss,
+        }
         for name, settings in peers.items():
             try:
                 peer = _Peer(copy.deepcopy(model), rank, **settings)

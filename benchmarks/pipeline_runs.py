@@ -185,6 +185,7 @@ def _losses(rank: int, seeds: list[int], over_stages: bool) -> list[float]:
         if over_stages:
             settings["pipeline.chunks"] = plan.pipeline.chunks
             settings["pipeline.reuse"] = plan.pipeline.reuse
+            settings["pipeline.shared_sums"] = plan.pipeline.shared_sums
         with Walker(model, method(plan.method, mesh=sizes, **settings), device="cpu") as walker:
             batches = [random_batch(2 * count, 8, seed=step) for step in range(2)]
             losses += [walker.step(batch).loss for batch in batches]

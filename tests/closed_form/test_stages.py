@@ -174,6 +174,7 @@ def random_plan(rng: random.Random) -> tuple[Plan, int]:
             "chunks": chunks,
             "blocks": [blocks] * (stages * chunks),
             "reuse": rng.choice((True, False)),
+            "shared_sums": (steps + blocks) % 2 == 1,  # not drawn: the seeds below stay as they are
         },
         "gradient_accumulation_steps": steps,
         "together": together,
@@ -224,35 +225,53 @@ def test_random_programs_end_as_foreseen() -> None:
         walk_on_paper(seed)
 
 
-def gathers(stages: int, chunks: int, *, reuse: bool) -> tuple[int, list[tuple[Program, int]]]:
-    """The gathers of a step of eight micro-batches on all stages, and the programs, each with the
-    blocks of its largest chunk."""
+def moves(
+    kind: OpKind, stages: int, chunks: int, **pipeline: bool
+) -> tuple[int, list[tuple[Program, int]]]:
+    """The gathers, or reductions, of a step of eight micro-batches on all stages, and the programs,
+    each with the blocks of its largest chunk."""
     plan = method(
         "zero3",
         mesh={"world": 2 * stages, "ranks_per_node": 2 * stages, "pipeline": stages},
         gradient_accumulation_steps=8,
-        pipeline={"chunks": chunks, "reuse": reuse},
+        pipeline={"chunks": chunks, **pipeline},
     )
     model = deep(MODELS["llama"], 3 * stages * chunks)
     programs = compile_ranks(plan, model, StepKind.TRAIN, Shape(2, 16))
-    count = sum(op.kind is OpKind.GATHER for program in programs for op in program.ops)
+    count = sum(op.kind is kind for program in programs for op in program.ops)
     stages_of = [stage_at(plan, model, ((PIPELINE, program.stage),)) for program in programs]
     longest = [max(map(len, stage.chunks)) for stage in stages_of]
     return count, list(zip(programs, longest, strict=True))
+
+
+def computed(program: Program) -> list[tuple[OpKind, int, int]]:
+    """The compute ops of a program, in order."""
+    ops = (op for op in program.ops if op.lane is Lane.COMPUTE)
+    return [(op.kind, op.unit, op.micro_batch) for op in ops]
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_chunk_stays_for_the_next_micro_batch(chunks: int) -> None:
     """Counted: at most 0.55 of the gathers, for the slots of at most one chunk; the order of
     compute ops is the same."""
-    count, programs = gathers(2, chunks, reuse=True)
-    without, plain = gathers(2, chunks, reuse=False)
+    count, programs = moves(OpKind.GATHER, 2, chunks)
+    without, plain = moves(OpKind.GATHER, 2, chunks, reuse=False)
     assert count <= 0.55 * without
     for (program, largest), (other, _) in zip(programs, plain, strict=True):
         more = program.peaks()[Pool.DEVICE] - other.peaks()[Pool.DEVICE]
         assert more <= largest * program.slot_bytes
-        computed = [
-            [(op.kind, op.unit, op.micro_batch) for op in each.ops if op.lane is Lane.COMPUTE]
-            for each in (program, other)
-        ]
-        assert computed[0] == computed[1]
+        assert computed(program) == computed(other)
+
+
+@pytest.mark.parametrize(("stages", "chunks", "share"), [(2, 1, 8), (2, 2, 2), (4, 2, 4)])
+def test_neighbouring_backwards_share_their_sums(stages: int, chunks: int, share: int) -> None:
+    """Closed form: all micro-batches of a step with one chunk a stage, those of a round with
+    several; for the gradients of one chunk. The order of compute ops is the same."""
+    count, programs = moves(OpKind.REDUCE, stages, chunks, shared_sums=True)
+    without, plain = moves(OpKind.REDUCE, stages, chunks)
+    assert without == share * count
+    for (program, largest), (other, _) in zip(programs, plain, strict=True):
+        block = max(op.nbytes for op in program.ops if op.kind is OpKind.REDUCE) * 2
+        more = program.peaks()[Pool.DEVICE] - other.peaks()[Pool.DEVICE]
+        assert more <= largest * block
+        assert computed(program) == computed(other)

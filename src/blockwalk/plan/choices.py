@@ -265,6 +265,9 @@ class PipelineSettings:
     reuse: bool = True
     """Whether a chunk's gathered parameters stay on the device for the next micro-batch, forwards
     and backwards. There are fewer gathers, and one chunk's parameters more."""
+    shared_sums: bool = False
+    """Whether a chunk's gradients stay on the device for the next backward, and ranks sum those of
+    neighbours once. There are fewer reductions, and one chunk's float32 gradients more."""
 
 
 @dataclass(frozen=True, slots=True)

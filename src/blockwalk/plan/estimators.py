@@ -196,6 +196,7 @@ def _against_pipeline(plan: Any) -> Iterator[str]:
         yield from must_be(plan, "pipeline.chunks", 1, one)
         yield from must_be(plan, "pipeline.blocks", (), one)
         yield from must_be(plan, "pipeline.reuse", True, one)
+        yield from must_be(plan, "pipeline.shared_sums", False, one)
         return
     if mesh.world % stages:
         yield (

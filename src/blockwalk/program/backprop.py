@@ -14,7 +14,7 @@ from blockwalk.program.handover import Handover
 from blockwalk.program.lower import Builder, Turn
 from blockwalk.program.program import Bytes, Lane, OpKind, Pool
 from blockwalk.program.reductions import Reductions
-from blockwalk.program.stages import keeps_chunks, stays
+from blockwalk.program.stages import Visit, keeps_chunks, shares_sums, stays, unsummed
 from blockwalk.program.state_sizes import (
     activation_pool,
     compute_dtype,
@@ -43,6 +43,7 @@ def backprop(b: Builder, *, update: bool, graphs: int) -> None:
         keep=_kept_graphs(b, graphs, lowest),
         lowest=lowest,
         handover=Handover(b, order, groups),
+        unsummed=_unsummed(b, order),
     )
     units = [
         [unit for unit in reversed(b.stage.chunks[visit.chunk]) if unit >= lowest]
@@ -72,6 +73,18 @@ def backprop(b: Builder, *, update: bool, graphs: int) -> None:
     b.update_all(judged)
 
 
+def _unsummed(b: Builder, order: Sequence[Visit]) -> frozenset[tuple[int, int]]:
+    """Return the units and micro-batches after whose backward gradients stay in their buffer."""
+    plan = b.places.plan
+    if not shares_sums(plan):
+        return frozenset()
+    return frozenset(
+        (unit, plan.walks[visit.group][-1])
+        for visit in unsummed(order)
+        for unit in b.stage.chunks[visit.chunk]
+    )
+
+
 @dataclass(slots=True)
 class _Backprop:
     """The work of the turns, and what one turn leaves for another."""
@@ -87,6 +100,9 @@ class _Backprop:
     """The first unit with something to train: below it nothing is differentiated."""
     handover: Handover
     """The ops that go over the borders of a stage."""
+    unsummed: frozenset[tuple[int, int]]
+    """The units and micro-batches after whose backward gradients stay in their buffer: the next one
+    adds to them."""
     reductions: Reductions = field(init=False)
     saves: dict[tuple[int, int], int] = field(default_factory=dict)
     """The op that saved each block's input, or its graph in file maps, by block and micro-batch."""
@@ -173,6 +189,8 @@ class _Backprop:
         gradients = backwards[-1]  # the op after which they are where they wait
         if places.maps_gradients:
             gradients = self._store_gradients(unit, gradients, complete=complete)
+        if (unit, group[-1]) in self.unsummed:
+            return backwards
         return backwards + self._finish(unit, gradients, complete=complete)
 
     def _backward(self, unit: int, micro_batch: int, after: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ from blockwalk.plan.placement import DTYPE_BYTES, Codec, StateKind
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import ALIGN
 from blockwalk.program.slicing import Slicing, sliced
-from blockwalk.program.stages import chunk_slots
+from blockwalk.program.stages import chunk_slots, chunk_sums
 from blockwalk.program.state_sizes import compute_dtype
 
 PARTS = (StateKind.FROZEN, StateKind.TRAINABLE)
@@ -104,7 +104,7 @@ NO_BUFFERS = Buffers((), (), (0, 0), (0, 0))
 
 def buffer_pools(plan: Plan, model: ModelSpec) -> Buffers:
     """Return one slot for every block that is on the device at once, and for prologue and epilogue;
-    buffers for the gradients of two blocks, and for theirs."""
+    buffers for the gradients of two blocks, or of a chunk, and for theirs."""
 
     def largest(units: Iterable[UnitSpec], part: StateKind) -> int:
         return max((part_layout(plan, model, unit, part).numel for unit in units), default=0)
@@ -113,7 +113,7 @@ def buffer_pools(plan: Plan, model: ModelSpec) -> Buffers:
         return largest(units, StateKind.FROZEN), largest(units, StateKind.TRAINABLE)
 
     blocks_at_once = chunk_slots(plan, model, plan.prefetch + 1)
-    gradients_at_once = min(plan.prefetch + 1, 2)
+    gradients_at_once = chunk_sums(plan, model, min(plan.prefetch + 1, 2))
     pair = (model.prologue, model.epilogue)
     ends = [(unit,) for unit in pair] if model.tied else [pair]
     waiting = [model.blocks] * gradients_at_once

@@ -17,7 +17,7 @@ stage holds."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
@@ -249,9 +249,40 @@ def chunk_slots(plan: Plan, model: ModelSpec, blocks_at_once: int) -> int:
     """
     if not keeps_chunks(plan):
         return blocks_at_once
-    held = [bool(block.params) for block in model.blocks]
-    longest = max(len(list(run)) for has, run in groupby(held) if has)
-    return max(min(longest + blocks_at_once, sum(held)), blocks_at_once)
+    held = sum(bool(block.params) for block in model.blocks)
+    return max(min(_longest_chunk(model) + blocks_at_once, held), blocks_at_once)
+
+
+def _longest_chunk(model: ModelSpec) -> int:
+    """Return the blocks of the largest chunk of a model as a stage holds it."""
+    runs = groupby(bool(block.params) for block in model.blocks)
+    return max(len(list(run)) for has_parameters, run in runs if has_parameters)
+
+
+def chunk_sums(plan: Plan, model: ModelSpec, blocks_at_once: int) -> int:
+    """Return the buffers for the gradients of a stage's blocks: those of the blocks that are
+    differentiated and reduced at once, and where sums are shared as many as a chunk has.
+
+    Args:
+        model: the model as the stage holds it.
+    """
+    if not shares_sums(plan):
+        return blocks_at_once
+    return max(_longest_chunk(model), blocks_at_once)
+
+
+def shares_sums(plan: Plan) -> bool:
+    """Return whether neighbouring backwards of a chunk share their reductions: where ranks sum
+    gradients after each of them."""
+    return plan.mesh.pipeline > 1 and plan.pipeline.shared_sums and plan.gradient_ranks > 1
+
+
+def unsummed(order: Sequence[Visit]) -> Iterator[Visit]:
+    """Yield the backwards of a step after which a chunk's gradients stay, for the next backward
+    adds to them. So those of one chunk stay at a time."""
+    for visit, following in pairwise(visit for visit in order if visit.backwards):
+        if visit.chunk == following.chunk:
+            yield visit
 
 
 def keeps_chunks(plan: Plan) -> bool:
