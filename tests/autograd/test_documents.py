@@ -20,7 +20,7 @@ from blockwalk.numerics.documents import ByDocument, by_document
 from blockwalk.numerics.rule_mask import RuleMask
 from blockwalk.plan.choices import LoraSettings, PrefixSettings
 from blockwalk.program.program import Shape
-from blockwalk.walk import batch_parts
+from blockwalk.walk import batch_parts, own_rows
 from blockwalk.walk.unit_costs import UnitCosts
 from blockwalk.walk.walker import Walker
 from tests.models import tiny_model
@@ -61,12 +61,15 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the batches that are walked."""
     shapes: list[tuple[int, ...]] = []
 
-    def noted(batch: Mapping[str, Tensor], groups: int) -> Mapping[str, Tensor]:
-        found = pack_batch(batch, groups)
+    def noted(
+        batch: Mapping[str, Tensor], groups: int, *, tokens: int | None = None
+    ) -> Mapping[str, Tensor]:
+        found = pack_batch(batch, groups, tokens=tokens)
         shapes.append(tuple(found["input_ids"].shape))
         return found
 
-    monkeypatch.setattr(batch_parts, "pack_batch", noted)
+    for room in (batch_parts, own_rows):
+        monkeypatch.setattr(room, "pack_batch", noted)
     return shapes
 
 

@@ -14,9 +14,9 @@ import blockwalk
 from blockwalk.cutting import verify
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.data.batch import loss_tokens, tokens_read
-from blockwalk.data.batching import collate
 from blockwalk.data.dataset import Encoded
 from blockwalk.data.packing import pack
+from blockwalk.data.row_batch import collate
 from tests.models import tiny_model
 from tests.support.messages import refused
 

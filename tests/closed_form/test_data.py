@@ -23,14 +23,15 @@ from transformers import PreTrainedTokenizerFast
 
 from blockwalk.checkpoints import run_checkpoint, sweeping
 from blockwalk.data import encode as data_encode
-from blockwalk.data.batch import Batch, loss_tokens, micro_batches, share
-from blockwalk.data.batching import Batches, by_length, collate, epoch_order
+from blockwalk.data.batch import Batch, loss_tokens, micro_batches
+from blockwalk.data.batching import Batches, by_length, epoch_order
 from blockwalk.data.dataset import Encoded
 from blockwalk.data.encode import encode, encode_choices
 from blockwalk.data.formats import Format, detect_format
 from blockwalk.data.label_words import label_word_batch, row_losses
 from blockwalk.data.packing import pack_batch
 from blockwalk.data.records import Record, Template
+from blockwalk.data.row_batch import collate, share, token_counts
 from blockwalk.data.sources import read_records
 from blockwalk.data.tokenizer import load_tokenizer
 from blockwalk.estimators.zeroth_order.objectives import ranked
@@ -242,7 +243,10 @@ def test_shares_and_micro_batches_are_the_global_batch_cut(
     pieces = micro_batches(batch, cuts)
     assert len({len(piece["input_ids"]) for piece in pieces}) == 1
     assert equal({name: torch.cat([piece[name] for piece in pieces]) for name in batch}, batch)
-    shares = [share(batch, cuts, world, rank) for rank in range(world)]
+    assert token_counts(batch) == token_counts(dict(batch))
+    for rank in range(world):
+        assert equal(share(batch, cuts, world, rank), share(dict(batch), cuts, world, rank))
+    shares = [micro_batches(share(batch, cuts, world, rank), cuts) for rank in range(world)]
     shared = [shares[rank][m] for m in range(cuts) for rank in range(world)]
     assert equal({name: torch.cat([part[name] for part in shared])[:12] for name in batch}, batch)
     assert sum(loss_tokens(part) for part in shared) == loss_tokens(batch)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import blockwalk
-from blockwalk.data.batching import collate, left_padded
+from blockwalk.data.batching import left_padded
 from blockwalk.data.dataset import Answers, Choices, Encoded
 from blockwalk.data.metrics import exact_match, token_f1
+from blockwalk.data.row_batch import collate
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.program.program import Lane
 from blockwalk.train.evaluation import HeldOut

@@ -13,7 +13,7 @@ import torch
 
 from blockwalk.cli import main
 from blockwalk.cutting.skeleton import build_skeleton
-from blockwalk.data.batching import collate
+from blockwalk.data.row_batch import collate
 from blockwalk.models import gguf as gguf_header
 from blockwalk.models.model_source import model_source
 from blockwalk.plan.run_config import DataSettings

@@ -68,20 +68,6 @@ def micro_batches(batch: Batch, count: int) -> list[Batch]:
     return [{key: parts[key][m] for key in parts} for m in range(count)]
 
 
-def share(batch: Batch, micro_batches: int, world: int, rank: int) -> list[Batch]:
-    """Return a rank's rows of each micro-batch of the global batch: tensors [B, S], cut first into
-    micro-batches, then over ranks.
-
-    Where B is no multiple of micro-batches × ranks, it is :func:`filled` up.
-    """
-    padded = filled(batch, micro_batches * world)
-    parts = {
-        name: [part.chunk(world)[rank] for part in rows.chunk(micro_batches)]
-        for name, rows in padded.items()
-    }
-    return [{name: part[m] for name, part in parts.items()} for m in range(micro_batches)]
-
-
 def columns(batch: Batch, count: int, number: int) -> Batch:
     """Return one of ``count`` equal parts of the sequences of a batch, tensors [B, S].
 
@@ -105,12 +91,11 @@ def columns(batch: Batch, count: int, number: int) -> Batch:
     }
 
 
-def require_columns(batch: Batch, count: int) -> None:
-    """Raise ValueError for a batch whose sequences cannot be cut into so many parts: they have
-    fewer than two tokens for each, or padding on the left."""
-    require_tokens(batch["input_ids"].shape[1], count)
+def require_mask(batch: Batch, count: int) -> None:
+    """Raise ValueError for a batch whose sequences have padding on the left, and are to be cut into
+    ``count`` parts."""
     seen_BS = batch.get("attention_mask")
-    if seen_BS is not None and bool((seen_BS[:, 1:] > seen_BS[:, :-1]).any()):
+    if count > 1 and seen_BS is not None and bool((seen_BS[:, 1:] > seen_BS[:, :-1]).any()):
         raise ValueError(
             f"mesh.context is {count}, and the attention mask hides tokens before others that it"
             " does not: parts are of sequences that are padded on the right; set mesh.context: 1"

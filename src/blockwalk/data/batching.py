@@ -20,7 +20,7 @@ from torch import Tensor
 from blockwalk.data.batch import Batch
 from blockwalk.data.dataset import Encoded, Ids, Integers
 from blockwalk.data.packing import row_length
-from blockwalk.plan.losses import IGNORE
+from blockwalk.data.row_batch import RowBatch, collate
 from blockwalk.plan.sizes import steps_of_epochs
 
 _CHANGES = {"records": "text of the records", "template": "chat template", "tokenizer": "tokenizer"}
@@ -38,7 +38,7 @@ def epoch_order(count: int, seed: int, epoch: int) -> Integers:
     return np.argsort(words, kind="stable").astype(np.int64)
 
 
-class Batches(Iterator[Batch]):
+class Batches(Iterator[RowBatch]):
     """An endless iterator of global batches of exactly ``batch_size`` rows.
 
     Every example comes once an epoch; a batch that an epoch cannot fill goes on with the next
@@ -78,8 +78,8 @@ class Batches(Iterator[Batch]):
         """Count the batches until every example has come so many times, the last one filled up."""
         return steps_of_epochs(len(self.dataset), self.batch_size, epochs)
 
-    def __next__(self) -> Batch:
-        return collate(self.dataset, self.next_rows(), self.padding_multiple)
+    def __next__(self) -> RowBatch:
+        return RowBatch(self.dataset, self.next_rows(), self.padding_multiple)
 
     def next_rows(self) -> list[int]:
         """Return the example numbers of the next batch; the iterator moves past them."""
@@ -200,27 +200,3 @@ def left_padded(prompts: Sequence[Ids], pad_id: int) -> tuple[Tensor, Tensor]:
         ids_BS[b, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
         mask_BS[b, longest - len(prompt) :] = 1
     return ids_BS, mask_BS
-
-
-def collate(dataset: Encoded, rows: Sequence[int], padding_multiple: int = 1) -> Batch:
-    """Return the examples named as one batch, padded on the right to the longest, rounded up to
-    ``padding_multiple``.
-
-    In packed rows each token of the padding is a document by itself, at position 0.
-    """
-    examples = [dataset[row] for row in rows]
-    longest = max(len(ids) for ids, _ in examples)
-    shape = (len(examples), -(-longest // padding_multiple) * padding_multiple)
-    input_ids = np.full(shape, dataset.pad_id, dtype=np.int64)
-    places = np.zeros(shape, dtype=np.int64)
-    labels = np.full(shape, IGNORE, dtype=np.int64)
-    for b, (ids, in_loss) in enumerate(examples):
-        input_ids[b, : len(ids)] = ids
-        start = int(dataset.starts[rows[b]])
-        places[b, : len(ids)] = (
-            1 if dataset.positions is None else dataset.positions[start : start + len(ids)]
-        )
-        labels[b, : len(ids)] = np.where(in_loss, ids, IGNORE)
-    second = "attention_mask" if dataset.positions is None else "position_ids"
-    arrays = {"input_ids": input_ids, second: places, "labels": labels}
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -72,6 +72,17 @@ class Encoded:
         """Return tokens of each example that are learnt, [n]."""
         return np.add.reduceat(self.in_loss, self.starts[:-1], dtype=np.int64)
 
+    @functools.cached_property
+    def lengths(self) -> Integers:
+        """Tokens of each example, [n]."""
+        return np.diff(self.starts)
+
+    @functools.cached_property
+    def predicted(self) -> Integers:
+        """Tokens of each example that a loss is a mean over, [n]: those learnt but for its first,
+        which nothing predicts."""
+        return self.learnt() - self.in_loss[self.starts[:-1]]
+
     def select(self, rows: Iterable[int]) -> Encoded:
         """Return the examples named, in that order."""
         return self.cut([[(int(self.starts[row]), int(self.starts[row + 1]))] for row in rows])

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from blockwalk.data.batch import Batch
-from blockwalk.data.batching import collate
 from blockwalk.data.dataset import Choices
+from blockwalk.data.row_batch import collate
 from blockwalk.plan.losses import IGNORE
 
 

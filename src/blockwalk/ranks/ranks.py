@@ -9,11 +9,12 @@ inside a node."""
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -23,15 +24,17 @@ from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.mesh import Coordinates, coordinates_of, make_axes, slice_of
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import Lane
-from blockwalk.ranks.agreement import first_json
+from blockwalk.ranks.agreement import first_json, gather_json
 from blockwalk.ranks.groups import Groups, make_groups, started
 from blockwalk.ranks.scalars import Scalars, make_scalars
 
-OWN_ROWS = -1.0
-"""The digest of a batch of which each rank brings rows of its own: no digest is negative."""
 
-NO_FACTS = (0.0,) * 6
-"""The facts of a batch that every rank has whole; see :mod:`blockwalk.walk.own_rows`."""
+@runtime_checkable
+class NamedRows(Protocol):
+    """A batch of rows that are known by their numbers, of which nothing else need be read."""
+
+    def digest(self) -> bytes:
+        """Return a digest of the numbers."""
 
 
 @dataclass(slots=True)
@@ -50,7 +53,10 @@ class Ranks:
     stop_signal_of_any_rank: int = 0
     """The highest such number that any rank has sent."""
     batch_digest: float = 0.0
-    """A digest of the global batch that this rank was given, see :func:`digest_of`."""
+    """A digest of the batch that this rank was given and of what it does with it, see
+    :meth:`read`."""
+    batch_facts: dict[str, str] = field(default_factory=dict)
+    """What all ranks must have alike of their batches, for a message."""
 
     @property
     def world(self) -> int:
@@ -80,41 +86,56 @@ class Ranks:
 
     # ---- one batch -------------------------------------------------------------------------------
 
-    def read(self, batch: Mapping[str, Tensor]) -> None:
-        """Take note of the global batch of the step or evaluation to come. It is compared before
-        any of it is used (:meth:`begin`), or with a step's losses."""
-        if self.world > 1:
-            self.batch_digest = digest_of(batch)
+    def read(self, batch: Mapping[str, Tensor] | None, facts: Mapping[str, str]) -> None:
+        """Take note of the batch of the step or evaluation to come. It is compared before any of it
+        is used (:meth:`begin`), or with a step's losses.
 
-    def begin(self, step: int, facts: Sequence[float] = NO_FACTS) -> list[list[float]]:
+        Args:
+            batch: the global batch; None where this rank brings rows of its own.
+            facts: what all ranks must have alike, by name.
+        """
+        if self.world > 1:
+            content = 0.0 if batch is None else digest_of(batch)
+            text = json.dumps([dict(facts), content], sort_keys=True)
+            self.batch_digest = _number(hashlib.blake2b(text.encode(), digest_size=6))
+            self.batch_facts = dict(facts)
+
+    def begin(self, step: int, numbers: Sequence[float], error: str = "") -> list[list[float]]:
         """Compare the batch that was read, and hear of a signal; all ranks together. Return, by
-        rank, the facts that each has sent of rows of its own, as many as of :data:`NO_FACTS`.
+        rank, the numbers that each has sent, all as many.
+
+        Args:
+            step: of which number, for a message.
+            numbers: of this rank's rows.
+            error: why this rank cannot use its batch; empty where it can.
 
         Raises:
-            ValueError: on every rank: they were given different batches.
+            ValueError: on every rank: one has an error, or they were given different batches.
         """
-        own = [self.batch_digest, float(self.own_stop_signal()), *facts]
+        own = [self.batch_digest, float(self.own_stop_signal()), float(bool(error)), *numbers]
         everyone = self.exchange(own)
         self.stop_signal_of_any_rank = max(int(signal) for _, signal, *_ in everyone)
+        if any(refuses for _, _, refuses, *_ in everyone):
+            errors = [error] if self.world == 1 else gather_json(error)
+            number = next(number for number, text in enumerate(errors) if text)
+            place = f"step {step}: rank {number}: " if self.world > 1 else ""
+            raise ValueError(f"{place}{errors[number]}")
         self.require_one_batch(step, [digest for digest, *_ in everyone])
-        return [facts_of_rank for _, _, *facts_of_rank in everyone]
+        return [numbers_of_rank for _, _, _, *numbers_of_rank in everyone]
 
     def require_one_batch(self, step: int, digests: Sequence[float]) -> None:
-        """Raise ValueError where ranks, by number, have different digests of a step's batch."""
-        differing = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
-        if differing and OWN_ROWS in digests:
-            brings = ["local_batch=" + str(digest == OWN_ROWS) for digest in digests]
-            other = next(value for value in brings if value != brings[0])
-            raise ValueError(
-                f"step {step}: rank {', '.join(differing)} was called with {other} or a whole batch"
-                f" of its own, rank 0 with {brings[0]}; give every rank its own rows with"
-                " local_batch=True, or every rank the same whole batch"
-            )
-        if differing:
-            raise ValueError(
-                f"step {step}: rank {', '.join(differing)} was given other data than rank 0; give"
-                " every rank the same whole batch: each takes its own share of it"
-            )
+        """Raise ValueError where ranks, by number, have different digests of a step's batch; they
+        call this together."""
+        differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if not differing:
+            return
+        facts = gather_json(self.batch_facts)
+        unequal, advice = _unlike(facts[0], facts[differing[0]], differing[0])
+        figures = f" ({'; '.join(unequal)})" if unequal else ""
+        raise ValueError(
+            f"step {step}: rank {', '.join(map(str, differing))} was given other data than rank 0"
+            f"{figures}; {advice}"
+        )
 
     # ---- scalars ---------------------------------------------------------------------------------
 
@@ -174,12 +195,47 @@ class Ranks:
             self._scalars = None
 
 
+def _unlike(
+    of_first: Mapping[str, str], of_other: Mapping[str, str], other: int
+) -> tuple[list[str], str]:
+    """Return which facts of their batches rank 0 and another one have unlike, with both values; and
+    what to do."""
+    names = sorted(of_first.keys() | of_other.keys())
+    advice = "give every rank the same whole batch: each takes its own share of it"
+    if of_first.get("local_batch") != of_other.get("local_batch"):
+        names = ["local_batch"]
+        advice = (
+            "give every rank its own rows with local_batch=True, or every rank the same whole batch"
+        )
+    elif of_first.get("local_batch") == "True":
+        advice = (
+            "with local_batch=True every rank brings the same tensors and as many rows:"
+            " batch_size ÷ mesh.world, filled up with rows whose labels are all -100"
+        )
+    values = [(name, of_first.get(name, "none"), of_other.get(name, "none")) for name in names]
+    unequal = [
+        f"{name}: rank 0 has {value}, rank {other} has {of_rank}"
+        for name, value, of_rank in values
+        if value != of_rank
+    ]
+    return unequal, advice
+
+
 def digest_of(batch: Mapping[str, Tensor]) -> float:
-    """Return a digest of a batch: 48 bits, which a float64 holds."""
+    """Return a digest of a batch, or of its rows' numbers where these are known: 48 bits, which a
+    float64 holds."""
     digest = hashlib.blake2b(digest_size=6)
+    if isinstance(batch, NamedRows):
+        digest.update(batch.digest())
+        return _number(digest)
     for name, tensor in sorted(batch.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return _number(digest)
+
+
+def _number(digest: Any) -> float:
+    """Return a digest of six bytes as a number."""
     return float(int.from_bytes(digest.digest(), "little"))
 
 

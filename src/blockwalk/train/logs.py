@@ -9,7 +9,8 @@ from typing import Any
 
 from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.checkpoints.run_checkpoint import CHANGED
-from blockwalk.data.batch import Batch, loss_tokens, tokens_read
+from blockwalk.data.batch import Batch
+from blockwalk.data.row_batch import token_counts
 from blockwalk.ranks.ranks import first
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import whole_lines
@@ -136,12 +137,13 @@ def metrics_line(result: StepResult | LedgerEntry, batch: Batch) -> dict[str, An
 
     ``tokens`` are those read, padding left out; ``loss_tokens`` those that the loss is a mean over;
     values that an estimator does not have are left out."""
+    read, counted = token_counts(batch)
     line = {
         "step": result.step,
         "loss": result.loss,
         "learning_rate": result.learning_rate,
-        "tokens": tokens_read(batch),
-        "loss_tokens": loss_tokens(batch),
+        "tokens": read,
+        "loss_tokens": counted,
         "grad_norm": None if isinstance(result, LedgerEntry) else result.grad_norm,
         "projected_grad": result.projected_grad,
     }

@@ -13,12 +13,8 @@ from blockwalk.cutting.batch_facts import BatchFacts, note
 from blockwalk.data.batch import (
     Batch,
     columns,
-    copies_of,
-    loss_tokens,
     micro_batches,
-    require_columns,
     require_ids,
-    share,
 )
 from blockwalk.data.packing import cut_padding, pack_batch
 from blockwalk.numerics.device import is_cpu, sent
@@ -93,53 +89,26 @@ def row_place(plan: Plan, groups: Groups | None) -> RowPlace | None:
     return RowPlace(groups.rank % count, count, plan.context.way, groups.context)
 
 
-def cut_batch(
-    batch: Batch,
-    plan: Plan,
-    *,
-    count: int,
-    split: bool,
-    packs: bool,
-    rank: int,
-    vocab_size: int,
-) -> BatchParts:
-    """Return a global batch cut for one rank.
+def cut_shared(batch: Batch, plan: Plan, *, packs: bool, vocab_size: int) -> BatchParts:
+    """Return a global batch cut for ranks that share the forwards of all of it: parts are taken by
+    number.
 
     Args:
         batch: ``input_ids``, ``labels``, ... of every rank together, on the CPU.
-        plan: its mesh, and whether padding may go.
-        count: micro-batches of each rank's share.
-        split: True where every rank takes a share of the sequences; otherwise the mesh's data axis
-            cuts the batch, and parts are taken by number.
+        plan: its mesh, whose data axis cuts the batch, and whether padding may go.
         packs: True where short sequences are laid side by side, for a model that keeps them apart.
-        rank: the number of this rank.
         vocab_size: rows of the model's embeddings.
 
     Raises:
-        ValueError: a token has no row, or the sequences cannot be cut into parts; all ranks refuse
-            what one cannot walk.
+        ValueError: a token has no row, or the sequences cannot be cut into equal parts.
     """
-    context = plan.mesh.context
-    rank %= plan.mesh.stage_ranks  # every stage walks the same rows
-    shares = plan.mesh.stage_ranks // context if split else plan.mesh.data
-    cuts = count * shares
-    sequences = len(batch["input_ids"])
-    rows = -(-sequences // cuts)
-    if packs:
-        batch = pack_batch(batch, cuts)
-    if context > 1:
-        require_columns(batch, context)
-    parts = share(batch, count, shares, rank // context) if split else micro_batches(batch, cuts)
-    for inputs in [batch] if split else parts:
+    cuts = plan.gradient_accumulation_steps * plan.mesh.data
+    (checked,) = micro_batches(batch, 1)
+    rows = -(-len(checked["input_ids"]) // cuts)
+    parts = micro_batches(pack_batch(checked, cuts) if packs else checked, cuts)
+    for inputs in parts:
         require_ids(inputs["input_ids"], vocab_size)
-    return parts_of(
-        parts,
-        plan,
-        rows,
-        tokens=loss_tokens(batch) if split else None,
-        copies=copies_of(sequences, cuts),
-        part=rank % context,
-    )
+    return parts_of(parts, plan, rows, tokens=None, copies=0)
 
 
 def parts_of(

@@ -1,11 +1,11 @@
-"""Rows that each rank brings itself (``local_batch=True``): ranks agree on them by a few numbers,
-before any of them walks."""
+"""The rows of a batch that this rank walks: its share of one that every rank is given, or rows that
+it brings itself (``local_batch=True``). Ranks agree on them by a few numbers, before any of them
+walks."""
 
 from __future__ import annotations
 
-import hashlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -17,29 +17,24 @@ from blockwalk.data.batch import (
     micro_batches,
     note_on_copies,
     require_ids,
-    share,
+    require_mask,
+    require_tokens,
 )
 from blockwalk.data.packing import pack_batch, packed_tokens
+from blockwalk.data.row_batch import RowBatch, batch_shape, share
 from blockwalk.plan.plan import Plan
-from blockwalk.plan.words import counted
-from blockwalk.ranks.agreement import gather_json
-from blockwalk.ranks.ranks import OWN_ROWS, Ranks
+from blockwalk.ranks.ranks import Ranks
 from blockwalk.walk.batch_parts import BatchParts, parts_of
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRows:
+class RowFacts:
     """Facts of one rank's rows, as they go over the ranks: numbers that a float64 holds."""
 
-    usable: float = 0.0
-    """1 where this rank can walk its rows, 0 where it refuses them."""
-    rows: float = 0.0
     length: float = 0.0
     """Tokens of a row, padding included."""
     counted: float = 0.0
     """Labels that count."""
-    tensors: float = 0.0
-    """A digest of the tensors' names and kinds of numbers."""
     packed: float = 0.0
     """Tokens of the fullest micro-batch without its padding; 0 where rows are not packed."""
 
@@ -64,93 +59,122 @@ def require_own_rows(plan: Plan, words: Any) -> None:
         )
 
 
-def cut_own_rows(
-    batch: Batch, plan: Plan, ranks: Ranks, *, count: int, step: int, packs: bool, vocab_size: int
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a batch is walked, on every rank alike."""
+
+    call: str
+    """The method that was called, for messages."""
+    count: int
+    """Micro-batches of each rank's rows."""
+    packs: bool
+    """True where short sequences are laid side by side, for a model that keeps them apart."""
+    vocab_size: int
+    """Rows of the model's embeddings."""
+    local: bool = False
+    """True where each rank brings rows of its own."""
+
+
+def cut_rows(
+    batch: Batch,
+    plan: Plan,
+    ranks: Ranks,
+    cut: Cut,
+    step: int,
+    targets: Mapping[str, str] | None = None,
 ) -> BatchParts:
-    """Return this rank's rows cut into ``count`` micro-batches, when all ranks have agreed on them;
-    they call this together. Rows are padded to the longest of any rank.
+    """Return this rank's rows cut into micro-batches, when all ranks have agreed on them; they call
+    this together. Rows of ranks that bring their own are padded to the longest of any.
 
     Args:
-        batch: the rows of this rank alone, as :meth:`Walker.step` takes them.
+        batch: the rows of all ranks, or of this one alone, as :meth:`Walker.step` takes them.
         plan: its mesh.
-        ranks: those that each bring rows.
+        ranks: those that each walk rows.
+        cut: how.
         step: the number of the step, for messages.
-        packs: True where short sequences are laid side by side, for a model that keeps them apart.
-        vocab_size: rows of the model's embeddings.
+        targets: further facts that ranks must have alike, by name.
 
     Raises:
-        ValueError: on every rank: one cannot walk its rows, or ranks bring unequal tensors or
-            numbers of rows.
+        ValueError: on every rank: one cannot walk its rows, or ranks bring different batches.
     """
+    context = plan.mesh.context
+    stage_ranks = plan.mesh.stage_ranks  # every stage walks the same rows
+    shares = 1 if cut.local else stage_ranks // context
+    place = 0 if cut.local else ranks.rank % stage_ranks // context
     error = ""
-    facts = OwnRows()
+    rows = 0
+    own: Batch = {}
+    facts = RowFacts()
     try:
-        (own,) = micro_batches(batch, 1)
-        require_ids(own["input_ids"], vocab_size)
-        facts = _facts_of(own, count, packs=packs)
+        checked = batch if isinstance(batch, RowBatch) else micro_batches(batch, 1)[0]
+        rows, _ = batch_shape(checked)
+        own = share(checked, cut.count, shares, place)
+        require_ids(own["input_ids"], cut.vocab_size)
+        require_mask(own, context)
+        facts = _facts_of(own, cut, packs=cut.packs and rows % (cut.count * shares) == 0)
     except ValueError as raised:
-        error = str(raised)
-    ranks.batch_digest = OWN_ROWS
-    everyone = [OwnRows(*values) for values in ranks.begin(step, astuple(facts))]
-    _require_alike(step, everyone, error, batch)
-    longest = max(int(rank.length) for rank in everyone)
-    packed = [int(rank.packed) for rank in everyone]
-    own = lengthened(own, longest)
-    if all(packed):
-        own = pack_batch(own, count, tokens=max(packed))
-    rows = -(-int(facts.rows) // count)
-    world = len(everyone)
-    note = note_on_copies(int(facts.rows) * world, count * world)
-    if note and ranks.rank == 0:
-        warnings.warn(note, stacklevel=2)
+        error = f"local_batch: {raised}" if cut.local and ranks.world > 1 else str(raised)
+    facts_alike = {**_facts_alike(batch, cut), **(targets or {})}
+    ranks.read(None if cut.local or error else batch, facts_alike)
+    everyone = [RowFacts(*numbers) for numbers in ranks.begin(step, astuple(facts), error)]
+    own = _as_agreed(own, cut, everyone)
+    require_tokens(own["input_ids"].shape[1], context)
+    brought = ranks.world if cut.local else 1
+    if cut.local and ranks.rank == 0:
+        _say_copies(rows * brought, cut.count * brought)
+    holders = 1 if cut.local else ranks.world // shares  # ranks that have the same rows
     return parts_of(
-        share(own, count, 1, 0),
+        micro_batches(own, cut.count),
         plan,
-        rows,
-        tokens=sum(int(rank.counted) for rank in everyone),
-        copies=copies_of(int(facts.rows), count) * world,
+        -(-rows // (cut.count * shares)),
+        tokens=sum(int(rank.counted) for rank in everyone) // holders,
+        copies=copies_of(rows, cut.count * shares) * brought,
+        part=ranks.rank % context,
     )
 
 
-def _facts_of(batch: Batch, count: int, *, packs: bool) -> OwnRows:
-    rows, length = batch["input_ids"].shape
-    digest = hashlib.blake2b(repr(_tensors(batch)).encode(), digest_size=6).digest()
-    return OwnRows(
-        usable=1.0,
-        rows=float(rows),
-        length=float(length),
-        counted=float(loss_tokens(batch)),
-        tensors=float(int.from_bytes(digest, "little")),
-        packed=float(packed_tokens(batch, count)) if packs else 0.0,
-    )
+def _facts_of(own: Batch, cut: Cut, *, packs: bool) -> RowFacts:
+    length = own["input_ids"].shape[1]
+    packed = packed_tokens(own, cut.count) if packs else 0
+    return RowFacts(float(length), float(loss_tokens(own)), float(packed))
 
 
-def _tensors(batch: Any) -> list[str]:
-    """Return names and kinds of numbers of a batch's tensors, sorted."""
+def _as_agreed(own: Batch, cut: Cut, everyone: Sequence[RowFacts]) -> Batch:
+    """Return this rank's rows as long as the longest of any rank; without padding, where all ranks
+    can walk theirs so."""
+    own = lengthened(own, max(int(rank.length) for rank in everyone))
+    packed = [int(rank.packed) for rank in everyone]
+    return pack_batch(own, cut.count, tokens=max(packed)) if all(packed) else own
+
+
+def _say_copies(rows: int, cuts: int) -> None:
+    """Warn where rows are copies."""
+    if note := note_on_copies(rows, cuts):
+        warnings.warn(note, stacklevel=4)
+
+
+def shapes_of(batch: Any) -> dict[str, str]:
+    """Return shape and kind of numbers of a batch's tensors, by name, whatever it is."""
+    if isinstance(batch, RowBatch):
+        return {"rows × tokens": " × ".join(map(str, batch.shape))}
     if not isinstance(batch, Mapping):
-        return []
-    kinds = {name: str(getattr(value, "dtype", type(value))) for name, value in batch.items()}
-    return sorted(f"{name} ({kind.removeprefix('torch.')})" for name, kind in kinds.items())
+        return {}
+    return {
+        name: f"{' × '.join(map(str, getattr(value, 'shape', ())))} {_kind(value)}".strip()
+        for name, value in batch.items()
+    }
 
 
-def _require_alike(step: int, everyone: list[OwnRows], error: str, batch: Batch) -> None:
-    """Raise ValueError, on every rank, where a rank refuses its rows or has others than rank 0."""
-    if not all(rank.usable for rank in everyone):
-        errors = [error] if len(everyone) == 1 else gather_json(error)
-        number = next(number for number, text in enumerate(errors) if text)
-        raise ValueError(f"step {step}, local_batch: rank {number}: {errors[number]}")
-    first = everyone[0]
-    for number, rank in enumerate(everyone):
-        if rank.tensors != first.tensors:
-            tensors = gather_json(_tensors(batch))
-            raise ValueError(
-                f"step {step}, local_batch: the batch of rank 0 has {', '.join(tensors[0])}, that"
-                f" of rank {number} {', '.join(tensors[number])}; every rank brings the same"
-                " tensors"
-            )
-        if rank.rows != first.rows:
-            raise ValueError(
-                f"step {step}, local_batch: rank 0 brings {counted(int(first.rows), 'sequence')},"
-                f" rank {number} {counted(int(rank.rows), 'sequence')}; every rank brings as many:"
-                " batch_size ÷ mesh.world, filled up with rows whose labels are all -100"
-            )
+def _kind(value: Any) -> str:
+    return str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
+
+
+def _facts_alike(batch: Any, cut: Cut) -> dict[str, str]:
+    """Return what ranks must have alike, by name: the call, and of the batch its tensors' shapes
+    and kinds; where each rank brings rows of its own, their number in place of the shapes."""
+    facts = {"call": cut.call, "micro-batches": str(cut.count), "local_batch": str(cut.local)}
+    if not cut.local or not isinstance(batch, Mapping):
+        return {**facts, **shapes_of(batch)}
+    rows = {str(len(value)) for value in batch.values() if getattr(value, "shape", ())}
+    kinds = {name: _kind(value) for name, value in batch.items()}
+    return {**facts, **kinds, "rows": ", ".join(sorted(rows))}

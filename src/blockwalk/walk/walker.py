@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from blockwalk.checkpoints.ledger import Ledger, entry_of
 from blockwalk.cutting.adapters import as_adapters
-from blockwalk.data.batch import Batch, micro_batches, require_ids
+from blockwalk.data.batch import Batch, require_ids
 from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.engine import frozen_codec
 from blockwalk.engine.engine import Engine
@@ -46,16 +46,16 @@ from blockwalk.ranks.agreement import (
 )
 from blockwalk.ranks.forward_sharing import ForwardSharing, MeshSharing, WalkAgain
 from blockwalk.ranks.groups import started
-from blockwalk.ranks.ranks import first, make_ranks
+from blockwalk.ranks.ranks import digest_of, first, make_ranks
 from blockwalk.ranks.watch import Watch, begin_watch
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.memories import Memories
 from blockwalk.walk import generation
-from blockwalk.walk.batch_parts import BatchParts, cut_batch, row_place
+from blockwalk.walk.batch_parts import BatchParts, cut_shared, row_place
 from blockwalk.walk.context_check import require_parts
 from blockwalk.walk.executor import Executor, Timeline
 from blockwalk.walk.lanes import Lanes
-from blockwalk.walk.own_rows import cut_own_rows, require_own_rows
+from blockwalk.walk.own_rows import Cut, cut_rows, require_own_rows, shapes_of
 from blockwalk.walk.programs import Programs
 from blockwalk.walk.stages_check import require_all_blocks, require_stages
 
@@ -383,18 +383,7 @@ class Walker:
     ) -> tuple[Program, int]:
         """Run a step, or its gradients alone; a step that fails changes nothing. Return its
         program, and the rows that were copies."""
-        if local_batch and self.ranks.world > 1:
-            parts = cut_own_rows(
-                batch,
-                self.plan,
-                self.ranks,
-                count=self.plan.gradient_accumulation_steps,
-                step=step.number,
-                packs=self.engine.cut.walks_documents(self.plan),
-                vocab_size=self.spec.vocab_size,
-            )
-        else:
-            parts = self._share_of(batch, step)
+        parts = self._share_of(step_kind, batch, step, local_batch=local_batch)
         step = replace(step, tokens=parts.tokens)
         on_device = parts.on(
             self.device, hides_unseen=not self._reads_padding, place=self._row_place
@@ -414,26 +403,33 @@ class Walker:
             else:
                 return program, parts.copies
 
-    def _share_of(self, batch: Batch, step: Step) -> BatchParts:
-        """Return what this rank walks of a global batch, which all ranks have compared where each
+    def _share_of(
+        self, step_kind: StepKind, batch: Batch, step: Step, *, local_batch: bool
+    ) -> BatchParts:
+        """Return what this rank walks of a step's batch, which all ranks have compared where each
         takes a share of it."""
-        (checked,) = micro_batches(batch, 1)
         targets = {} if step.words is None else {"targets": step.words.targets_B}
-        facts = {**batch, **targets}
-        self.ranks.read(facts)
+        packs = self.engine.cut.walks_documents(self.plan)
+        if self.plan.home.gathered:
+            return cut_rows(
+                batch,
+                self.plan,
+                self.ranks,
+                Cut(
+                    str(step_kind),
+                    self.plan.gradient_accumulation_steps,
+                    packs,
+                    self.spec.vocab_size,
+                    local_batch,
+                ),
+                step.number,
+                {name: str(digest_of({name: values})) for name, values in targets.items()},
+            )
+        parts = cut_shared(batch, self.plan, packs=packs, vocab_size=self.spec.vocab_size)
+        facts = batch if not targets else {**batch, **targets}
+        self.ranks.read(facts, shapes_of(batch))
         self.sharing.read(facts)
-        split = self.plan.home.gathered
-        if split:
-            self.ranks.begin(step.number)
-        return cut_batch(
-            checked,
-            self.plan,
-            count=self.plan.gradient_accumulation_steps,
-            split=split,
-            packs=self.engine.cut.walks_documents(self.plan),
-            rank=self.ranks.rank,
-            vocab_size=self.spec.vocab_size,
-        )
+        return parts
 
     # ---- evaluation ------------------------------------------------------------------------------
 
@@ -451,19 +447,7 @@ class Walker:
         """
         if local_batch:
             require_own_rows(self.plan, None)
-        if local_batch and self.ranks.world > 1:
-            self.flush()
-            parts = cut_own_rows(
-                batch,
-                self.plan,
-                self.ranks,
-                count=batches,
-                step=self.steps_done + 1,
-                packs=False,
-                vocab_size=self.spec.vocab_size,
-            )
-        else:
-            parts = self._share_to_evaluate(batch, batches)
+        parts = self._share_to_evaluate(batch, batches, local_batch=local_batch)
         assert parts.tokens is not None
         return EvalResult(math.fsum(self._evaluated(parts, batches)), parts.tokens)
 
@@ -476,23 +460,15 @@ class Walker:
         losses = self._evaluated(parts, batches, by_row=True)
         return torch.tensor(losses[:rows], dtype=torch.float64)
 
-    def _share_to_evaluate(self, batch: Batch, batches: int, *, by_row: bool = False) -> BatchParts:
-        """Return what this rank walks of a batch that all ranks are given, when all have compared
-        it."""
+    def _share_to_evaluate(
+        self, batch: Batch, batches: int, *, by_row: bool = False, local_batch: bool = False
+    ) -> BatchParts:
+        """Return what this rank walks of a batch, when all ranks have agreed on it."""
         self.flush()
-        (checked,) = micro_batches(batch, 1)
-        if self.ranks.world > 1:
-            self.ranks.read({**batch, "parts": torch.tensor([batches, by_row])})
-            self.ranks.begin(self.steps_done + 1)
-        return cut_batch(
-            checked,
-            self.plan,
-            count=batches,
-            split=True,
-            packs=not by_row and self.engine.cut.walks_documents(self.plan),
-            rank=self.ranks.rank,
-            vocab_size=self.spec.vocab_size,
-        )
+        packs = not by_row and self.engine.cut.walks_documents(self.plan)
+        call = "label_losses" if by_row else "evaluate"
+        cut = Cut(call, batches, packs, self.spec.vocab_size, local_batch)
+        return cut_rows(batch, self.plan, self.ranks, cut, self.steps_done + 1)
 
     def _evaluated(self, parts: BatchParts, batches: int, *, by_row: bool = False) -> list[float]:
         """Return summed losses of the batch, in its order: of each sequence, or of each rank's
