@@ -37,6 +37,10 @@ from blockwalk.system.signals import STOPS, handled
 from blockwalk.system.terminal import clean_record, say
 
 LAUNCH_FLAGS = ("--nproc-per-node", "--nnodes")
+LAZILY = "TORCH_GLOO_LAZY_INIT"
+"""The variable by which gloo connects two ranks when they first talk to each other: a group over
+all of n ranks has few of n − 1 connections a rank then, for its collectives talk along rings and
+trees."""
 STORE = "BLOCKWALK_STORE"
 """The variable with the path of the file through which ranks of one machine find each other."""
 GRACE = 10.0
@@ -270,6 +274,7 @@ def joined(
             of_device = dist.get_default_backend_for_device(accelerator)
             backend = f"cpu:gloo,{accelerator.type}:{of_device}"
     console = sys.stdout
+    os.environ.setdefault(LAZILY, "1")
     try:
         dist.init_process_group(
             backend, store=store, rank=here.rank, world_size=here.world, timeout=TIMEOUT
