@@ -56,7 +56,7 @@ class Ranks:
     """A digest of the batch that this rank was given and of what it does with it, see
     :meth:`read`."""
     batch_facts: dict[str, str] = field(default_factory=dict)
-    """What all ranks must have alike of their batches, for a message."""
+    """Facts of its batch that all ranks must have alike, for a message."""
 
     @property
     def world(self) -> int:
@@ -107,7 +107,7 @@ class Ranks:
         Args:
             step: of which number, for a message.
             numbers: of this rank's rows.
-            error: why this rank cannot use its batch; empty where it can.
+            error: the reason why this rank cannot use its batch; empty where it can.
 
         Raises:
             ValueError: on every rank: one has an error, or they were given different batches.

@@ -61,7 +61,7 @@ def require_own_rows(plan: Plan, words: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a batch is walked, on every rank alike."""
+    """The way in which a batch is walked, on every rank alike."""
 
     call: str
     """The method that was called, for messages."""
@@ -90,7 +90,7 @@ def cut_rows(
         batch: the rows of all ranks, or of this one alone, as :meth:`Walker.step` takes them.
         plan: its mesh.
         ranks: those that each walk rows.
-        cut: how.
+        cut: the way in which it is walked.
         step: the number of the step, for messages.
         targets: further facts that ranks must have alike, by name.
 
