@@ -21,7 +21,7 @@ from blockwalk.ranks.agreement import gather_json, require_agreement
 from blockwalk.ranks.groups import make_groups
 from blockwalk.ranks.place import LostRank, Place
 from blockwalk.ranks.ranks import first
-from blockwalk.ranks.watch import Watch
+from blockwalk.ranks.watch import Watch, naming
 from tests.support.cluster import cluster, payload_of
 from tests.support.messages import refused, says
 from tests.support.processes import run_ranks
@@ -240,6 +240,7 @@ def test_a_rank_reads_a_few_beats_of_1024_and_hears_of_those_that_it_does_not_re
     for rank, dead_after in ((512, 60.0), (3, 1.0)):
         about = f"blockwalk/watch-{Watch._made}" if not watches else watches[0]._about
         there.values |= {f"{about}/beat/{other}": b"0" for other in range(1024)}
+        there.values |= {f"{about}/process/{other}": b"0  elsewhere" for other in range(1024)}
         there.values[f"{about}/present"] = b"1023"
         Watch._made = int(about.rpartition("-")[2])
         watches.append(
@@ -264,6 +265,28 @@ def test_a_rank_reads_a_few_beats_of_1024_and_hears_of_those_that_it_does_not_re
     assert there.most_read == 8
     reason = "no sign of life from rank 6 for 1 s"
     assert [text.partition(reason)[0] for text in said] == ["rank 3: ", "rank 512: "]
+
+
+def _breaks(rank: int, victim: int) -> str:
+    watch = Watch(Place(rank, 3, rank, 3), store())
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(LostRank) as told, naming(watch):
+        _exchange_for_ever()
+    return str(told.value)
+
+
+def _exchange_for_ever() -> None:
+    while True:
+        dist.all_reduce(torch.zeros(1))
+
+
+def test_a_connection_that_breaks_names_the_rank_that_ended() -> None:
+    """Closed form: of three ranks one is killed; gloo says an address alone."""
+    said = run_ranks(3, _breaks, 1, may_die=True)
+    assert said[1] == -signal.SIGKILL
+    named = [said[rank].partition(" ended (")[0] for rank in (0, 2)]
+    assert all("rank 1" in names for names in named), named
 
 
 def _come(rank: int) -> str:

@@ -11,7 +11,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -108,6 +108,8 @@ class Watch:
         """The message with which a rank has ended that saw others silent."""
         self._seen: dict[int, tuple[bytes, float]] = {}
         """Each rank's newest beat, and when that was first seen."""
+        self._processes: dict[int, str] = {}
+        """The process of each rank of this node: its number, when it began, and its host."""
         self._used: dict[int, int] = {}
         """Processor time that each silent rank of this node had used when it was last looked at."""
         self._trouble = ""
@@ -149,6 +151,9 @@ class Watch:
                     time.sleep(min(1.0, timeout / 4))
                 time.sleep(wait)
                 wait = min(2 * wait, 0.2)
+            keys = map(self._process, self._node)
+            values = store.multi_get(list(keys))
+            self._processes = dict(zip(self._node, map(bytes.decode, values), strict=True))
         except (RuntimeError, OSError) as error:
             if isinstance(error, LostRank):
                 raise
@@ -224,6 +229,16 @@ class Watch:
             f" step usually takes {usual:.1f} s: it is stuck. The run ends; start it again to"
             " resume"
         )
+
+    def ended(self, within: float = 1.0) -> list[int]:
+        """Return the ranks of this node whose process has ended, as soon as there is one, or after
+        ``within`` seconds: a process lets go of its connections a little before its end."""
+        deadline = time.monotonic() + within
+        while True:
+            ranks = [rank for rank, process in self._processes.items() if not _runs(process)]
+            if ranks or time.monotonic() > deadline:
+                return ranks
+            time.sleep(0.01)
 
     def _beat(self) -> None:
         """Count up, and read how far the others are."""
@@ -315,6 +330,25 @@ class Watch:
         return f"{self._about}/process/{rank}"
 
 
+@contextlib.contextmanager
+def naming(watch: Watch | None) -> Iterator[None]:
+    """Name the ranks of this node that have ended, where a connection to another rank breaks: gloo
+    says its address alone.
+
+    Raises:
+        LostRank: the error of a connection, with those ranks.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition(". This")[0]
+        ranks = watch.ended() if watch is not None and "gloo" in reason else []
+        if not ranks:
+            raise
+        names = ", ".join(f"rank {rank}" for rank in ranks)
+        raise LostRank(f"{names} has ended ({reason}). The run ends") from error
+
+
 def begin_watch(mesh: MeshSettings) -> Watch:
     """Return a watch over ranks whose process group is there already; every rank calls this
     together."""
@@ -337,6 +371,14 @@ def _began(process: int) -> str:
     """Return the time, in the kernel's ticks, at which a process of this machine began: with its
     number, it is that process and no other."""
     return (_stat(process) or [""] * 20)[19]
+
+
+def _runs(process: str) -> bool:
+    """Return whether a process, given as its number and its beginning, is there and runs: one that
+    nobody has waited for is still listed, as Z, when it has ended."""
+    number, began, *_ = process.split(" ")
+    fields = _stat(int(number))
+    return not began or (bool(fields) and fields[19] == began and fields[0] not in "ZX")
 
 
 def _used(process: str) -> int:

@@ -47,7 +47,7 @@ from blockwalk.ranks.agreement import (
 from blockwalk.ranks.forward_sharing import ForwardSharing, MeshSharing, WalkAgain
 from blockwalk.ranks.groups import started
 from blockwalk.ranks.ranks import digest_of, first, make_ranks
-from blockwalk.ranks.watch import Watch, begin_watch
+from blockwalk.ranks.watch import Watch, begin_watch, naming
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.memories import Memories
 from blockwalk.walk import generation
@@ -302,7 +302,8 @@ class Walker:
             require_own_rows(self.plan, words)
         request = Step(self.steps_done + 1, learning_rate, seed=seed, words=words)
         sent_before = self._exchanged_bytes()
-        program, copies = self._train(StepKind.TRAIN, batch, request, local_batch=local_batch)
+        with naming(self._watch):
+            program, copies = self._train(StepKind.TRAIN, batch, request, local_batch=local_batch)
         figures = self.estimator.figures()
         sent = self._exchanged(self._exchanged_bytes() - sent_before)
         self.steps_done += 1
