@@ -1,5 +1,5 @@
 """Oracle: ``F.scaled_dot_product_attention`` and autograd in float64. Attention of 16-bit numbers
-goes by heads of float32 copies where all copies at once would be large."""
+goes by heads of float32 copies where all copies at once would be large, without our kernel."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def attention(parts: list[Tensor]) -> list[Tensor]:
 
 
 def test_attention_by_heads_has_float64s_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BLOCKWALK_NATIVE", "0")
     monkeypatch.setattr(row_tiles, "multiplied_in", lambda dtype: torch.float32)
     monkeypatch.setattr(wide_attention, "LEAST_BYTES", 0)
     parts = tensors(torch.bfloat16)

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from blockwalk.numerics import causal_attention
 from blockwalk.numerics.attention_pieces import Piece, Pieces, by_pieces, of_heads
-from blockwalk.numerics.row_tiles import filled, widened
+from blockwalk.numerics.row_tiles import filled, narrow, widened
 from blockwalk.numerics.rule_mask import RuleMask
 from blockwalk.plan.sizes import LONG_ROW
 
@@ -78,6 +79,11 @@ class ByDocument(TorchFunctionMode):
         of_mask = None if attn_mask is None else (attn_mask.dtype, attn_mask.shape)
         if not of_row or attn_mask is None or of_mask != (torch.bool, sides):
             return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
+        plain = narrow(query) and not kwargs.get("dropout_p")
+        by_kernel = plain and causal_attention.fits(query, key, value)
+        if by_kernel and self._is_causal(attn_mask):
+            spans = [(0, begin, end) for begin, end in self._spans]
+            return causal_attention.attention(query, key, value, spans, kwargs.get("scale"))
         if isinstance(attn_mask, RuleMask) and self._tokens > LONG_ROW:
             return self._one_by_one(query, key, value, attn_mask, **kwargs)
         documents = map(self._documents, (query, key, value))
@@ -120,9 +126,11 @@ class ByDocument(TorchFunctionMode):
         )
         return by_pieces(query, key, value, work)
 
-    def _is_causal(self, mask: RuleMask) -> bool:
-        """Return whether each token of a document sees those of it up to itself; the rule is asked
+    def _is_causal(self, mask: Tensor) -> bool:
+        """Return whether each token of a document sees those of it up to itself; a rule is asked
         for some of the pairs at a time."""
+        if not isinstance(mask, RuleMask):
+            return all(of_group is None for of_group in self._masks_of(mask))
         if id(mask) not in self._causal:
             self._causal[id(mask)] = (
                 mask,

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from blockwalk.numerics import causal_attention
 from blockwalk.numerics.wide_attention import by_heads, goes_by_heads
 from blockwalk.plan.sizes import (
     ROW_TILE,
@@ -273,20 +274,37 @@ def _attention(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Return ``F.scaled_dot_product_attention`` of a sequence with itself, [..., S, D], filled up
-    to one of few lengths.
-
-    A mask of a class of its own has an attention of its own. Nothing attends to what is appended:
-    it comes after every query of a causal mask, and is masked in an explicit one. Its own queries
-    attend to everything, which gives them numbers (never NaN); their outputs are cut off."""
+    """Return ``F.scaled_dot_product_attention``: causal by a kernel of our own or by heads, others
+    by torch's. A mask of a class of its own has an attention of its own."""
     if attn_mask is not None and not _plain(attn_mask):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
+    if not args and _is_causal_alone(query, key, attn_mask, kwargs):
+        scale = kwargs.get("scale")
+        if narrow(query) and causal_attention.fits(query, key, value):
+            rows = causal_attention.rows(query)
+            return causal_attention.attention(query, key, value, rows, scale)
+        if widened(query) and goes_by_heads(query, key, value):
+            return by_heads(query, key, value, scale)
+    return _filled_up_attention(query, key, value, attn_mask, *args, **kwargs)
+
+
+def _filled_up_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Return torch's attention; of a sequence with itself, [..., S, D], filled up to one of few
+    lengths.
+
+    Nothing attends to what is appended: it comes after every query of a causal mask, and is masked
+    in an explicit one. Its own queries attend to everything, which gives them numbers (never NaN);
+    their outputs are cut off."""
     length = query.shape[-2]
     missing = filled(length, query.dtype) - length
     causal = kwargs.get("is_causal", args[1] if len(args) > 1 else False)
-    alone = not args and _is_causal_alone(query, key, attn_mask, kwargs)
-    if alone and goes_by_heads(query, key, value):
-        return by_heads(query, key, value, kwargs.get("scale"))
     if (
         not missing
         or length <= UNTILED_ROWS
@@ -313,10 +331,10 @@ def _attention(
 def _is_causal_alone(
     query: Tensor, key: Tensor, attn_mask: Tensor | None, options: Mapping[str, Any]
 ) -> bool:
-    """Return whether attention made of float32 copies is causal, with neither mask nor dropout."""
+    """Return whether attention is causal, with neither mask nor dropout."""
     plain = attn_mask is None and not options.get("dropout_p")
     causal = bool(options.get("is_causal"))
-    return plain and causal and widened(query) and query.shape[-2] == key.shape[-2]
+    return plain and causal and query.shape[-2] == key.shape[-2]
 
 
 def of_float32(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from blockwalk.numerics.causal_attention import pairs
 from blockwalk.plan.work import THIN, Work, sizes
 
 _aten = torch.ops.aten
@@ -24,6 +25,11 @@ _CPU_ATTENTION = {
 }
 """Attention on the CPU, which PyTorch's counter leaves out: FLOPs as a multiple of the forward's
 two products."""
+_OUR_ATTENTION = {
+    torch.ops.blockwalk.causal_attention: 1.0,
+    torch.ops.blockwalk.causal_attention_backward: 2.5,
+}
+"""The same of our kernel, whose arguments tell the documents."""
 _UNTOUCHED = (
     _aten.empty,
     _aten.empty_like,
@@ -128,6 +134,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             batch, heads, queries, width = query.shape
             keys = key.shape[2]
             self.attention += int(factor * 4 * batch * heads * queries * keys * width)
+        elif packet in _OUR_ATTENTION:
+            factor = _OUR_ATTENTION[packet]
+            _, heads, _, width = args[0].shape  # the queries', or the gradient's
+            self.attention += int(factor * 4 * heads * width * pairs(args[-2]))
         else:
             outputs = _tensors(out)
             view = not func._schema.is_mutable and all(

@@ -28,6 +28,7 @@ from blockwalk.cutting.verify import certified
 from blockwalk.models.model_source import model_source
 from blockwalk.numerics import (
     attention_pieces,
+    causal_attention,
     documents,
     lazy_linear,
     row_tiles,
@@ -234,6 +235,7 @@ def _digest(config: Any, lora: Any, device: str, padded: bool, cut: bool) -> str
         adapter,
         device,
         roundings,
+        causal_attention.is_there(),
         padded,
         cut,
         torch.__version__,
@@ -251,6 +253,7 @@ def _source(function: Callable[..., Any]) -> str:
 _ROOMS = (
     attention_pieces,
     block_tiles,
+    causal_attention,
     chunks,
     documents,
     exchange,

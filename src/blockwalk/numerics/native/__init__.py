@@ -73,6 +73,12 @@ ARGUMENTS = {
         *(_POINTER, _INT),  # the team, its threads
     ),
     "blockwalk_add_products": (_POINTER, _LONG, _LONG, _LONG, _LONG, *(_POINTER,) * 4, _INT),
+    "blockwalk_attention": (
+        *(_POINTER, _POINTER, _POINTER, _LONG),  # tensors, strides, pieces, their number
+        *(_LONG, _LONG, _LONG, _LONG),  # heads, those that share keys, features, tokens
+        *(_POINTER, _POINTER, _LONG),  # log-sums, memory for tiles, floats of it for a thread
+        *(ctypes.c_float, _INT, _POINTER, _INT),  # scale, backward, the team, its threads
+    ),
     "blockwalk_draws": (_POINTER, _INT, _LONG, _LONG, _WORD, _WORD, _POINTER, _INT),
 }
 """The arguments of each function of the kernels; none answers anything."""
