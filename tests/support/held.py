@@ -31,7 +31,8 @@ def held(engine: Any) -> dict[Pool, int]:
     for pool, tensor in kept:
         if tensor is not None:
             storage = tensor.untyped_storage()
-            storages.setdefault(storage.data_ptr(), (pool, storage.nbytes()))
+            number = storage.data_ptr() or storage._cdata  # on meta there is no address
+            storages.setdefault(number, (pool, storage.nbytes()))
     return {
         pool: sum(n for home_pool, n in storages.values() if home_pool is pool) for pool in Pool
     }

@@ -191,7 +191,11 @@ class ModelHandle:
 
     def part(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         """Return elements ``start:stop`` of a flat parameter; mapped where it lies in one piece. Of
-        one that is made of several tensors, those that the range does not meet are not read."""
+        one that is made of several tensors, those that the range does not meet are not read. On
+        torch's meta device nothing is."""
+        if self.device.type == "meta":
+            dtype = self.compute_dtype_of(name)
+            return torch.empty(stop - start, dtype=dtype, device=self.device)
         if name in self.in_memory or self._source_of(name).in_place(name):
             return self.whole(name, shape).reshape(-1)[start:stop]
         part_P = torch.empty(stop - start, dtype=self.compute_dtype_of(name))

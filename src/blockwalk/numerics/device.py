@@ -44,8 +44,8 @@ def chosen(named: str | torch.device | None = None) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     unnamed = "cpu" if accelerator is None or accelerator.type in BY_NAME else accelerator
     device = torch.device(requested or unnamed)
-    if device.type == "cpu":
-        return torch.device("cpu")
+    if is_cpu(device):
+        return torch.device(device.type)
     count = 0
     if accelerator is not None and accelerator.type == device.type:
         count = torch.accelerator.device_count()
@@ -61,8 +61,9 @@ def chosen(named: str | torch.device | None = None) -> torch.device:
 
 
 def is_cpu(device: torch.device) -> bool:
-    """Return whether a device is the processor."""
-    return device.type == "cpu"
+    """Return whether a device is the processor, or torch's meta device: a processor on paper, whose
+    tensors have sizes and no bytes."""
+    return device.type in ("cpu", "meta")
 
 
 def described(device: torch.device) -> str:
@@ -190,7 +191,8 @@ def pieces(sizes: Sequence[int], most: int = PIECE) -> list[int]:
 def _piece(nbytes: int, device: torch.device) -> Tensor:
     registrar = REGISTRARS.get(device.type)
     if not nbytes or registrar is None:
-        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=not is_cpu(device))
+        place = device if device.type == "meta" else torch.device("cpu")
+        return torch.zeros(nbytes, dtype=torch.uint8, device=place, pin_memory=not is_cpu(device))
     pages = (ctypes.c_char * nbytes).from_buffer(mmap.mmap(-1, nbytes))
     register, let_go = registrar()
     register(ctypes.addressof(pages), nbytes)
