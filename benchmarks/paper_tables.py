@@ -9,24 +9,34 @@ weight is made: costs are measured on tensors without data."""
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import functools
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.asynchzp import asynchzp_tables
 from benchmarks.common_models import MODELS
-from benchmarks.published import CONTEXT_MB, megabytes, phone_terms, terms, with_eager_attention
+from benchmarks.published import (
+    CONTEXT_MB,
+    line,
+    megabytes,
+    phone_terms,
+    rows,
+    terms,
+    with_eager_attention,
+)
 
-from blockwalk.plan.choices import AUTO, LoraSettings
+from blockwalk.plan.choices import AUTO, LoraSettings, MeshSettings
+from blockwalk.plan.mesh import gather_bytes, make_axes
 from blockwalk.plan.methods import method
 from blockwalk.plan.model_spec import ModelSpec, UnitSpec
-from blockwalk.plan.placement import DTYPE_BYTES
+from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.plan.plan import Plan
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs
@@ -37,7 +47,6 @@ from blockwalk.simulate.planner import Task, hides_link, look_at, steady
 from blockwalk.simulate.simulator import Simulation, simulate
 from blockwalk.walk.unit_costs import UnitCosts
 
-DATA = Path(__file__).parent / "data"
 NOISE_RATE = 2.5e11
 """Elements a second of the published programs' ``torch.normal`` and in-place addition: the memory's
 bandwidth, 6 bytes each."""
@@ -49,13 +58,6 @@ or to update it: the draw, two products with scalars, a sum, each out of place."
 OPT = {"1.3B": (24, 32, 2048), "2.7B": (32, 32, 2560), "6.7B": (32, 32, 4096),
        "13B": (40, 40, 5120), "30B": (48, 56, 7168), "66B": (64, 72, 9216),
        "175B": (96, 96, 12288)}  # fmt: skip
-SEED_OSS = {"Seed-OSS-9B": (36, 4096, 12288), "Seed-OSS-36B": (64, 5120, 27648)}
-"""Layers, hidden and feed-forward sizes; the 9B is not published in detail and taken to scale."""
-
-
-def rows(name: str) -> list[dict[str, str]]:
-    with (DATA / f"{name}.csv").open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def opt(size: str, dtype: str) -> dict[str, Any]:
@@ -113,19 +115,6 @@ def _compiled(
 def ours(found: Simulation) -> float:
     """MB of our own program."""
     return found.peaks.get(Pool.DEVICE, 0) / 1e6 + CONTEXT_MB
-
-
-def line(what: str, predicted: float, published: float | None, unit: str) -> dict[str, Any]:
-    error = None if not published else predicted / published - 1
-    shown = "" if error is None else f"{published:>12,.4g} published  {100 * error:+6.1f}%"
-    print(f"  {what:<44} {predicted:>12,.4g} {unit:<6}{shown}")
-    return {
-        "what": what,
-        "predicted": predicted,
-        "published": published,
-        "unit": unit,
-        "error": error,
-    }
 
 
 def zo2_plans(dtype: str) -> dict[str, Plan]:
@@ -391,24 +380,26 @@ def communication_table() -> Iterator[dict[str, Any]]:
     )
 
 
+GIB = 1 << 30
+
+
 def transfer_table() -> Iterator[dict[str, Any]]:
-    print(
-        "FCDP table 3: 16 GB between two nodes; half of it would have to be there already (100"
-        " Gbit/s carry 12.5 GB/s at most)"
-    )
+    print("FCDP table III: 16 GiB gathered over two nodes, of which each sends its half")
     seconds = {row["path"]: float(row["seconds"]) for row in rows("fcdp_table3_16GB_transfer")}
+    two = make_axes(MeshSettings(world=2, ranks_per_node=1))
+    nbytes = gather_bytes(two, 16 * GIB)
     for path, machine in (("ib100_rdma", "ib100"), ("eth10g", "eth10"), ("eth1g", "eth1")):
         link = hardware.load(f"a40-48gb-x8-{machine}").inter
-        yield line(
-            f"{path}, 8 GB over our description's link", link.seconds(8e9), seconds[path], "s"
-        )
+        yield line(f"table III, {path}", link.seconds(nbytes), seconds[path], "s")
     link = hardware.load("a40-48gb-x8-ib100").host_to_device
-    yield line("pcie4_cpu_to_gpu, 16 GB", link.seconds(16e9), seconds["pcie4_cpu_to_gpu"], "s")
+    copied = link.seconds(16 * GIB)
+    yield line("table III, pcie4_cpu_to_gpu", copied, seconds["pcie4_cpu_to_gpu"], "s")
+    print(f"  not predicted: ib100_ipoib ({seconds['ib100_ipoib']} s), which no description has")
 
 
-FCDP_CONFIG = {"model_type": "llama", "hidden_size": 6144, "intermediate_size": 22016,
-               "num_hidden_layers": 47, "num_attention_heads": 48, "vocab_size": 50432,
-               "dtype": "bfloat16"}  # fmt: skip
+GPT_30B = {**opt("30B", "bfloat16"), "num_hidden_layers": 40, "num_attention_heads": 62,
+           "hidden_size": 7936, "word_embed_proj_dim": 7936, "ffn_dim": 4 * 7936}  # fmt: skip
+"""FCDP's GPT-30B, in OPT's layout: GPT-2's sizes, with queries, keys and values apart."""
 
 
 def fewer_adapters(model: ModelSpec) -> ModelSpec:
@@ -429,149 +420,55 @@ def fewer_adapters(model: ModelSpec) -> ModelSpec:
 
 def fcdp_table() -> Iterator[dict[str, Any]]:
     print(
-        "FCDP table 7: bytes between nodes, LoRA, two nodes of 8 (the published model has 54 GB"
-        " of 16-bit parameters)"
+        "FCDP table VII: GiB between two nodes of eight, LoRA of rank 8 on GPT-30B's queries, keys"
+        " and values"
+    )
+    print(
+        "  their collectives are rings that know no nodes: `zero3` with each rank as a node of its"
+        " own, whose bytes cross every border of nodes once. A cache leaves gathers out"
     )
     published = {row["system"]: row for row in rows("fcdp_table7_lora_2x8_gb")}
-    mesh = {"world": 16, "ranks_per_node": 8}
-    forwards = 0.0
-    for name, system in (
-        ("zero3", "zero3"),
-        ("zeropp", "zeropp_as_published"),
-        ("fcdp", "fcdp_comm"),
-    ):
-        model = measured(FCDP_CONFIG, 8, "cuda").spec()
-        plan = method(name, mesh=mesh)
-        program = compile(
-            plan, model, StepKind.TRAIN, Shape(1, 512), pending=steady(plan, model), device="cuda"
-        )
-        crossing = 8 * program.bytes_by_lane().get(Lane.INTER, 0) / 1e9
-        weights = (
-            8
-            * sum(
-                op.nbytes
-                for op in program.ops
-                if op.lane is Lane.INTER and op.kind is OpKind.GATHER
-            )
-            / 1e9
-        )
-        print(
-            f"    {name}: {model.numel() * 2 / 1e9:.1f} GB of parameters; one node sends"
-            f" {weights:.2f} GB of them"
-        )
-        # Ours knows that frozen parameters stay clean; the published one gathers them every
-        # forward.
-        if name == "zeropp":
-            crossing = forwards
-        forwards = crossing / 2
-        if name == "fcdp":
-            print(
-                f"    fcdp with adapters on every linear layer: {4 * crossing:.3g} GB; theirs"
-                " must be fewer:"
-            )
-            fewer = fewer_adapters(model)
-            few = compile(
-                plan,
-                fewer,
-                StepKind.TRAIN,
-                Shape(1, 512),
-                pending=steady(plan, fewer),
-                device="cuda",
-            )
-            crossing = 8 * few.bytes_by_lane().get(Lane.INTER, 0) / 1e9
-            system_words = "fcdp bytes a step, rank 8 on q, k and v"
-        else:
-            system_words = f"{name} bytes a step"
-        # the published figures are reached where what two nodes send and what they receive is all
-        # added up
-        yield line(system_words, 4 * crossing, float(published[system]["total_GB"]), "GB")
-    for net in ("ib100", "eth10", "eth1"):
-        machine = hardware.load(f"a40-48gb-x8-{net}")
-        found = {
-            name: run(FCDP_CONFIG, method(name, mesh=mesh), Shape(1, 512), machine, lora_rank=8)
-            for name in ("zero3", "fcdp")
-        }
-        ratio = found["fcdp"].tokens_per_second / found["zero3"].tokens_per_second
-        print(f"    {net}: zero3 {found['zero3'].bottleneck()}; fcdp {found['fcdp'].bottleneck()}")
-        yield line(f"FCDP over ZeRO-3, LoRA, {net}", ratio, None, "times")
-
-
-MICRO_BATCHES = 32
-"""Of a step on 256 accelerators, for each pipeline: assumed, for the paper does not say."""
-
-
-def asynchzp_table() -> Iterator[dict[str, Any]]:
-    print(
-        "AsyncHZP table 2 and its scaling: analytic, since no program has context or pipeline"
-        " parallelism yet"
+    model = fewer_adapters(measured(GPT_30B, 8, "cuda").spec())
+    plan = method("zero3", mesh={"world": 16, "ranks_per_node": 1})
+    program = compile(
+        plan, model, StepKind.TRAIN, Shape(1, 1024), pending=steady(plan, model), device="cuda"
     )
-    machine = hardware.load("asynchzp-64gb")
-    context = 32768
-    z1 = 64
-    z3 = 8
-    published = {(row["model"], row["strategy"]): row for row in rows("asynchzp_table2")}
-    peak = machine.peak_of("bfloat16")
-    link = machine.inter.bandwidth / machine.devices_per_node
-    efficiency = 0.0
-    kept = 0.0
-    scales = [("Seed-OSS-9B", 256, 1, MICRO_BATCHES), ("Seed-OSS-36B", 256, 4, MICRO_BATCHES)]
-    for cards in (512, 1024):  # the same work for each card, and the same batch over all of them
-        scales += [
-            ("Seed-OSS-36B", cards, 4, MICRO_BATCHES),
-            ("Seed-OSS-36B", cards, 4, MICRO_BATCHES * 256 // cards),
-        ]
-    for model, cards, pipeline, micro in scales:
-        layers, dim, forward = SEED_OSS[model]
-        queries = 80 * 128 if dim == 5120 else dim
-        keys = 8 * 128
-        params = layers * (dim * (2 * queries + 2 * keys) + 3 * dim * forward) + 2 * 155136 * dim
-        flops = 6 * params * context + 6 * layers * 2 * queries * context**2 // 2
-        stage = params / pipeline
-        replicas = cards // pipeline // z1
-        useful = flops * micro / (8 * pipeline)
-        recompute = useful * 8 / 6 / peak
-        bubble = (pipeline - 1) / micro
-        sent = stage * 6 * (1 / z3 - 1 / z1) + 2 * (replicas - 1) / replicas * 4 * stage / z1
-        if not efficiency:
-            row = published[model, "Z1=64 Z2=Z3=8 CP=8"]
-            efficiency = recompute / (useful / peak / float(row["mfu"]) - sent / link)
-            print(
-                f"  fitted on Seed-OSS-9B: products at {100 * efficiency:.0f}% of the peak"
-                " (recomputation counted)"
-            )
-        seconds = recompute / efficiency * (1 + bubble) + sent / link
-        row = (
-            published.get((model, f"Z1=64 Z2=Z3=8 {'PP=4 ' if pipeline > 1 else ''}CP=8"), {})
-            if cards == 256
-            else {}
-        )
-        states = stage * (12 / z1 + 4 / 8 + 2 / z3) / 1e9
-        tokens = context // 8 * layers // pipeline * dim * min(pipeline, micro)
-        if not kept:
-            kept = (float(row["memory_GB"]) - states) * 1e9 / tokens
-            print(
-                f"  and {kept:.0f} bytes kept of each token, layer and hidden element: not all is"
-                " recomputed"
-            )
-        case = f"{model} on {cards}, {micro} micro-batches"
-        print(
-            f"    {case}: {states:.1f} GB of states, {sent / 1e9:.2f} GB sent a step, bubbles"
-            f" {100 * bubble:.0f}%"
-        )
-        yield line(
-            f"{case}, MFU", useful / (seconds * peak), float(row["mfu"]) if row else None, ""
-        )
-        if row:
-            yield line(
-                f"{case}, memory",
-                states * 1e3 + kept * tokens / 1e6,
-                float(row["memory_GB"]) * 1e3,
-                "MB",
-            )
-    print(
-        "  the 36B's memory would hold if its fullest stage kept 1.7 micro-batches at a time"
-        " instead of four"
+    turn = next(op.index for op in program.ops if op.kind is OpKind.LOSS)
+    gathered: Counter[tuple[bool, StateKind | None]] = Counter()
+    for op in program.ops:
+        if op.lane is Lane.INTER:
+            forwards = op.kind is OpKind.GATHER and op.index < turn
+            gathered[forwards, op.part] += 2 * op.nbytes
+    frozen, adapters, gradients = (
+        StateKind.FROZEN,
+        StateKind.TRAINABLE,
+        StateKind.GRADIENT,
     )
+    every_forward = gathered[True, frozen] + gathered[True, adapters]
+    summed = gathered[False, gradients]
+    backwards = {
+        "zero3": gathered[False, frozen] + gathered[False, adapters] + summed,
+        "zeropp_as_published": summed,
+        "fcdp_sched": summed,
+        "fcdp_comm": summed,
+    }
+    for system, backward in backwards.items():
+        forward = gathered[True, adapters] if system == "fcdp_comm" else every_forward
+        row = published[system]
+        for way, nbytes in (
+            ("forward", forward),
+            ("backward", backward),
+            ("total", forward + backward),
+        ):
+            yield line(f"table VII, {system} {way}", nbytes / GIB, float(row[f"{way}_GB"]), "GiB")
+    print("  ours, whose collectives know nodes, and whose frozen parameters are never sent:")
+    for name in ("zero3", "fcdp"):
+        own = method(name, mesh={"world": 16, "ranks_per_node": 8})
+        step = compile(
+            own, model, StepKind.TRAIN, Shape(1, 1024), pending=steady(own, model), device="cuda"
+        )
+        crossing = 2 * 8 * step.bytes_by_lane().get(Lane.INTER, 0)
+        yield line(f"{name} here, total", crossing / GIB, None, "GiB")
 
 
 PHONE = Hardware(
@@ -701,7 +598,7 @@ TABLES = {
     "transfer": transfer_table,
     "mebp": mebp_table,
     "fcdp": fcdp_table,
-    "asynchzp": asynchzp_table,
+    "asynchzp": asynchzp_tables,
 }
 
 

@@ -6,14 +6,18 @@ is said where it is. S tokens of a sequence, V vocabulary, D hidden."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from blockwalk.plan.placement import DTYPE_BYTES
 from blockwalk.plan.work import Work
 from blockwalk.program.costs import Costs
 from blockwalk.program.program import Shape
+
+DATA = Path(__file__).parent / "data"
 
 CONTEXT_MB = 450.0
 """What a CUDA context and its libraries hold, which published memory figures count and programs do
@@ -27,7 +31,30 @@ EAGER_TOUCHED = {"float32": 32, "float16": 24}
 """Bytes that such attention reads and writes for each score: product, mask, clamp, softmax, second
 product."""
 
+ENDS = ("prologue", "epilogue")
+"""Kinds of units that have no attention."""
+
 Config = Mapping[str, Any]
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    """The rows of a published table, by the names of their columns."""
+    with (DATA / f"{name}.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def line(what: str, predicted: float, published: float | None, unit: str) -> dict[str, Any]:
+    """Print a predicted figure beside the published one, if there is one, and return it."""
+    error = None if not published else predicted / published - 1
+    shown = "" if error is None else f"{published:>12,.4g} published  {100 * error:+6.1f}%"
+    print(f"  {what:<44} {predicted:>12,.4g} {unit:<6}{shown}")
+    return {
+        "what": what,
+        "predicted": predicted,
+        "published": published,
+        "unit": unit,
+        "error": error,
+    }
 
 
 def scores(config: Config, shape: Shape) -> int:
@@ -41,9 +68,7 @@ def with_eager_attention(costs: Costs, config: Config, shape: Shape) -> Costs:
     units = tuple(
         (
             kind,
-            cost
-            if kind in ("prologue", "epilogue")
-            else dataclasses.replace(cost, forward=cost.forward + passes),
+            cost if kind in ENDS else dataclasses.replace(cost, forward=cost.forward + passes),
         )
         for kind, cost in costs.units
     )
@@ -110,3 +135,32 @@ def phone_terms(config: Config, sequence: int, *, checkpoints: bool) -> dict[str
         "checkpoints": 2 * sequence * dim * int(config["num_hidden_layers"]) * checkpoints,
     }
     return {name: nbytes / 1e6 for name, nbytes in held.items()}
+
+
+def balanced(costs: Costs, parts: int) -> Costs:
+    """The same costs with attention as training frameworks have it: kernels skip what a causal mask
+    hides, ranks that share a row share that work evenly (ours measure the last part, which sees all
+    keys), a backward does 2.5 times a forward's, once, and adds up nothing in memory: a block's
+    backward passes over twice what its forward does."""
+    share = parts / (2 * parts - 1) if parts > 1 else 0.5
+    units = []
+    for kind, cost in costs.units:
+        if kind not in ENDS:
+            attention = int(cost.forward.attention * share)
+            forward = dataclasses.replace(cost.forward, attention=attention)
+            backward = dataclasses.replace(
+                forward * 2,
+                products=cost.backward.products,
+                thin_products=cost.backward.thin_products,
+                attention=attention * 5 // 2,
+            )
+            changed = {"forward_flops": forward.flops, "backward_flops": backward.flops}
+            cost = dataclasses.replace(cost, forward=forward, backward=backward, **changed)
+        units.append((kind, cost))
+    return Costs(tuple(units), costs.scratch)
+
+
+def useful_flops(costs: Costs, kinds: Iterable[str]) -> float:
+    """FLOPs of a forward and a backward through units of these kinds, three forwards' worth: what
+    papers' MFU counts, recomputation left out. The epilogue's forward is that of its head."""
+    return sum(3.0 * costs.of(kind).forward_flops for kind in kinds)

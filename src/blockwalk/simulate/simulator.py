@@ -25,7 +25,7 @@ from blockwalk.plan.plan import Plan
 from blockwalk.program.costs import Costs
 from blockwalk.program.program import Lane, Op, OpKind, Pool, Program
 from blockwalk.simulate.hardware import Hardware
-from blockwalk.simulate.seconds import NO_COSTS, CostModel
+from blockwalk.simulate.seconds import NO_COSTS, STAGES, CostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +305,8 @@ def _words(op: Op, model_of: CostModel) -> str:
 
 def _link(op: Op, model_of: CostModel) -> str:
     """Return the words for the slowest link that an op's bytes cross."""
+    if op.lane in STAGES:
+        return "the neighbouring stage"
     if op.lane.link is Lane.INTER:
         return "the network"
     if op.lane is Lane.INTRA:

@@ -1,0 +1,305 @@
+"""AsyncHZP's tables 2 to 5 by compiled programs: a plan for each row, a program for each stage,
+played by the simulator.
+
+Tokens of a step are the paper's 16M at 256 cards: 512 rows of 32K tokens, so 16 micro-batches for
+each group of ranks that shares a row without a pipeline, and 64 with four stages. What the paper
+does not say is stated where it is assumed, and printed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.published import balanced, line, rows, useful_flops
+
+from blockwalk.plan.mesh import PIPELINE
+from blockwalk.plan.methods import method
+from blockwalk.plan.model_spec import ModelSpec
+from blockwalk.plan.plan import Plan
+from blockwalk.program.compile import compile
+from blockwalk.program.costs import Costs
+from blockwalk.program.program import Pool, Program, Shape, StepKind
+from blockwalk.simulate import hardware
+from blockwalk.simulate.hardware import Hardware
+from blockwalk.simulate.planner import steady
+from blockwalk.simulate.simulator import simulate
+from blockwalk.walk.unit_costs import UnitCosts
+
+TOKENS = 16 << 20
+"""Tokens of a step on 256 cards."""
+
+CARDS = 256
+"""Cards of the tables, unless they say otherwise."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Seed-OSS-9B": {"model_type": "seed_oss", "num_hidden_layers": 36, "hidden_size": 4096,
+                    "intermediate_size": 12288, "num_attention_heads": 32},
+    "Seed-OSS-36B": {"model_type": "seed_oss", "num_hidden_layers": 64, "hidden_size": 5120,
+                     "intermediate_size": 27648, "num_attention_heads": 80},
+    "mixture": {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 4096,
+                "moe_intermediate_size": 1536, "intermediate_size": 12288, "num_experts": 64,
+                "num_experts_per_tok": 8, "num_attention_heads": 64},
+}  # fmt: skip
+"""Dimensions. The 36B's are its own configuration's; the 9B's and the mixture's are guessed: the
+paper has them in no detail."""
+
+SHARED = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 155136, "dtype": "bfloat16",
+          "attention_dropout": 0.0, "residual_dropout": 0.0, "attention_out_bias": False,
+          "tie_word_embeddings": False}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One configuration of the paper."""
+
+    model: str
+    strategy: str
+    sequence: int = 32768
+    cards: int = CARDS
+    tokens: int = TOKENS
+    asynchronous: bool = True
+
+    @property
+    def sizes(self) -> Counter[str]:
+        """The sizes in the paper's word for the strategy: Z1, Z2, Z3, CP, PP; 0 where it has
+        none."""
+        sizes: Counter[str] = Counter()
+        for word in self.strategy.split():
+            *names, size = word.split("=")
+            sizes.update({name: int(size) for name in names})
+        return sizes
+
+    @property
+    def stages(self) -> int:
+        return self.sizes["PP"] or 1
+
+    @property
+    def context(self) -> int:
+        return self.sizes["CP"] or 1
+
+    @property
+    def micro_batches(self) -> int:
+        """One row each, of every group of ranks that shares it."""
+        groups = self.cards // self.stages // self.context
+        return self.tokens // self.sequence // groups
+
+    @property
+    def shape(self) -> Shape:
+        """A rank's part of a micro-batch."""
+        return Shape(1, self.sequence // self.context)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the plan's settings, as a run's YAML has them. A node is two meshes of eight."""
+        z1 = self.sizes["Z1"]
+        stage = self.cards // self.stages
+        mesh: dict[str, Any] = {"world": self.cards, "ranks_per_node": 16, "groups": ["eight=8"]}
+        states = "world"
+        if z1 < stage:
+            mesh["groups"] = ["eight=8", f"states={z1}"]
+            states = "states"
+        settings: dict[str, Any] = {"mesh": mesh}
+        if self.context > 1:
+            mesh["context"] = self.context
+            settings["context"] = {"way": "keys"}
+        if self.stages > 1:
+            mesh["pipeline"] = self.stages
+            settings["pipeline"] = {"chunks": CHUNKS}
+        return settings | {
+            "trainable": "device × raw × eight",
+            "frozen": "device × raw × eight",
+            "gradient": "device × fp32 × eight",
+            "optimizer_state": f"device × fp32 × {states}",
+            "gradient_accumulation_steps": self.micro_batches,
+            "prefetch": int(self.asynchronous),
+        }
+
+
+CHUNKS = 4
+"""Virtual stages of a stage: the paper has several, and does not say how many."""
+
+PP4 = "Z1=64 Z2=Z3=8 PP=4 CP=8"
+ALONE = "Z1=256 Z2=Z3=8 CP=8"
+CASES = {
+    "2: 9B": Case("Seed-OSS-9B", "Z1=64 Z2=Z3=8 CP=8"),
+    "2: 36B": Case("Seed-OSS-36B", PP4),
+    "2: mixture": Case("mixture", "Z1=64 Z2=Z3=8 PP=6 CP=8", cards=384, tokens=TOKENS * 3 // 2),
+    "3: PP=8": Case("Seed-OSS-36B", "Z1=64 Z2=Z3=8 PP=8", 8192, 512),
+    "3: PP=8, in turn": Case("Seed-OSS-36B", "Z1=64 Z2=Z3=8 PP=8", 8192, 512, asynchronous=False),
+    "3: CP=8, in turn": Case("Seed-OSS-36B", ALONE, 8192, asynchronous=False),
+    "4: 8K": Case("Seed-OSS-36B", ALONE, 8192),
+    "4: 128K": Case("Seed-OSS-36B", PP4, 131072),
+    "5: 512 cards, 32M tokens": Case("Seed-OSS-36B", PP4, cards=512, tokens=2 * TOKENS),
+    "5: 1,024 cards, 64M tokens": Case("Seed-OSS-36B", PP4, cards=1024, tokens=4 * TOKENS),
+    "5: 512 cards, 16M tokens": Case("Seed-OSS-36B", PP4, cards=512),
+    "5: 1,024 cards, 16M tokens": Case("Seed-OSS-36B", PP4, cards=1024),
+}
+"""The rows, by table. Without asynchronous scheduling a block is gathered when it is its turn, not
+ahead. Assumed: 384 cards for six stages and 512 for eight, the fewest that hold Z1 = 64 ranks in
+each; of table 5 both as many tokens a card as at 256, and as many in all."""
+
+FITTED = ("4: 8K", "4: 128K")
+"""The rows whose MFU the rates of products and of attention are fitted on."""
+
+OTHERS = {
+    "2": "TP=8 (9B: MFU 0.3383, 52.58 GB), TP=8 PP=4 (36B: 0.4085, 52.34 GB)",
+    "4": "TP=8 (8K: 42.98%, 58.46 GB), TP=8 PP=4 CP=8 (128K: 28.82%, 62.42 GB)",
+}
+"""The rows at hand of parallelism that we have not."""
+
+DEVICE_BYTES = 64 * 10**9
+"""Bytes of a card."""
+
+WHOLE = {"recompute": "none"}
+"""Every activation is kept."""
+
+ATTENTION_KEPT = {"recompute": "auto", "sequence_tile": 512, "budget": DEVICE_BYTES}
+"""A block keeps what attention saves, and computes the rest again by tiles; where not even that
+fits in all blocks, the first ones compute everything again."""
+
+
+@functools.cache
+def measured(model: str, sequence: int) -> UnitCosts:
+    """The costs of a model of these dimensions, without a weight."""
+    from transformers import AutoConfig
+
+    settings = {**SHARED, **MODELS[model], "max_position_embeddings": sequence}
+    return UnitCosts(AutoConfig.for_model(**settings), device="cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A case's programs, and what they are played with."""
+
+    case: Case
+    plan: Plan
+    model: ModelSpec
+    costs: Costs
+    programs: tuple[Program, ...]
+
+    @property
+    def gigabytes(self) -> float:
+        """GB of the fullest stage."""
+        return max(program.peaks()[Pool.DEVICE] for program in self.programs) / 1e9
+
+    def mfu(self, machine: Hardware) -> float:
+        """Useful FLOPs of a card as a share of what the machine's promise."""
+        simulation = simulate(self.programs, self.plan, self.model, machine, self.costs)
+        of_row = useful_flops(self.costs, (unit.kind for unit in self.model.units))
+        useful = of_row * self.case.micro_batches / self.case.stages
+        return useful / (simulation.seconds * simulation.peak_flops)
+
+    def line(self) -> str:
+        """Return what was compiled, in words."""
+        case = self.case
+        parameters = self.model.numel() / 1e9
+        kept = "nothing is recomputed" if self.plan.recompute == "none" else "attention is kept"
+        return (
+            f"{case.model} ({parameters:.1f}B), {case.strategy}, {case.sequence} tokens,"
+            f" {case.cards} cards: {case.micro_batches} micro-batches, {kept}"
+        )
+
+
+def fits(compiled: Compiled) -> bool:
+    return compiled.gigabytes * 1e9 <= DEVICE_BYTES
+
+
+@functools.cache
+def compiled(case: Case) -> Compiled:
+    """Return a program for each stage. As little is recomputed as the card's memory allows."""
+    whole = _compiled(case, WHOLE)
+    return whole if fits(whole) else _compiled(case, ATTENTION_KEPT)
+
+
+def _compiled(case: Case, recomputing: Mapping[str, Any]) -> Compiled:
+    units = measured(case.model, case.sequence)
+    model = units.spec()
+    plan = method("hzp", **case.settings(), **recomputing)
+    costs = balanced(units(plan, case.shape), case.context)
+    programs = tuple(
+        compile(
+            plan,
+            model,
+            StepKind.TRAIN,
+            case.shape,
+            costs=costs,
+            pending=steady(plan, model),
+            device="cuda",
+            coordinates=((PIPELINE, stage),),
+        )
+        for stage in range(case.stages)
+    )
+    return Compiled(case, plan, model, costs, programs)
+
+
+def fitted(machine: Hardware, rates: Mapping[str, tuple[Compiled, float]]) -> Hardware:
+    """Return the machine with the rates at which cases have their published MFU, in turn until
+    neither moves: ``flops`` and ``attention``, by name."""
+    for _ in range(3):
+        for name, (case, published) in rates.items():
+            low = 0.05 * machine.peak_of("bfloat16")
+            high = 1.0 * machine.peak_of("bfloat16")
+            for _ in range(7):
+                middle = (low * high) ** 0.5
+                trial = with_rate(machine, name, middle)
+                low, high = (middle, high) if case.mfu(trial) < published else (low, middle)
+            machine = with_rate(machine, name, (low * high) ** 0.5)
+    return machine
+
+
+def with_rate(machine: Hardware, name: str, rate: float) -> Hardware:
+    """Return the machine with another rate of 16-bit products or attention, FLOP/s."""
+    rates = {**getattr(machine, name), "bfloat16": rate}
+    changes: dict[str, Any] = {name: rates}
+    return dataclasses.replace(machine, **changes)
+
+
+def asynchzp_tables() -> Iterator[dict[str, Any]]:
+    """Tables 2 to 5, each row of Z1, Z2 and Z3; those of tensor and expert parallelism are the
+    paper's own, and not predicted."""
+    print("AsyncHZP tables 2 to 5: a program for each stage, 16M tokens a step at 256 cards")
+    published = {name: next(of_paper(case), {}) for name, case in CASES.items()}
+    alone = compiled(CASES["4: 8K"])
+    longest = compiled(CASES["4: 128K"])
+    machine = fitted(
+        hardware.load("asynchzp-64gb"),
+        {
+            "flops": (alone, published["4: 8K"]["mfu"]),
+            "attention": (longest, published["4: 128K"]["mfu"]),
+        },
+    )
+    for name in ("flops", "attention"):
+        rate = getattr(machine, name)["bfloat16"]
+        share = 100 * rate / machine.peak_of("bfloat16")
+        print(f"  fitted on table 4, {share:.0f}% of the peak:")
+        yield line(name, rate, None, "FLOP/s")
+    for name, case in CASES.items():
+        programs = compiled(case)
+        print(f"    {programs.line()}")
+        row = published[name]
+        if name in FITTED:
+            print(f"      MFU {programs.mfu(machine):.4f}, fitted; published {row['mfu']:.4f}")
+        else:
+            yield line(f"table {name}, MFU", programs.mfu(machine), row.get("mfu"), "")
+        yield line(f"table {name}, memory", programs.gigabytes, row.get("memory"), "GB")
+    for table, words in OTHERS.items():
+        print(f"  not predicted, of table {table}: {words}")
+
+
+def of_paper(case: Case) -> Iterator[dict[str, float]]:
+    """Return the published MFU and memory (GB) of a case, where its row is at hand."""
+    at_256 = case.cards == CARDS and case.sequence == 32768
+    for row in rows("asynchzp_table2") if at_256 else ():
+        if (row["model"], row["strategy"]) == (case.model, case.strategy):
+            yield {"mfu": float(row["mfu"]), "memory": float(row["memory_GB"])}
+    length = f"{case.sequence // 1024}K"
+    for row in rows("asynchzp_table4") if case.asynchronous else ():
+        if (row["context"], row["strategy"]) == (length, case.strategy):
+            yield {"mfu": float(row["mfu_percent"]) / 100, "memory": float(row["memory_gb"])}
+    for row in rows("asynchzp_table3") if length == "8K" else ():
+        is_asynchronous = row["async_scheduling"] == "yes"
+        if (row["strategy"], is_asynchronous) == (case.strategy, case.asynchronous):
+            yield {"mfu": float(row["mfu_percent"]) / 100}
