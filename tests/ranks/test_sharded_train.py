@@ -3,6 +3,7 @@ saved."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from blockwalk.cli import main
 from blockwalk.plan.methods import method
 from blockwalk.train import loop
 from blockwalk.walk.walker import Walker
@@ -263,3 +265,32 @@ def test_a_callback_of_one_rank_ends_the_run_on_all(
         arguments += ["--lora", "false", "--mesh.perturb", "2"]
     assert run_ranks(2, _ended_by_one, 2, arguments) == [2, 2]
     assert len(result(tmp_path)[1]) == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("--method", "hzp", "--mesh.pipeline", "2", "--lora.rank", "2"),
+        ("--method", "fcdp", "--mesh.context", "2", "--lora.rank", "2"),
+        ("--method", "distzo2", "--mesh.perturb", "2", "--lora", "false"),
+    ],
+)
+def test_one_process_reads_what_ranks_have_trained(
+    settings: tuple[str, ...],
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Oracle: a run of one rank's settings with the same weights."""
+    run = tmp_path / "run"
+    run_ranks(2, _trained, 2, [*tiny_run.arguments(run), *settings, "--max_steps", "2"], 0)
+    assert main.main(["eval", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    weights = ["--model", str(run / "model")]
+    if (run / "adapter").is_dir():
+        weights = ["--model", str(tiny_run.model), "--adapter", str(run / "adapter")]
+    alone = [*tiny_run.arguments(tmp_path / "alone"), *weights, "--method", "plain"]
+    assert main.main(["eval", *alone, "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    assert main.main(["generate", str(run), "--prompt", "a", "--max_new_tokens", "2"]) == 0

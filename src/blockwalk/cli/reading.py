@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from blockwalk.checkpoints import run_checkpoint
 from blockwalk.models.model_source import model_source
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
-from blockwalk.plan.settings import override
+from blockwalk.plan.settings import on_one_rank, override
+from blockwalk.ranks.place import place
 from blockwalk.system import cache
 from blockwalk.system.terminal import say
 
@@ -19,13 +21,16 @@ from blockwalk.system.terminal import say
 def plan_to_read(
     run: RunConfig, adapter: Path | None, arguments: argparse.Namespace, *, as_trained: bool = False
 ) -> Plan:
-    """Return the plan for a model that is read and not trained.
+    """Return the plan for a model that is read and not trained. One process reads what several
+    ranks have trained.
 
     Without an adapter that learnt over rounded weights there is no reason to round them: they are
     read raw from disk, unless the command line itself names their place or codec. A codec that the
     settings leave open is that of the run that trained the adapter."""
     from blockwalk.train.frozen_codec import settled
 
+    if place().world == 1 and run.plan.mesh.world > 1:
+        run = replace(run, plan=on_one_rank(run.plan))
     named = {"frozen", "frozen.codec"} & arguments.named
     codec = run.plan.frozen.codec
     if (

@@ -124,7 +124,7 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
             scope = " alone (--as-trained)"
             if not arguments.as_trained:
                 scope = ", then over the model's own; --as-trained leaves these out"
-                plans.append(override(run.plan, {"frozen": "disk"}))
+                plans.append(override(plans[0], {"frozen": "disk"}))
             say(f"note: over weights in {codec}{scope}", file=sys.stderr)
         evaluations = []
         for plan in plans:

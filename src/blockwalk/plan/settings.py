@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from blockwalk.plan.choices import CacheSettings, ContextSettings, MeshSettings, PipelineSettings
 from blockwalk.plan.parsing import coerce, did_you_mean, hints_of, placement_parts
-from blockwalk.plan.placement import Codec, Placement
+from blockwalk.plan.placement import NOBODY, Codec, Placement
 from blockwalk.plan.plan import Plan
 
 
@@ -46,6 +47,23 @@ def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
         typed = {k: coerce(f"{head}.{k}", v, hints[k]) for k, v in inner.items()}
         changes[head] = dataclasses.replace(current, **typed)  # type: ignore[type-var]
     return dataclasses.replace(plan, **changes)
+
+
+def on_one_rank(plan: Plan) -> Plan:
+    """Return the plan of one process, which holds and computes everything, for a model that is read
+    and not trained. Tiers and codecs stay."""
+    placements: dict[str, Any] = {
+        field.name: dataclasses.replace(placement, group=NOBODY)
+        for field in dataclasses.fields(plan)
+        if isinstance(placement := getattr(plan, field.name), Placement)
+    }
+    changes: dict[str, Any] = {
+        "mesh": MeshSettings(),
+        "context": ContextSettings(),
+        "pipeline": PipelineSettings(),
+        "cache": CacheSettings(),
+    }
+    return dataclasses.replace(plan, **placements, **changes)
 
 
 def unnamed_codec(plan: Plan) -> Plan:
