@@ -25,6 +25,7 @@ from blockwalk.cutting.skeleton import persistent_buffers
 from blockwalk.numerics.codecs.weights import DenseWeight, Value
 from blockwalk.plan.choices import OF_PEFT, Adapters, LoraSettings, PrefixSettings
 from blockwalk.plan.parsing import adapter_settings
+from blockwalk.system.deferred_imports import deferred_imports
 
 
 def as_adapters(lora: Any) -> Adapters | str | os.PathLike[str] | None:
@@ -73,6 +74,7 @@ def as_adapters(lora: Any) -> Adapters | str | os.PathLike[str] | None:
     return adapter_settings({**settings, "options": options})
 
 
+@deferred_imports()
 def adapt(
     model: nn.Module,
     lora: Adapters | str | os.PathLike[str],

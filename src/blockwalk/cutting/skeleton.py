@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from blockwalk.models.model_source import model_source
+from blockwalk.system.deferred_imports import deferred_imports
 
 _LARGE = 1 << 16
 """Elements: more than a buffer that a constructor leaves empty to fill it."""
@@ -45,6 +46,7 @@ def vocabulary_rows(path_or_config: Any) -> int:
     return sys.maxsize if rows is None else int(rows)
 
 
+@deferred_imports()
 def model_class(config: Any) -> type[nn.Module]:
     """Return the class of a configuration's model: of those that answer text, with pictures or
     without, the one that its checkpoint names, else the causal language model; no other modelling
@@ -81,12 +83,29 @@ def model_config(config: Any, cls: type[nn.Module]) -> Any:
     )
 
 
-class _LargeEmptyOnMeta(TorchFunctionMode):
-    """``torch.empty`` of a weight's size answers on the meta device unless a device is asked
-    for."""
+_DRAWS = frozenset(
+    getattr(torch.Tensor, f"{name}_")
+    for name in (
+        "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random",
+        "uniform",
+    )
+)  # fmt: skip
+"""Operators that fill a tensor with random numbers."""
+_INITIALISERS = ("torch.nn.init", "transformers.initialization")
+"""Modules whose functions fill the tensor that they are given first, and return it."""
+
+
+class _NothingOnMeta(TorchFunctionMode):
+    """``torch.empty`` of a weight's size answers on the meta device unless a device is asked for,
+    and a tensor there is drawn without a call of torch, whose kernels for it load a compiler (25
+    MB)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _DRAWS or getattr(func, "__module__", None) in _INITIALISERS:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                return tensor
         if func is torch.empty and kwargs.get("device") is None:
             on_meta = func(*args, **{**kwargs, "device": "meta"})
             return on_meta if on_meta.numel() >= _LARGE else func(*args, **kwargs)
@@ -111,7 +130,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
-        with _LargeEmptyOnMeta():
+        with _NothingOnMeta():
             yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]

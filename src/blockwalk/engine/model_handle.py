@@ -27,6 +27,7 @@ from blockwalk.plan.model_spec import ModelSpec, ParamSpec
 from blockwalk.plan.plan import Plan
 from blockwalk.program.stages import part_of, stage_at
 from blockwalk.program.state_sizes import epilogue_reads
+from blockwalk.system.deferred_imports import deferred_imports
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.protocols import WeightSource, as_stored
 
@@ -52,6 +53,7 @@ class ModelHandle:
             why.
     """
 
+    @deferred_imports()
     def __init__(
         self,
         model: StrPath | nn.Module,

@@ -1,0 +1,177 @@
+"""Oracle: the interpreter's own table of modules, and modules imported in the ordinary way."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.system import deferred_imports as module
+from blockwalk.system.deferred_imports import deferred_imports
+
+HEAVY = """
+MARKED = []
+
+class Thing:
+    kind = "real"
+
+def double(number):
+    return 2 * number
+
+def mark(function, note=None):
+    MARKED.append((function.__name__, note))
+    return function
+"""
+READER = """
+import heavy_for_test
+import heavy_for_test.part as part
+from heavy_for_test import Thing, double
+
+@heavy_for_test.mark
+def marked(value: Thing = None):
+    return "ran"
+"""
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module that was imported while the package that it imports was deferred."""
+    package = tmp_path / "heavy_for_test"
+    package.mkdir()
+    (package / "__init__.py").write_text(HEAVY)
+    (package / "part.py").write_text("VALUE = 7\n")
+    (tmp_path / "reader_for_test.py").write_text(READER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(module, "DEFERRED", ("heavy_for_test", "absent_for_test"))
+    monkeypatch.setattr(module, "DECORATORS", frozenset({"heavy_for_test.mark"}))
+    module._FINDER.waiting.pop("heavy_for_test", None)
+    with deferred_imports():
+        yield importlib.import_module("reader_for_test")
+    for name in ("heavy_for_test.part", "heavy_for_test", "reader_for_test"):
+        sys.modules.pop(name, None)
+
+
+def is_imported(name: str = "heavy_for_test") -> bool:
+    """Whether a module has run."""
+    return "MARKED" in vars(sys.modules.get(name, object))
+
+
+def test_nothing_is_imported_before_it_is_used(reader: Any) -> None:
+    assert not is_imported()
+    assert not isinstance(1, reader.Thing)
+    assert reader.marked() == "ran"
+    assert not is_imported()
+
+
+def test_a_call_imports_and_names_hold_the_real_objects(reader: Any) -> None:
+    assert reader.double(4) == 8
+    real = sys.modules["heavy_for_test"]
+    assert is_imported()
+    assert reader.Thing is real.Thing
+    assert reader.double is real.double
+    assert reader.heavy_for_test is real
+    assert isinstance(real.Thing(), reader.Thing)
+
+
+def test_an_attribute_a_subclass_and_a_module_below_are_the_real_ones(reader: Any) -> None:
+    assert reader.part.VALUE == 7
+    assert 2 * reader.part.VALUE + 1 == 15
+
+    assert isinstance(None, reader.Thing | None)
+
+    class Below(reader.Thing):  # type: ignore[misc,name-defined]
+        pass
+
+    assert Below.kind == "real"
+    assert Below.__mro__[1] is sys.modules["heavy_for_test"].Thing
+
+
+def test_an_ordinary_import_gets_the_module_and_decorators_run_then(reader: Any) -> None:
+    held = reader.Thing
+    module._FINDER.leave()  # as after the block
+    try:
+        assert "heavy_for_test" not in sys.modules
+        real = importlib.import_module("heavy_for_test")
+        assert [name for name, _ in real.MARKED] == ["marked"]
+        assert reader.Thing is real.Thing
+        assert held is not real.Thing
+        assert isinstance(real.Thing(), held)
+        assert reader.marked() == "ran"
+    finally:
+        module._FINDER.enter()
+
+
+def test_a_package_that_is_not_there_is_no_stand_in(reader: Any) -> None:
+    with pytest.raises(ModuleNotFoundError, match="absent_for_test"):
+        importlib.import_module("absent_for_test")
+
+
+CHILD = """
+import json, sys
+import torch
+from transformers import Qwen2Config
+from blockwalk.cutting.adapters import adapt
+from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.plan.choices import LoraSettings
+
+config = Qwen2Config(hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                     num_attention_heads=4, num_key_value_heads=2, vocab_size=512)
+adapt(build_skeleton(config), LoraSettings(rank=2))
+names = ["bitsandbytes", "scipy", "sympy", "torch._dynamo", "torch.fx.experimental.symbolic_shapes"]
+before = [name for name in names if name in sys.modules]
+
+import transformers.loss.loss_for_object_detection as losses
+import scipy.optimize
+rows, columns = losses.linear_sum_assignment([[4, 1], [2, 9]])
+same = losses.linear_sum_assignment is scipy.optimize.linear_sum_assignment
+compiled = torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+
+import torch.distributed.tensor._collective_utils as collectives
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+print(json.dumps({"before": before, "columns": columns.tolist(), "same": same,
+                  "compiled": compiled.tolist(),
+                  "guard": collectives.guard_or_false is guard_or_false}))
+"""
+
+
+def test_a_model_with_adapters_needs_none_of_them_and_a_user_gets_all() -> None:
+    """scipy's assignment of [[4, 1], [2, 9]] is columns 1 and 0: 1 + 2 = 3."""
+    pytest.importorskip("scipy")
+    answer = subprocess.run(
+        [sys.executable, "-c", CHILD], capture_output=True, text=True, check=True
+    ).stdout
+    assert json.loads(answer.splitlines()[-1]) == {
+        "before": [],
+        "columns": [1, 0],
+        "same": True,
+        "compiled": [2.0, 2.0],
+        "guard": True,
+    }
+
+
+def test_a_skeleton_draws_nothing_and_its_buffers_are_those_of_a_model() -> None:
+    """The model's own constructor, with weights, is the oracle for the buffers."""
+    config = Qwen2Config(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+    )
+    before = torch.get_rng_state()
+    skeleton = build_skeleton(config)
+    assert torch.equal(torch.get_rng_state(), before)
+    whole = type(skeleton)(config)
+    buffers = dict(whole.named_buffers())
+    assert buffers
+    for name, buffer in skeleton.named_buffers():
+        assert torch.equal(buffer, buffers[name])
