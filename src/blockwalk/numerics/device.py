@@ -44,7 +44,7 @@ def chosen(named: str | torch.device | None = None) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     unnamed = "cpu" if accelerator is None or accelerator.type in BY_NAME else accelerator
     device = torch.device(requested or unnamed)
-    if is_cpu(device):
+    if is_processor(device):
         return torch.device(device.type)
     count = 0
     if accelerator is not None and accelerator.type == device.type:
@@ -61,6 +61,11 @@ def chosen(named: str | torch.device | None = None) -> torch.device:
 
 
 def is_cpu(device: torch.device) -> bool:
+    """Return whether a device is the processor."""
+    return device.type == "cpu"
+
+
+def is_processor(device: torch.device) -> bool:
     """Return whether a device is the processor, or torch's meta device: a processor on paper, whose
     tensors have sizes and no bytes."""
     return device.type in ("cpu", "meta")
@@ -192,7 +197,7 @@ def _piece(nbytes: int, device: torch.device) -> Tensor:
     registrar = REGISTRARS.get(device.type)
     if not nbytes or registrar is None:
         place = device if device.type == "meta" else torch.device("cpu")
-        return torch.zeros(nbytes, dtype=torch.uint8, device=place, pin_memory=not is_cpu(device))
+        return torch.zeros(nbytes, dtype=torch.uint8, device=place, pin_memory=not is_processor(device))
     pages = (ctypes.c_char * nbytes).from_buffer(mmap.mmap(-1, nbytes))
     register, let_go = registrar()
     register(ctypes.addressof(pages), nbytes)
