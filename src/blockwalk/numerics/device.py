@@ -197,7 +197,9 @@ def _piece(nbytes: int, device: torch.device) -> Tensor:
     registrar = REGISTRARS.get(device.type)
     if not nbytes or registrar is None:
         place = device if device.type == "meta" else torch.device("cpu")
-        return torch.zeros(nbytes, dtype=torch.uint8, device=place, pin_memory=not is_processor(device))
+        return torch.zeros(
+            nbytes, dtype=torch.uint8, device=place, pin_memory=not is_processor(device)
+        )
     pages = (ctypes.c_char * nbytes).from_buffer(mmap.mmap(-1, nbytes))
     register, let_go = registrar()
     register(ctypes.addressof(pages), nbytes)
