@@ -35,7 +35,7 @@ OPERANDS = {
     "aten::baddbmm_": (1, 2),
 }
 """Products, and the places of their two matrices among the arguments."""
-ATTENTION = "scaled_dot_product"
+ATTENTION = "scaled_dot_product", "causal_attention"
 VIEWS = (
     "aten::empty", "aten::empty_strided", "aten::view", "aten::as_strided", "aten::t",
     "aten::transpose", "aten::slice", "aten::select", "aten::reshape", "aten::detach",
@@ -245,7 +245,7 @@ def class_of(call: Call) -> str:
     """Return the one of :data:`CLASSES` that an operation is of."""
     if call.name.startswith(DECODING):
         return "decoding"
-    if ATTENTION in call.name:
+    if any(name in call.name for name in ATTENTION):
         return "attention"
     if call.name in OPERANDS:
         return "thin products" if min(_sides(call)) < THIN else "products"
