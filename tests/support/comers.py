@@ -51,7 +51,8 @@ def arguments(tiny: TinyRun, folder: Path, *settings: str) -> list[str]:
 
 def forked(work: Callable[[], int], said: Path) -> Any:
     """A forked process with the exit code that ``work`` answers; what it says goes to the file
-    ``said``."""
+    ``said``, which is there from now on."""
+    said.touch()
 
     def do() -> None:
         to = os.open(said, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
