@@ -12,8 +12,8 @@ import argparse
 import dataclasses
 import functools
 import json
+import statistics
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.asynchzp import asynchzp_tables
 from benchmarks.common_models import MODELS
+from benchmarks.fcdp import batch_table, bytes_table, figures, transfer_table
 from benchmarks.published import (
     CONTEXT_MB,
     line,
@@ -32,15 +33,14 @@ from benchmarks.published import (
     with_eager_attention,
 )
 
-from blockwalk.plan.choices import AUTO, LoraSettings, MeshSettings
-from blockwalk.plan.mesh import gather_bytes, make_axes
+from blockwalk.plan.choices import AUTO, LoraSettings
 from blockwalk.plan.methods import method
-from blockwalk.plan.model_spec import ModelSpec, UnitSpec
-from blockwalk.plan.placement import DTYPE_BYTES, StateKind
+from blockwalk.plan.model_spec import ModelSpec
+from blockwalk.plan.placement import DTYPE_BYTES
 from blockwalk.plan.plan import Plan
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs
-from blockwalk.program.program import Lane, OpKind, Pool, Program, Shape, StepKind
+from blockwalk.program.program import Lane, Pool, Program, Shape, StepKind
 from blockwalk.simulate import hardware
 from blockwalk.simulate.hardware import Curve, Hardware
 from blockwalk.simulate.planner import Task, hides_link, look_at, steady
@@ -380,97 +380,6 @@ def communication_table() -> Iterator[dict[str, Any]]:
     )
 
 
-GIB = 1 << 30
-
-
-def transfer_table() -> Iterator[dict[str, Any]]:
-    print("FCDP table III: 16 GiB gathered over two nodes, of which each sends its half")
-    seconds = {row["path"]: float(row["seconds"]) for row in rows("fcdp_table3_16GB_transfer")}
-    two = make_axes(MeshSettings(world=2, ranks_per_node=1))
-    nbytes = gather_bytes(two, 16 * GIB)
-    for path, machine in (("ib100_rdma", "ib100"), ("eth10g", "eth10"), ("eth1g", "eth1")):
-        link = hardware.load(f"a40-48gb-x8-{machine}").inter
-        yield line(f"table III, {path}", link.seconds(nbytes), seconds[path], "s")
-    link = hardware.load("a40-48gb-x8-ib100").host_to_device
-    copied = link.seconds(16 * GIB)
-    yield line("table III, pcie4_cpu_to_gpu", copied, seconds["pcie4_cpu_to_gpu"], "s")
-    print(f"  not predicted: ib100_ipoib ({seconds['ib100_ipoib']} s), which no description has")
-
-
-GPT_30B = {**opt("30B", "bfloat16"), "num_hidden_layers": 40, "num_attention_heads": 62,
-           "hidden_size": 7936, "word_embed_proj_dim": 7936, "ffn_dim": 4 * 7936}  # fmt: skip
-"""FCDP's GPT-30B, in OPT's layout: GPT-2's sizes, with queries, keys and values apart."""
-
-
-def fewer_adapters(model: ModelSpec) -> ModelSpec:
-    """The model with adapters on queries, keys and values alone."""
-
-    def of(unit: UnitSpec) -> UnitSpec:
-        return dataclasses.replace(
-            unit,
-            params=tuple(
-                p
-                for p in unit.params
-                if not p.trainable or any(f".{part}_proj" in p.name for part in "qkv")
-            ),
-        )
-
-    return dataclasses.replace(model, blocks=tuple(of(unit) for unit in model.blocks))
-
-
-def fcdp_table() -> Iterator[dict[str, Any]]:
-    print(
-        "FCDP table VII: GiB between two nodes of eight, LoRA of rank 8 on GPT-30B's queries, keys"
-        " and values"
-    )
-    print(
-        "  their collectives are rings that know no nodes: `zero3` with each rank as a node of its"
-        " own, whose bytes cross every border of nodes once. A cache leaves gathers out"
-    )
-    published = {row["system"]: row for row in rows("fcdp_table7_lora_2x8_gb")}
-    model = fewer_adapters(measured(GPT_30B, 8, "cuda").spec())
-    plan = method("zero3", mesh={"world": 16, "ranks_per_node": 1})
-    program = compile(
-        plan, model, StepKind.TRAIN, Shape(1, 1024), pending=steady(plan, model), device="cuda"
-    )
-    turn = next(op.index for op in program.ops if op.kind is OpKind.LOSS)
-    gathered: Counter[tuple[bool, StateKind | None]] = Counter()
-    for op in program.ops:
-        if op.lane is Lane.INTER:
-            forwards = op.kind is OpKind.GATHER and op.index < turn
-            gathered[forwards, op.part] += 2 * op.nbytes
-    frozen, adapters, gradients = (
-        StateKind.FROZEN,
-        StateKind.TRAINABLE,
-        StateKind.GRADIENT,
-    )
-    every_forward = gathered[True, frozen] + gathered[True, adapters]
-    summed = gathered[False, gradients]
-    backwards = {
-        "zero3": gathered[False, frozen] + gathered[False, adapters] + summed,
-        "zeropp_as_published": summed,
-        "fcdp_sched": summed,
-        "fcdp_comm": summed,
-    }
-    for system, backward in backwards.items():
-        forward = gathered[True, adapters] if system == "fcdp_comm" else every_forward
-        row = published[system]
-        for way, nbytes in (
-            ("forward", forward),
-            ("backward", backward),
-            ("total", forward + backward),
-        ):
-            yield line(f"table VII, {system} {way}", nbytes / GIB, float(row[f"{way}_GB"]), "GiB")
-    print("  ours, whose collectives know nodes, and whose frozen parameters are never sent:")
-    for name in ("zero3", "fcdp"):
-        own = method(name, mesh={"world": 16, "ranks_per_node": 8})
-        step = compile(
-            own, model, StepKind.TRAIN, Shape(1, 1024), pending=steady(own, model), device="cuda"
-        )
-        crossing = 2 * 8 * step.bytes_by_lane().get(Lane.INTER, 0)
-        yield line(f"{name} here, total", crossing / GIB, None, "GiB")
-
-
 PHONE = Hardware(
     name="phone",
     device="cpu",
@@ -595,9 +504,11 @@ TABLES = {
     "ablation": ablation_table,
     "distzo2": distzo2_table,
     "communication": communication_table,
-    "transfer": transfer_table,
     "mebp": mebp_table,
-    "fcdp": fcdp_table,
+    "transfer": transfer_table,
+    "fcdp": bytes_table,
+    "batches": batch_table,
+    "figures": figures,
     "asynchzp": asynchzp_tables,
 }
 
@@ -624,6 +535,10 @@ def main() -> None:
         " published figures missed"
     )
     print("\n".join(f"  {bound}" for bound in missed))
+    for table, lines in tables.items():
+        if errors := [abs(row["error"]) for row in lines if row["error"] is not None]:
+            middle = statistics.median(errors)
+            print(f"{table}: {len(errors)} rows, median {middle:.0%}, worst {max(errors):.0%}")
     if chosen_tables.json:
         Path(chosen_tables.json).write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
     if chosen_tables.check and missed:
