@@ -191,7 +191,7 @@ def test_where_padding_is_walked_it_is_foreseen(
     assert found.foreseen.program.shape == Shape(4, tokens)
 
 
-@pytest.mark.parametrize(("batches", "micro_batches"), [(1, 1), (4, 4), (100, 16)])
+@pytest.mark.parametrize(("batches", "micro_batches"), [(1, 1), (8, 8), (100, 16)])
 def test_an_evaluation_is_foreseen_as_it_visits_blocks(
     batches: int,
     micro_batches: int,

@@ -113,14 +113,13 @@ def test_what_graphs_write_to_file_maps_and_read_there_is_in_the_program(
 ) -> None:
     """Updates at the turn: 24 bytes a parameter are written beside graphs, which hold the
     trainables in bfloat16. A graph that is kept is read again; no page is read only to be
-    overwritten. The kernel counts large pages whole, which is 1 MB more for each graph on average.
-    Of graphs 281 kB a block are foreseen more than are moved, 1.1% in all, since attention is a
-    kernel of our own."""
+    overwritten. The kernel counts large pages whole, which is 1 MB more for each graph on
+    average."""
     settings = {"frozen": "disk × raw", "recompute": recompute}
     found = moved(tmp_path, "mebp", settings, ROOM_OF_GRAPHS)
     assert found["said to write"] > 26 * found["parameters"], found
     for what in ("read", "write"):
-        assert found[f"foreseen to {what}"] == pytest.approx(found[f"said to {what}"], rel=0.015), (
+        assert found[f"foreseen to {what}"] == pytest.approx(found[f"said to {what}"], rel=0.01), (
             found
         )
     said = found["said to write"]

@@ -1,8 +1,8 @@
 """Facts of a batch that models ask of its mask and positions while they build the masks of
 attention.
 
-On an accelerator each question would wait for the device. The batch comes from the processor, where
-the answers are batch_facts."""
+On an accelerator each question would wait for the device; the batch comes from the processor, where
+the answers are found. And padding from which nothing is learnt needs no mask, on any device."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class BatchFacts:
     """True where positions begin anew inside a row."""
 
     @classmethod
-    def of(cls, batch: Mapping[str, Tensor]) -> BatchFacts | None:
+    def of(cls, batch: Mapping[str, Tensor], *, hides_unseen: bool = True) -> BatchFacts | None:
         """Find the facts of a batch on the processor; None where a tensor that they rest on is
-        elsewhere."""
+        elsewhere. With ``hides_unseen`` False somebody may read the logits of padding."""
         mask = batch.get("attention_mask")
         positions = batch.get("position_ids")
         labels = batch.get("labels")
@@ -51,7 +51,8 @@ class BatchFacts:
         seen_BS = mask != 0
         learnt = labels is not None and bool(((labels[:, 1:] != IGNORE) & ~seen_BS[:, :-1]).any())
         at_the_end = not bool((seen_BS[:, 1:] & ~seen_BS[:, :-1]).any())
-        return cls(bool(seen_BS.all()), hides_unseen=at_the_end and not learnt, documents=documents)
+        unseen = hides_unseen and at_the_end and not learnt
+        return cls(bool(seen_BS.all()), hides_unseen=unseen, documents=documents)
 
 
 def note(ids_BS: Tensor, facts: BatchFacts | None) -> None:

@@ -171,15 +171,13 @@ class SavedTensors:
         that lies in a scratch map already is answered as it is."""
         if self._scratch.holds(tensor):
             return tensor
-        order = sorted(range(tensor.dim()), key=lambda d: tensor.stride(d), reverse=True)
-        dense = tensor.permute(order)
-        if not dense.is_contiguous():
-            order = list(range(tensor.dim()))
-            dense = tensor
-        copy = self._take(tensor.nbytes).view(tensor.dtype).view(dense.shape)
-        copy.copy_(dense)
+        place_P = self._take(tensor.nbytes).view(tensor.dtype)
+        if _has_no_gaps(tensor):
+            copy = place_P.as_strided(tensor.shape, tensor.stride())
+        else:
+            copy = place_P.view(tensor.shape)
         # as data: what follows it in the map is not its change
-        return copy.permute([order.index(d) for d in range(tensor.dim())]).data
+        return copy.copy_(tensor).data
 
     @contextmanager
     def saving(self, stays: Iterable[Tensor]) -> Iterator[None]:
@@ -195,17 +193,16 @@ class SavedTensors:
                 return tensor
             # while it lives no other storage takes its number
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            identity = (
-                ref.cdata,
-                tensor._version,
-                tensor.dtype,
-                tensor.storage_offset(),
-                tensor.shape,
-                tensor.stride(),
-            )
+            begins = (tensor.dtype, tensor.storage_offset())
+            layout = (tensor.shape, tensor.stride())
+            no_gaps = _has_no_gaps(tensor)
+            # two views of the same elements without gaps, as [B, S, D] and [B S, D], are one copy
+            extent = tensor.numel() if no_gaps else layout
+            identity = (ref.cdata, tensor._version, begins, extent)
             if identity not in self._written:
                 self._written[identity] = ref, self.write(tensor)
-            return self._written[identity][1]
+            written = self._written[identity][1]
+            return written.as_strided(*layout) if no_gaps else written
 
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -231,3 +228,10 @@ class SavedTensors:
         self._used[number] = max(self._used[number], stop)
         self.nbytes += nbytes
         return self._maps[number][start : start + nbytes]
+
+
+def _has_no_gaps(tensor: Tensor) -> bool:
+    """True where the elements of a tensor fill a piece of its storage, in some order of its
+    dimensions."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from blockwalk.data.batch import (
     require_ids,
 )
 from blockwalk.data.packing import cut_padding, pack_batch
-from blockwalk.numerics.device import is_cpu, sent
+from blockwalk.numerics.device import sent
 from blockwalk.numerics.sequence_part import SequencePart
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import Shape
@@ -133,9 +133,5 @@ def parts_of(
 def _on(batch: Batch, device: torch.device, hides_unseen: bool) -> Batch:
     """Return a micro-batch on the device, with what a processor knows of it noted."""
     on_device = {name: sent(tensor, device) for name, tensor in batch.items()}
-    if not is_cpu(device):
-        facts = BatchFacts.of(batch)
-        if facts is not None and not hides_unseen:
-            facts = replace(facts, hides_unseen=False)
-        note(on_device["input_ids"], facts)
+    note(on_device["input_ids"], BatchFacts.of(batch, hides_unseen=hides_unseen))
     return on_device

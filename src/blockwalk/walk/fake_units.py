@@ -254,8 +254,8 @@ def _prologue(bench: _Bench, device: str, padded: bool) -> tuple[Prologue, UnitC
     batch: dict[str, Any] = {"input_ids": ids_BS, "attention_mask": mask_BS}
     if bench.traits.context > 1:
         batch = _last_part(ids_BS, bench)
-    elif device != "cpu":  # as a walker does
-        note(ids_BS, BatchFacts.of(batch))
+    else:  # as a walker does
+        note(ids_BS, BatchFacts.of(batch, hides_unseen=bench.loss.by_chunks))
     with (
         torch.set_grad_enabled(bench.backprop and bool(unit.numel(trainable=True))),
         Meter() as meter,

@@ -199,7 +199,7 @@ class Walker:
         self._row_place = row_place(plan, homes.groups)
         self.lanes = Lanes(self.device)
         self._executor = Executor(self.engine, self.lanes)
-        self._reads_padding = objective is not None  # it may read any logits
+        self._objective = objective
         self.timeline: Timeline | None = None
         """Programs that ran, with the host seconds of their ops; None records none (see
         ``simulate.trace``)."""
@@ -239,6 +239,13 @@ class Walker:
     def _keeps_ledger(self) -> KeepsLedger:
         """The estimator, whose row says that it keeps a ledger."""
         return cast(KeepsLedger, self.estimator)
+
+    @property
+    def _reads_padding(self) -> bool:
+        """True where somebody may read the logits of padding: an objective, or the model's own
+        loss."""
+        facts = self.plan.loss_facts.for_head(custom=self.engine.cut.head.custom)
+        return self._objective is not None or not facts.by_chunks
 
     @property
     def spec(self) -> Any:
