@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from blockwalk.checkpoints import distributed
+from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.cli import main
 from blockwalk.plan.methods import method
 from blockwalk.train import loop
@@ -254,6 +257,41 @@ def _ended_by_one(rank: int, world: int, arguments: list[str]) -> int:
         [lambda event: event.name == "step" and event.step == 2] if rank == world - 1 else []
     )
     return loop.train(run_config(arguments, rank, world), callbacks=callbacks).steps
+
+
+def _copies(rank: int, world: int, arguments: list[str]) -> list[int]:
+    """Train, and return the number of each checkpoint's tensors that are copied before they are
+    written."""
+    copied = [0]
+    copy = Pieces.copied
+    write = distributed.write_folder
+
+    def counted(pieces: Pieces) -> Pieces:
+        copied[-1] += 1
+        return copy(pieces)
+
+    def written(*of_checkpoint: Any) -> None:
+        copied.append(0)
+        write(*of_checkpoint)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pieces, "copied", counted)
+        patch.setattr(distributed, "write_folder", written)
+        run = run_config(arguments, rank, world)
+        assert run.saves_before(3)
+        assert not run.saves_before(1)
+        loop.train(run)
+    return copied
+
+
+def test_the_last_checkpoint_is_not_copied(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """Counted: each of two checkpoints between the steps is, all of its tensors; the third, after
+    the last step, is written as it lies."""
+    arguments = [*tiny_run.arguments(tmp_path), "--method", "fcdp", "--max_steps", "3"]
+    for copied in run_ranks(2, _copies, 2, [*arguments, "--save_every", "1"]):
+        first, second, last, after = copied
+        assert first == second > 10
+        assert last == after == 0
 
 
 @pytest.mark.parametrize("method_name", ["fcdp", "mezo"])

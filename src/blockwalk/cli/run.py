@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -77,8 +78,9 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
     from blockwalk.walk.unit_costs import of_run
 
     run, lines = settled(run)
-    forecast = foresee(run, Shape(run.micro_batch_rows, run.data.max_length), of_run(run))
     steps = preflight.steps_of(run)
+    shape = Shape(run.micro_batch_rows, run.data.max_length)
+    forecast = foresee(run, shape, of_run(run), steps=steps or math.inf)
     for line in (
         *forecast.overview(steps),
         *wear(run, forecast, steps),

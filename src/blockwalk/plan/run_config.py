@@ -273,6 +273,11 @@ class RunConfig:
         settings of new ones."""
         return self.lora.from_ if self.lora is not None and self.lora.from_ else self.adapters
 
+    def saves_before(self, step: float) -> bool:
+        """Return whether checkpoints may be saved after earlier steps than this one."""
+        evaluates = self.data.evaluates and 0 < self.eval_every < step
+        return 0 < self.save_every < step or (bool(self.keep_best) and evaluates)
+
     @property
     def micro_batch_rows(self) -> int:
         """Rows that one rank walks at once in training: its part of a micro-batch, with every label

@@ -11,7 +11,7 @@ the same program."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -28,8 +28,8 @@ from blockwalk.program.invariants import check, over_budget
 from blockwalk.program.lower import Builder
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, Pool, Program, Shape, StepKind
-from blockwalk.program.resident_bytes import resident_bytes
-from blockwalk.program.stages import part_of, stage_at
+from blockwalk.program.resident_bytes import copied_bytes, resident_bytes, writes_behind
+from blockwalk.program.stages import Stage, part_of, stage_at
 from blockwalk.program.turns import Step, emit
 
 
@@ -149,7 +149,21 @@ def resident(plan: Plan, model: ModelSpec, *, device: str = "cpu") -> Counter[Po
     """Return bytes that each pool of one rank holds between steps: parameters on their tiers and
     optimizer states. Of stages the most of any."""
     most: Counter[Pool] = Counter()
+    for _, places in _of_stages(plan, model, device):
+        most |= resident_bytes(places)
+    return most
+
+
+def checkpoint_copies(plan: Plan, model: ModelSpec, *, device: str = "cpu") -> tuple[int, ...]:
+    """Return bytes that a rank of each stage copies a checkpoint to, to write it behind the
+    steps; empty where none does."""
+    if not writes_behind(plan):
+        return ()
+    return tuple(copied_bytes(*of_stage) for of_stage in _of_stages(plan, model, device))
+
+
+def _of_stages(plan: Plan, model: ModelSpec, device: str) -> Iterator[tuple[Stage, Placements]]:
+    """Yield each stage, and the placements of the model as it holds it."""
     for number in range(plan.mesh.pipeline):
         stage = stage_at(plan, model, ((PIPELINE, number),))
-        most |= resident_bytes(Placements(plan, part_of(stage, model), device))
-    return most
+        yield stage, Placements(plan, part_of(stage, model), device)

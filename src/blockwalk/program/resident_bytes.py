@@ -1,14 +1,17 @@
 """Bytes that one rank holds between steps, pool by pool: parameters on their tiers, what lies
-beside them, and the slices of sharded state."""
+beside them, and the slices of sharded state; and those of a checkpoint that is written behind the
+steps."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind
+from blockwalk.plan.plan import Plan
 from blockwalk.program.flat_layout import PARTS, accumulates, has_node_slice, hosts_node_slice
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Pool
+from blockwalk.program.stages import Stage
 from blockwalk.program.state_sizes import compute_dtype, pool_at, pool_of
 
 
@@ -109,3 +112,24 @@ def _slices(places: Placements) -> Counter[Pool]:
         if accumulates(plan) and not in_place:
             nbytes[Pool.HOST] += 4 * trained.numel // plan.gradient_ranks
     return +nbytes
+
+
+def writes_behind(plan: Plan) -> bool:
+    """Return whether a checkpoint is written while the next steps run, from a copy in host memory:
+    where each rank writes the slices that it holds."""
+    return plan.home.gathered
+
+
+def copied_bytes(stage: Stage, places: Placements) -> int:
+    """Return bytes of that copy on a rank of a stage, padding counted: float32 masters and the
+    update rule's states. A unit is written by the stage that walks over it, and where ranks hold
+    copies of a slice each writes a share of it.
+
+    Args:
+        places: of the model as the stage holds it.
+    """
+    plan = places.plan
+    written = (unit for unit in places.trained if unit in stage.units)
+    elements = sum(places.layout(unit, StateKind.TRAINABLE).numel for unit in written)
+    kinds = 1 + len(plan.update_rule.states)
+    return 4 * kinds * elements // plan.mesh.stage_ranks

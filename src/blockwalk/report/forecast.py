@@ -54,10 +54,13 @@ class Forecast:
     """Sentences on the tiers among them, and on the card."""
     device_free: int = 0
     """Bytes that are free on the accelerator; 0: there is none, or they are not known."""
+    copied: tuple[int, ...] = ()
+    """Bytes of host memory that each stage's ranks copy a checkpoint to, while it is written behind
+    the steps; empty: none is."""
 
     @property
     def program(self) -> Program:
-        return max(self.stages, key=process_memory.tensors)
+        return max(self.stages, key=self._held_bytes)
 
     @property
     def stages(self) -> tuple[Program, ...]:
@@ -68,7 +71,13 @@ class Forecast:
     @property
     def fullest(self) -> Program:
         """The program that holds more tensors: a step or a visit of held-out data."""
-        return max(filter(None, (self.program, self.visit)), key=process_memory.tensors)
+        return max(filter(None, (self.program, self.visit)), key=self._held_bytes)
+
+    def _held_bytes(self, program: Program) -> int:
+        return process_memory.tensors(program) + self._copied_bytes(program)
+
+    def _copied_bytes(self, program: Program) -> int:
+        return self.copied[program.stage] if self.copied else 0
 
     def simulated(self) -> Simulation | None:
         """Return the step on this machine; None where doctor has not measured it."""
@@ -80,7 +89,8 @@ class Forecast:
     def host_bytes(self) -> int:
         """Return bytes of tensors in a processor's own memory at the peak."""
         peaks = self.fullest.peaks()
-        return peaks[Pool.HOST] + (peaks[Pool.DEVICE] if self.device == "cpu" else 0)
+        in_memory = peaks[Pool.HOST] + (peaks[Pool.DEVICE] if self.device == "cpu" else 0)
+        return in_memory + self._copied_bytes(self.fullest)
 
     def process_bytes(self, before: int, opened: int | None = None) -> int:
         """Return bytes of the whole process at its peak, on a processor, where it held ``before``
@@ -91,7 +101,7 @@ class Forecast:
         )
         if opened is not None:
             opened += process_memory.step_growth(self.fullest, self.plan, description, self.model)
-        return max(peak, opened or 0)
+        return max(peak, opened or 0) + self._copied_bytes(self.fullest)
 
     def overview(self, steps: int, usual: Simulation | None = None) -> Iterator[str]:
         """Yield a run in the figures that decide about it: the process's memory, and the time of
@@ -169,6 +179,11 @@ class Forecast:
             )
         whose = "a step" if self.fullest is self.program else "an evaluation"
         yield f"  tensors at {whose}'s peak: {', '.join(self.pools())}"
+        if copied := self._copied_bytes(self.fullest):
+            yield (
+                f"  a checkpoint is written behind the steps: a copy of {human_bytes(copied)} lies"
+                " in host memory meanwhile (save_every)"
+            )
         if plan.budget is not None:
             place = " on the device" if self.device != "cpu" else ""
             yield f"  budget: {human_bytes(plan.budget)}{place}{self._share()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 
 
 def foresee(
-    run: RunConfig, shape: Shape, measured: UnitCosts, visit: tuple[Shape, int] | None = None
+    run: RunConfig,
+    shape: Shape,
+    measured: UnitCosts,
+    visit: tuple[Shape, int] | None = None,
+    steps: float = math.inf,
 ) -> Forecast:
     """Return the forecast of a run's training step at the shape of a micro-batch, read off the
     model's configuration alone: no weight is touched. Its plan has what this machine decides: see
@@ -32,8 +37,9 @@ def foresee(
     Args:
         visit: the shape of a batch of held-out data, and how many of them a visit of a block
             computes.
+        steps: the run's, as far as they are known.
     """
-    from blockwalk.program.compile import compile, compile_ranks
+    from blockwalk.program.compile import checkpoint_copies, compile, compile_ranks
 
     device = measured.device
     context = run.plan.mesh.context
@@ -61,7 +67,8 @@ def foresee(
             held_out = max(of_stages, key=process_memory.tensors)
     notes = (*settled.notes, *without_bfloat16(machine.card(device), plan, model))
     decided = (settled.names, notes, room.device_free)
-    return Forecast(plan, model, programs, device, costs, held_out, *decided)
+    copied = checkpoint_copies(plan, model, device=device) if run.saves_before(steps) else ()
+    return Forecast(plan, model, programs, device, costs, held_out, *decided, copied)
 
 
 def without_bfloat16(card: Card, plan: Plan, model: ModelSpec) -> Iterator[str]:

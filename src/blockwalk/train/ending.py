@@ -25,6 +25,11 @@ class Ending:
         """Whether the last step is done."""
         return self.walker.steps_done >= self.total
 
+    @property
+    def over(self) -> bool:
+        """Whether no step is left to do: the last one is done, or a signal has been heard."""
+        return self.reached or self.stopped_by is not None
+
     def end_here(self) -> None:
         """Make the step just done the last."""
         self.total = self.walker.steps_done

@@ -331,7 +331,9 @@ class Run:
             self.progress.say(reason)
 
     def _save(self) -> None:
-        self._tell("checkpoint", {"saved_to": str(self.checkpoints.save())})
+        """Save a checkpoint; the last one is not copied first, for no step comes after it."""
+        saved_to = self.checkpoints.save(wait=self.ending.over)
+        self._tell("checkpoint", {"saved_to": str(saved_to)})
 
     def _outcome(self) -> Outcome:
         """Save what was trained, and return the results of the run."""

@@ -187,7 +187,7 @@ def prepare(run: RunConfig) -> PreparedRun:
         if held_out.tokenizer is not None:
             require_all_blocks(plan, "data.eval, whose answers are generated,")
     visit = held_out.visit(plan.mesh.stage_ranks // plan.mesh.context) if held_out else None
-    foreseen = foresee(run, fullest, costs, visit)
+    foreseen = foresee(run, fullest, costs, visit, total)
     counts = {name: getattr(foreseen.plan, name) for name in ("resident", "together")}
     plan = override(plan, {**counts, **foreseen.choices()})
     usual = foreseen.simulated()

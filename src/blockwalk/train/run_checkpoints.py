@@ -8,6 +8,7 @@ from typing import Any
 
 from blockwalk.checkpoints import run_checkpoint
 from blockwalk.checkpoints.run_checkpoint import Checkpoint
+from blockwalk.program.resident_bytes import writes_behind
 from blockwalk.train.beginning import Beginning
 from blockwalk.train.logs import Logs
 from blockwalk.train.run_evaluations import RunEvaluations
@@ -32,12 +33,17 @@ class RunCheckpoints:
         every = self.beginning.config.save_every
         return self.evaluations.is_best(step) or (every > 0 and step % every == 0)
 
-    def save(self) -> Path:
+    def save(self, *, wait: bool) -> Path:
         """Write a checkpoint, with every line about the steps before it on the disk, and return its
         folder.
 
         Weights on a durable tier are not written again: with the ledger they are saved in every
-        step."""
+        step.
+
+        Args:
+            wait: whether nothing is left to be done meanwhile; else it is written behind the next
+                steps, where the plan does so.
+        """
         self.logs.metrics.sync()
         walker = self.walker
         config = self.beginning.config
@@ -48,7 +54,8 @@ class RunCheckpoints:
         if walker.ledger is None:
             checkpoint = Checkpoint(step, {"steps_done": step}, self._data(), settings)
             scalars = {run_checkpoint.SCALARS: run_checkpoint.scalars_text(checkpoint)}
-            walker.save_state(path, wait=not walker.plan.home.gathered, beside=scalars)
+            wait = wait or not writes_behind(walker.plan)
+            walker.save_state(path, wait=wait, beside=scalars)
             self.prune()
             return path
         has_weights = step > 0 and not walker.plan.trainable.tier.facts.durable
