@@ -249,6 +249,7 @@ def test_a_run_goes_on_with_other_stages(tmp_path: Path) -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"mesh.world": 3, "mesh.pipeline": 2}, "do not divide mesh.world, 3 ranks"),
+    ({"mesh.world": 1, "mesh.pipeline": 2}, "do not divide mesh.world, 1 rank; --nproc-per-node"),
     ({"mesh.world": 4, "mesh.pipeline": 2, "pipeline.blocks": [1, 2, 3]}, "2×1 = 2 chunks"),
     ({"pipeline.chunks": 2}, "there is one stage"),
     (
@@ -300,3 +301,5 @@ def test_bad_stages_are_refused_with_numbers() -> None:
             method("zero3", **settings)
     with refused(ValueError, "mesh.pipeline is 2", "set mesh.pipeline: 1"):
         method("zo2", **{"mesh.world": 2, "mesh.pipeline": 2})
+    with refused(ValueError, "mesh.pipeline is 2", "hzp", "frozen: device × int4a × node"):
+        method("mebp", **{"mesh.world": 2, "mesh.pipeline": 2})

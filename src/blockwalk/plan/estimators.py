@@ -44,6 +44,12 @@ class HomeFacts:
 def _against_masters(plan: Any) -> Iterator[str]:
     no_gather = "one process gathers no parameters that it could keep"
     yield from must_be(plan, "cache.tier", "none", no_gather)
+    if plan.mesh.pipeline > 1:
+        yield (
+            f"mesh.pipeline is {plan.mesh.pipeline}, and its masters, with their checkpoints, are"
+            " one process's: stages take rows that spread them. method: hzp with frozen: device ×"
+            " int4a × node keeps a stage's frozen weights in 4 bits"
+        )
     if plan.mesh.world > 1:
         yield (
             f"it trains on one rank, and there are {plan.mesh.world}; use fcdp or hzp (or zero3,"
@@ -197,13 +203,6 @@ def _against_pipeline(plan: Any) -> Iterator[str]:
         yield from must_be(plan, "pipeline.blocks", (), one)
         yield from must_be(plan, "pipeline.reuse", True, one)
         yield from must_be(plan, "pipeline.shared_sums", False, one)
-        return
-    if mesh.world % stages:
-        yield (
-            f"mesh.pipeline is {stages}, and so many stages have as many ranks each: they do not"
-            f" divide mesh.world, {counted(mesh.world, 'rank')}; start a multiple of them, or set"
-            " mesh.pipeline: 1"
-        )
         return
     node = mesh.ranks_per_node
     if max(mesh.stage_ranks, node) % min(mesh.stage_ranks, node):

@@ -342,8 +342,16 @@ PLACED = ("frozen", "trainable", "gradient", "optimizer_state", "activation")
 def _groups(plan: Plan) -> Iterator[str]:
     """Yield the placements whose group is none of the mesh, or does not nest with those of the
     other kinds of state."""
-    sizes = group_sizes(plan.mesh)
-    make_axes(plan.mesh)  # refuses groups that do not nest
+    mesh = plan.mesh
+    if mesh.world % mesh.pipeline:
+        yield (
+            f"mesh.pipeline is {mesh.pipeline}, and so many stages have as many ranks each: they do"
+            f" not divide mesh.world, {counted(mesh.world, 'rank')}; start a multiple of them"
+            " (--nproc-per-node), or set mesh.pipeline: 1"
+        )
+        return
+    sizes = group_sizes(mesh)
+    make_axes(mesh)  # refuses groups that do not nest
     groups = ", ".join(f"{name} ({ranks})" for name, ranks in sizes.items())
     for kind in PLACED:
         placement: Placement = getattr(plan, kind)
