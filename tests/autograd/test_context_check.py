@@ -15,6 +15,7 @@ from blockwalk.data import batch as batches
 from blockwalk.numerics.rule_mask import RuleMask
 from blockwalk.numerics.sequence_part import PartMask, SequencePart
 from blockwalk.plan.methods import method
+from blockwalk.plan.row_order import RowOrder
 from blockwalk.walk import context_check
 from tests.models import tiny_model
 from tests.support.architectures import TABLE
@@ -90,8 +91,8 @@ def test_two_mutants_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     study()
     columns = batches.columns
 
-    def cut_before_shift(batch: batches.Batch, count: int, number: int) -> batches.Batch:
-        part = dict(columns(batch, count, number))
+    def cut_before_shift(batch: batches.Batch, order: RowOrder, number: int) -> batches.Batch:
+        part = dict(columns(batch, order, number))
         part["labels"] = part["labels"].clone()
         part["labels"][:, -1] = -100
         return part
@@ -103,7 +104,7 @@ def test_two_mutants_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def local(part: SequencePart, rule: Any, rows: int, device: Any) -> PartMask:
         mask = PartMask.of(part, rule, rows, device)
-        mask.of_part = RuleMask([(rule, rows)], (0, part.tokens), mask.keys, device)
+        mask.of_part = RuleMask([(rule, rows)], [slice(0, part.order.tokens)], mask.keys, device)
         return mask
 
     with monkeypatch.context() as patch:

@@ -245,7 +245,9 @@ def test_attention_by_documents_is_that_under_the_mask(
     shown = mask
     if row != "short":
         monkeypatch.setattr(documents, "LONG_ROW", 100)
-        shown = RuleMask([(lambda _, head, q, k: mask[0, 0][q, k], 1)], (0, 192), (0, 192), "cpu")
+        shown = RuleMask(
+            [(lambda _, head, q, k: mask[0, 0][q, k], 1)], [slice(0, 192)], (0, 192), "cpu"
+        )
     with mode:
         out = F.scaled_dot_product_attention(
             **given, attn_mask=shown, scale=0.3, enable_gqa=key_heads < 4

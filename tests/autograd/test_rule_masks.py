@@ -136,7 +136,7 @@ def test_attention_by_tiles_is_attention_under_the_whole_mask(
 ) -> None:
     monkeypatch.setattr(rule_mask, "TILE_ELEMENTS", 1)
     queries = 200
-    mask = RuleMask([(rule, 2)], (offset, queries), (0, queries + offset), "cpu")
+    mask = RuleMask([(rule, 2)], [slice(offset, offset + queries)], (0, queries + offset), "cpu")
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, queries, 8, generator=generator, requires_grad=True)
     key = torch.randn(2, key_heads, queries + offset, 8, generator=generator, requires_grad=True)
@@ -158,7 +158,7 @@ def test_attention_by_tiles_is_attention_under_the_whole_mask(
 
 
 def test_what_reads_a_mask_as_a_tensor_gets_its_elements() -> None:
-    mask = RuleMask([(rule, 2)], (0, 40), (0, 40), "cpu")
+    mask = RuleMask([(rule, 2)], [slice(0, 40)], (0, 40), "cpu")
     places = torch.arange(40)
     rows = torch.arange(2).view(2, 1, 1, 1)
     elements = rule(rows, rows, places[:, None], places[None])
@@ -171,7 +171,7 @@ def test_what_reads_a_mask_as_a_tensor_gets_its_elements() -> None:
     assert isinstance(twice, RuleMask)
     assert torch.equal(twice.whole(), torch.cat([elements, elements]))
     assert torch.equal(mask, mask)
-    assert not torch.equal(mask, RuleMask([(rule, 2)], (1, 40), (0, 40), "cpu"))
+    assert not torch.equal(mask, RuleMask([(rule, 2)], [slice(1, 41)], (0, 40), "cpu"))
 
 
 @pytest.mark.parametrize("family", ["padded", "sliding"])
@@ -194,7 +194,7 @@ def test_narrow_attention_under_a_rule_has_few_shapes_and_no_whole_mask(
     monkeypatch.setattr(row_tiles, "multiplied_in", lambda dtype: getattr(torch, products))
     monkeypatch.setattr(rule_mask, "TILE_ELEMENTS", 1)
     generator = torch.Generator().manual_seed(0)
-    mask = RuleMask([(rule, 2)], (0, TOKENS), (0, TOKENS), "cpu")
+    mask = RuleMask([(rule, 2)], [slice(0, TOKENS)], (0, TOKENS), "cpu")
     leaves = [
         torch.randn(2, 2, TOKENS, 8, generator=generator).bfloat16().requires_grad_()
         for _ in range(3)
@@ -216,8 +216,26 @@ def test_narrow_attention_under_a_rule_has_few_shapes_and_no_whole_mask(
 
 
 def test_a_lengthened_mask_hides_what_is_appended() -> None:
-    mask = RuleMask([(rule, 2)], (0, 40), (0, 40), "cpu").lengthened(8)
+    mask = RuleMask([(rule, 2)], [slice(0, 40)], (0, 40), "cpu").lengthened(8)
     elements = mask.whole()
     assert mask.shape == (2, 1, 48, 48)
     assert not elements[..., 40:].any()
     assert elements[:, :, 40:, :40].all()
+
+
+@pytest.mark.parametrize("queries", [[slice(0, 2048)], [slice(512, 1024), slice(3072, 3584)]])
+def test_a_foreseen_tile_sees_its_window(queries: list[slice]) -> None:
+    """Closed form: a tile of 512 queries sees itself and the window before it."""
+    window = 300
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key > query - window)
+
+    mask = RuleMask([(seen, 1)], queries, (0, 4096), "cpu")
+    spans = mask.foreseen_spans()
+    firsts = [begin for piece in queries for begin in range(piece.start, piece.stop, 512)]
+    expected = [(max(0, (first - window + 1) // 128 * 128), first + 512) for first in firsts]
+    assert [(span.keys.start, span.keys.stop) for span in spans] == expected
+    assert [(span.queries, span.keys) for span in mask.spans()] == [
+        (span.queries, span.keys) for span in spans
+    ]

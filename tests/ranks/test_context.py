@@ -3,14 +3,16 @@ neighbours in its row, no parts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from blockwalk.data.batch import columns
+from blockwalk.data.batch import columns, row_order
 from blockwalk.plan.methods import method
+from blockwalk.plan.row_order import part_tokens
 from blockwalk.plan.sizes import Tiling
 from blockwalk.walk.walker import Walker
 from tests.support.messages import refused
@@ -44,8 +46,8 @@ def test_two_ranks_with_parts_of_sequences_are_one_process() -> None:
             ("llama4_text", False, "zeropp", "heads", 2),
             ("deepseek_v3", True, "mics", "keys", 2),
             ("mixtral", False, "fcdp", "keys", 2),
-            ("gpt2", False, "mics", "heads", 2),
-            ("opt", True, "hzp", "keys", 2),
+            ("gpt2", True, "mics", "heads", 2),
+            ("opt", False, "hzp", "keys", 2),
         ],
     )
 
@@ -64,26 +66,33 @@ def test_four_ranks_share_rows_and_parts() -> None:
 
 
 def test_parts_are_computed_by_tiles() -> None:
-    """Parts of 145 tokens, of rows of 290 and 211, by tiles of 64 positions."""
+    """Parts of 146 tokens, of rows of 290 and 211, by tiles of 64 positions."""
     cases = [("gemma3_text", True, "zero3", "keys", 2), ("llama", False, "hzp", "heads", 2)]
     mesh = {"world": 2, "ranks_per_node": 2, "context": 2}
     assert method("hzp", mesh=mesh, sequence_tile=64).tiling("cpu") == Tiling(64, 64)
     check(2, cases, batches=LONG_BATCHES, sequence_tile=64)
 
 
-def test_parts_are_the_row() -> None:
-    """Closed form: each token of a row is in one part, with the label of the token after it."""
-    rows = documents(3, [11, 11])
-    batch = packed(rows) | {"attention_mask": torch.ones(1, 22, dtype=torch.int64)}
-    parts = [columns(batch, 4, number) for number in range(4)]
+@pytest.mark.parametrize("lay", [padded, packed])
+def test_parts_are_the_row(lay: Callable[[list[Tensor]], dict[str, Tensor]]) -> None:
+    """Closed form: each token of a row is in one part, beside the label of the token after it; of a
+    causal row all parts see as many pairs of tokens, packed documents stay in order."""
+    batch = lay(documents(3, [22] if lay is padded else [11, 11]))
+    order = row_order(batch, 4, part_tokens(22, 4))
+    parts = [columns(batch, order, number) for number in range(4)]
+    pieces = [order.pieces(number) for number in range(4)]
+    places = torch.cat([torch.arange(24)[piece] for of_part in pieces for piece in of_part])
     ids = torch.cat([part["input_ids"] for part in parts], 1)
     after = torch.cat([part["labels"][:, 1:] for part in parts], 1)
-    assert torch.equal(ids[:, :22], batch["input_ids"])
-    assert torch.equal(after[:, :21], batch["labels"][:, 1:])
-    assert after[:, 21:].eq(-100).all()
+    assert places.sort().values.tolist() == list(range(24))
+    assert torch.equal(ids[:, places.argsort()][:, :22], batch["input_ids"])
+    assert torch.equal(after[:, places.argsort()][:, :21], batch["labels"][:, 1:])
+    assert after[:, places.argsort()][:, 21:].eq(-100).all()
+    pairs = (places + 1).view(4, 6).sum(1)
+    assert pairs.tolist() == ([75] * 4 if lay is padded else [21, 57, 93, 129])
     for part in parts:
-        assert part["attention_mask"].shape == (1, 24)
-        assert part["attention_mask"].sum() == 22
+        whole = part["attention_mask"] if lay is padded else part["position_ids"]
+        assert whole.shape == (1, 24)
 
 
 def _unlike(rank: int) -> str:

@@ -66,7 +66,7 @@ def masks_of_rows(part: SequencePart) -> Iterator[None]:
             padding_BS = padding_BS.bool()
         elif part.position_ids_BS is not None and position_ids is not None:
             documents = masks.find_packed_sequence_indices(part.position_ids_BS)
-        return False, padding_BS, documents, part.tokens, part.tokens * part.count, part.begin, 0
+        return False, padding_BS, documents, part.order.tokens, part.order.length, 0, 0
 
     def in_documents(rule: Any, _positions_Bs: Tensor) -> Any:
         return originals[_POSITIONS](rule, part.position_ids_BS)

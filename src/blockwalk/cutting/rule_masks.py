@@ -74,7 +74,8 @@ def long_masks_as_rules() -> Iterator[None]:
         if padding is not None:
             rule = masks.and_masks(rule, masks.padding_mask_function(padding))
         device = other.get("device", "cpu")
-        return RuleMask([(rule, batch_size)], (q_offset, q_length), (kv_offset, kv_length), device)
+        queries = [slice(q_offset, q_offset + q_length)]
+        return RuleMask([(rule, batch_size)], queries, (kv_offset, kv_length), device)
 
     makers["sdpa"] = rule_or_mask
     try:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockwalk.plan.losses import IGNORE
+from blockwalk.plan.row_order import RowOrder
 from blockwalk.plan.words import counted
 
 Batch = Mapping[str, Tensor]
@@ -68,26 +69,32 @@ def micro_batches(batch: Batch, count: int) -> list[Batch]:
     return [{key: parts[key][m] for key in parts} for m in range(count)]
 
 
-def columns(batch: Batch, count: int, number: int) -> Batch:
-    """Return one of ``count`` equal parts of the sequences of a batch, tensors [B, S].
+def row_order(batch: Batch, count: int, tokens: int) -> RowOrder:
+    """Return the order in which ``count`` ranks share out a batch's sequences, for parts of so many
+    ``tokens``. The batch may be of whole sequences or of a part of each."""
+    return RowOrder(count, tokens, folded="position_ids" not in batch)
 
-    Its ``input_ids`` are [B, s]; ``labels`` [B, s + 1], for the token after the part is what its
-    last one predicts. Mask and positions stay those of whole sequences. These are first filled up
-    on the right to a multiple of ``count`` tokens, of which nothing is learnt."""
+
+def columns(batch: Batch, order: RowOrder, number: int) -> Batch:
+    """Return one of the equal parts of the sequences of a batch, tensors [B, S].
+
+    Its ``input_ids`` are [B, s]; ``labels`` [B, s + 1], each beside the token that predicts it:
+    after the first of a sequence, of which nothing is learnt, those of the tokens after the part's
+    own. Mask and positions stay those of whole sequences. These are first filled up on the right
+    to the length of the order, with tokens of which nothing is learnt."""
     length = batch["input_ids"].shape[1]
-    tokens = -(-length // count)
     fills = {"labels": IGNORE}
     whole = {
-        name: F.pad(tensor_BS, (0, tokens * count - length), value=fills.get(name, 0))
+        name: F.pad(tensor_BS, (0, order.length - length), value=fills.get(name, 0))
         for name, tensor_BS in batch.items()
     }
-    begin = number * tokens
-    end = begin + tokens
-    labels_BS = F.pad(whole["labels"], (0, 1), value=IGNORE)
+    pieces = order.pieces(number)
+    predicted_BS = F.pad(whole["labels"][:, 1:], (0, 1), value=IGNORE)
+    labels = [predicted_BS[:, piece] for piece in pieces]
     return {
         **whole,
-        "input_ids": whole["input_ids"][:, begin:end],
-        "labels": labels_BS[:, begin : end + 1],
+        "input_ids": torch.cat([whole["input_ids"][:, piece] for piece in pieces], 1),
+        "labels": F.pad(torch.cat(labels, 1), (1, 0), value=IGNORE),
     }
 
 

@@ -6,7 +6,7 @@ B batch, H heads, Q queries, K keys, D features of a head, E those of a value, T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from blockwalk.numerics.lazy_parameter import METADATA
 from blockwalk.numerics.row_tiles import filled, narrow, of_float32
@@ -48,12 +49,12 @@ class RuleMask(Tensor):
 
     Args:
         rules: the rule of some rows of the batch, and their number; one after the other they are B.
-        queries: the number of the first query, and of all.
+        queries: the numbers of the queries, in pieces, which ascend.
         keys: the number of the first key, and of all.
     """
 
     rules: Sequence[tuple[Rule, int]]
-    queries: tuple[int, int]
+    queries: tuple[slice, ...]
     keys: tuple[int, int]
     _spans: list[Span] | None
     _lengthened: dict[int, RuleMask]
@@ -62,16 +63,17 @@ class RuleMask(Tensor):
     def __new__(
         cls,
         rules: Sequence[tuple[Rule, int]],
-        queries: tuple[int, int],
+        queries: Sequence[slice],
         keys: tuple[int, int],
         device: torch.device | str,
     ) -> RuleMask:
-        shape = (sum(rows for _, rows in rules), 1, queries[1], keys[1])
+        count = sum(piece.stop - piece.start for piece in queries)
+        shape = (sum(rows for _, rows in rules), 1, count, keys[1])
         mask: RuleMask = Tensor._make_wrapper_subclass(
             cls, shape, dtype=torch.bool, device=torch.device(device)
         )
         mask.rules = rules
-        mask.queries = queries
+        mask.queries = tuple(queries)
         mask.keys = keys
         mask._spans = None
         mask._lengthened = {}
@@ -81,7 +83,8 @@ class RuleMask(Tensor):
         """Return the mask with so many queries and keys appended. No query sees an appended key,
         and appended queries see all others, which gives them numbers."""
         if tokens not in self._lengthened:
-            queries = (self.queries[0], self.queries[1] + tokens)
+            last = self.queries[-1]
+            queries = (*self.queries[:-1], slice(last.start, last.stop + tokens))
             keys = (self.keys[0], self.keys[1] + tokens)
             rules = [(self._guarded(rule), rows) for rule, rows in self.rules]
             self._lengthened[tokens] = RuleMask(rules, queries, keys, self.device)
@@ -89,7 +92,7 @@ class RuleMask(Tensor):
 
     def _guarded(self, rule: Rule) -> Rule:
         """Return a rule that is asked for this mask's own queries and keys alone."""
-        end_query = sum(self.queries)
+        end_query: int = self.queries[-1].stop
         end_key = sum(self.keys)
 
         def guarded(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -100,20 +103,25 @@ class RuleMask(Tensor):
 
     def elements(self, queries: slice, keys: slice) -> Tensor:
         """Return the elements of some queries and keys, [B, 1, T, K]."""
-        query_T1 = self._numbers(self.queries[0], queries)[:, None]
-        key_1K = self._numbers(self.keys[0], keys)[None]
+        return self._seen(self._query_numbers(queries), keys)
+
+    def _seen(self, query_T: Tensor, keys: slice) -> Tensor:
+        """Return the elements of queries by their numbers and of some keys, [B, 1, T, K]."""
+        query_T1 = query_T[:, None]
+        key_1K = self._key_numbers(keys)[None]
         parts = []
         for rule, rows in self.rules:
             row_B111 = torch.arange(rows, device=self.device).view(-1, 1, 1, 1)
             seen = rule(row_B111, row_B111.new_zeros(1, 1, 1, 1), query_T1, key_1K)
-            parts.append(seen.expand(rows, 1, len(query_T1), key_1K.shape[1]))
+            parts.append(seen.expand(rows, 1, len(query_T), key_1K.shape[1]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def among(self, places_nL: Tensor) -> Tensor:
         """Return whether tokens of the one row see one another, [n, L, L], for n groups of L
         places."""
         ((rule, _),) = self.rules
-        query_nL1 = places_nL[:, :, None] + self.queries[0]
+        (queries,) = self.queries
+        query_nL1 = places_nL[:, :, None] + queries.start
         key_n1L = places_nL[:, None, :] + self.keys[0]
         nought = torch.zeros((), dtype=torch.long, device=places_nL.device)
         return rule(nought, nought, query_nL1, key_n1L)
@@ -132,41 +140,62 @@ class RuleMask(Tensor):
 
     def whole(self) -> Tensor:
         """Return all elements as an ordinary tensor."""
-        return self.elements(slice(0, self.queries[1]), slice(0, self.keys[1]))
+        return self.elements(slice(0, self.shape[2]), slice(0, self.keys[1]))
 
     def spans(self) -> list[Span]:
         """Return the tiles of queries, and the keys that each sees. The rule answers for every pair
         once, and the device once for all tiles."""
         if self._spans is None:
             tiles = self._tiles()
-            edges = torch.stack([self._edges(queries) for queries in tiles])
+            keys = slice(0, self.keys[1])
+            edges = torch.stack(
+                [self._edges(self.elements(tile, keys).flatten(0, 2)) for tile in tiles]
+            )
             self._spans = [
                 Span(queries, slice(begin, end), seen_by_all)
                 for queries, (begin, end, seen_by_all) in zip(tiles, edges.tolist(), strict=True)
             ]
         return self._spans
 
-    def causal_spans(self) -> list[Span]:
-        """Return tiles whose queries see every key before them: the most that a causal rule lets
-        them see, where its elements are not known."""
-        offset = self.queries[0] - self.keys[0]
-        return [
-            Span(queries, slice(0, min(self.keys[1], queries.stop + offset)), 0)
-            for queries in self._tiles()
-        ]
+    def foreseen_spans(self) -> list[Span]:
+        """Return the tiles of a run that is foreseen: a tile's first and last query tell the keys
+        that it sees, which saves most of the rule's answers."""
+        count = self.keys[1]
+        foreseen = []
+        with _disable_current_modes():  # numbers, though the tensors at hand have none
+            for tile in self._tiles():
+                ends = [slice(tile.start, tile.start + 1), slice(tile.stop - 1, tile.stop)]
+                numbers = torch.cat([self._query_numbers(end) for end in ends])
+                seen_RK = self._seen(numbers, slice(0, count)).flatten(0, 2)
+                begin, end, _ = self._edges(seen_RK).tolist()
+                foreseen.append(Span(tile, slice(begin, end), 0))
+        return foreseen
 
     def _tiles(self) -> list[slice]:
+        """Return the places of tiles of queries, none of them in two pieces."""
+        return [
+            slice(begin, end)
+            for places, _ in self._placed_queries()
+            for begin, end in spans(places.start, places.stop, self._tile_size())
+        ]
+
+    def _tile_size(self) -> int:
         a_query = max(1, self.shape[0] * self.keys[1])
         fitting = TILE_ELEMENTS // a_query // LEAST_QUERIES * LEAST_QUERIES
-        queries = min(MOST_QUERIES, max(LEAST_QUERIES, fitting))
-        total = self.queries[1]
-        return [slice(begin, min(begin + queries, total)) for begin in range(0, total, queries)]
+        return min(MOST_QUERIES, max(LEAST_QUERIES, fitting))
 
-    def _edges(self, queries: slice) -> Tensor:
-        """Return the first key that a tile sees, the one after its last, and the keys from there on
-        that all see: int64 [3]."""
+    def _placed_queries(self) -> Iterator[tuple[slice, int]]:
+        """Yield the places of each piece of the queries, and what their numbers are beyond."""
+        begin = 0
+        for piece in self.queries:
+            end = begin + piece.stop - piece.start
+            yield slice(begin, end), piece.start - begin
+            begin = end
+
+    def _edges(self, seen_RK: Tensor) -> Tensor:
+        """Return the first key that some queries see, the one after their last, and the keys from
+        there on that all see: int64 [3]."""
         count = self.keys[1]
-        seen_RK = self.elements(queries, slice(0, count)).flatten(0, 2)
         any_K = seen_RK.any(0).long()
         begin = any_K.argmax() // KEYS_STEP * KEYS_STEP
         end = count - any_K.flip(0).argmax()
@@ -185,7 +214,17 @@ class RuleMask(Tensor):
         rest_BTK = self.elements(span.queries, slice(begin, span.keys.stop))
         return F.pad(rest_BTK, (span.seen_by_all, 0), value=True)
 
-    def _numbers(self, begin: int, part: slice) -> Tensor:
+    def _query_numbers(self, part: slice) -> Tensor:
+        """Return the numbers of the queries at some places."""
+        numbers = [
+            torch.arange(max(part.start, places.start), min(part.stop, places.stop)) + offset
+            for places, offset in self._placed_queries()
+            if places.start < part.stop and part.start < places.stop
+        ]
+        return torch.cat(numbers).to(self.device)
+
+    def _key_numbers(self, part: slice) -> Tensor:
+        begin = self.keys[0]
         return torch.arange(begin + part.start, begin + part.stop, device=self.device)
 
     @classmethod
@@ -235,7 +274,8 @@ def _is_all_of(mask: Any, index: Any) -> bool:
 def _concatenated(masks: Sequence[Tensor]) -> Tensor:
     """Return masks of several batches as that of all their rows."""
     alike = [mask for mask in masks if isinstance(mask, RuleMask)]
-    if len(alike) < len(masks) or len({(mask.queries, mask.keys) for mask in alike}) > 1:
+    pairs = [(mask.queries, mask.keys) for mask in alike]
+    if len(alike) < len(masks) or any(pair != pairs[0] for pair in pairs):
         return torch.cat([_as_tensors(mask) for mask in masks])
     rules = [part for mask in alike for part in mask.rules]
     return RuleMask(rules, alike[0].queries, alike[0].keys, alike[0].device)
@@ -311,7 +351,7 @@ class _Tiled(torch.autograd.Function):
         ctx.save_for_backward(query_BHQD, key_BHKD, value_BHKE)
         ctx.mask = mask
         ctx.options = options
-        ctx.spans = mask.causal_spans() if _is_unknown(query_BHQD) else mask.spans()
+        ctx.spans = mask.foreseen_spans() if _is_unknown(query_BHQD) else mask.spans()
         batch, heads, queries, _ = query_BHQD.shape
         # in the order of memory that kernels answer in, and models read
         out_BHQE = query_BHQD.new_empty((batch, queries, heads, value_BHKE.shape[-1]))

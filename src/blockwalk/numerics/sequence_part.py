@@ -10,8 +10,9 @@ c parts, B batch, H heads, G heads of keys, s tokens of a part, S = c·s, D feat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.rule_mask import Rule, RuleMask
+from blockwalk.plan.row_order import RowOrder
 
 Attention = Callable[..., tuple[Tensor, Any]]
 """An attention function of transformers: (module, query, key, value, mask, ...)."""
@@ -39,33 +41,36 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class SequencePart:
-    """One of ``count`` equal parts of the rows of a batch, in order."""
+    """One of the equal parts of the rows of a batch."""
 
     number: int
-    count: int
+    order: RowOrder
     way: str
     """The way of attention: keys, heads, or auto: the one that sends fewer bytes."""
     exchange: Exchange
-    tokens: int
-    """Tokens of a part, s."""
     attention_mask_BS: Tensor | None = None
     """The mask of whole rows, where the batch has one."""
     position_ids_BS: Tensor | None = None
     """The positions of whole rows, where the batch has some."""
 
     @property
-    def begin(self) -> int:
-        """The number of the part's first token in its row."""
-        return self.number * self.tokens
+    def count(self) -> int:
+        """The number of parts, c."""
+        return self.order.count
+
+    @property
+    def pieces(self) -> list[slice]:
+        """The part's own tokens in its row."""
+        return self.order.pieces(self.number)
 
     def inputs(self, ids_Bs: Tensor) -> dict[str, Tensor]:
         """Return the positions of the part's own tokens, as a model takes them: those of documents,
-        or those in the row with a mask, without which they would be read as a document's."""
-        end = self.begin + self.tokens
+        or those in the row with a mask, without which they would be read as documents'."""
         if self.position_ids_BS is not None:
-            return {"position_ids": self.position_ids_BS[:, self.begin : end]}
-        places_s = torch.arange(self.begin, end, device=ids_Bs.device)
-        positions_Bs = places_s.expand(len(ids_Bs), -1)
+            of_pieces = [self.position_ids_BS[:, piece] for piece in self.pieces]
+            return {"position_ids": torch.cat(of_pieces, 1)}
+        places = [torch.arange(piece.start, piece.stop) for piece in self.pieces]
+        positions_Bs = torch.cat(places).to(ids_Bs.device).expand(len(ids_Bs), -1)
         return {"position_ids": positions_Bs, "attention_mask": torch.ones_like(ids_Bs)}
 
     def mask(self, rule: Rule, rows: int, device: torch.device | str) -> PartMask:
@@ -104,7 +109,7 @@ class SequencePart:
             return False
         gathered = key[0].numel() + value[0].numel()
         repeats = self.count // math.gcd(key.shape[1], self.count)
-        answers = heads * self.tokens * value.shape[-1]
+        answers = heads * self.order.tokens * value.shape[-1]
         swapped = query[0].numel() + repeats * gathered + answers
         return swapped < self.count * gathered
 
@@ -113,9 +118,24 @@ class SequencePart:
         sizes = [part.numel() for part in parts]
         all_cP = self.exchange.gather(torch.cat([part.reshape(-1) for part in parts]))
         return [
-            torch.cat([piece_P.view(part.shape) for piece_P in all_cN], dim=2)
+            self._row([piece_P.view(part.shape) for piece_P in all_cN])
             for part, all_cN in zip(parts, torch.split(all_cP, sizes, dim=1), strict=True)
         ]
+
+    def _row(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return whole rows [B, G, S, D] of all parts, [B, G, s, D]."""
+        pieces = [
+            (tokens.start, piece)
+            for number, part in enumerate(parts)
+            for tokens, piece in self._pieces_of(part, number)
+        ]
+        return torch.cat([piece for _, piece in sorted(pieces, key=itemgetter(0))], dim=2)
+
+    def _pieces_of(self, part: Tensor, number: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield each piece of a part, [B, G, s, D], with its tokens in its row."""
+        pieces = self.order.pieces(number)
+        sizes = [tokens.stop - tokens.start for tokens in pieces]
+        return zip(pieces, torch.split(part, sizes, dim=2), strict=True)
 
     def _attend_by_heads(
         self,
@@ -148,13 +168,17 @@ class SequencePart:
         sent_cP = torch.cat([piece.reshape(self.count, -1) for piece in pieces], dim=1)
         swapped = torch.split(self.exchange.swap(sent_cP), sizes, dim=1)
         return [
-            torch.cat([row_P.view(piece.shape[1:]) for row_P in rows_cP], dim=2)
+            self._row([row_P.view(piece.shape[1:]) for row_P in rows_cP])
             for piece, rows_cP in zip(pieces, swapped, strict=True)
         ]
 
     def _of_tokens(self, rows_BSHE: Tensor) -> Tensor:
         """Return the part's own tokens of all heads, [B, s, H, E], from whole rows of some."""
-        pieces = torch.stack(rows_BSHE.chunk(self.count, 1))
+        parts = [
+            torch.cat([rows_BSHE[:, tokens] for tokens in self.order.pieces(number)], dim=1)
+            for number in range(self.count)
+        ]
+        pieces = torch.stack(parts)
         swapped_cP = self.exchange.swap(pieces.reshape(self.count, -1))
         return torch.cat([row_P.view(pieces.shape[1:]) for row_P in swapped_cP], dim=2)
 
@@ -179,13 +203,13 @@ class PartMask(RuleMask):
     @classmethod
     def of(cls, part: SequencePart, rule: Rule, rows: int, device: torch.device | str) -> PartMask:
         rules = [(rule, rows)]
-        queries = (part.begin, part.tokens)
-        keys = (0, part.tokens * part.count)
-        mask = cls(rules, queries, keys, device)
+        length = part.order.length
+        keys = (0, length)
+        mask = cls(rules, part.pieces, keys, device)
         assert isinstance(mask, PartMask)
         mask.part = part
-        mask.of_part = RuleMask(rules, queries, keys, device)
-        mask.of_row = RuleMask(rules, keys, keys, device)
+        mask.of_part = RuleMask(rules, part.pieces, keys, device)
+        mask.of_row = RuleMask(rules, [slice(0, length)], keys, device)
         return mask
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.mesh import ENDS, PIPELINE, make_axes, named, share_by_axis, work_axes
 from blockwalk.plan.placement import StateKind
+from blockwalk.plan.row_order import part_tokens
 
 
 class OpKind(StrEnum):
@@ -147,7 +148,7 @@ class Shape:
 
     def part(self, count: int) -> Shape:
         """Return the shape of one of so many equal parts of the sequences."""
-        return Shape(self.batch, -(-self.sequence // count))
+        return Shape(self.batch, part_tokens(self.sequence, count)) if count > 1 else self
 
 
 Bytes = tuple[tuple[Pool, int], ...]

@@ -15,11 +15,13 @@ from blockwalk.data.batch import (
     columns,
     micro_batches,
     require_ids,
+    row_order,
 )
 from blockwalk.data.packing import cut_padding, pack_batch
 from blockwalk.numerics.device import sent
 from blockwalk.numerics.sequence_part import SequencePart
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.row_order import part_tokens
 from blockwalk.program.program import Shape
 from blockwalk.ranks.exchange import CountedExchange
 from blockwalk.ranks.groups import Groups
@@ -70,10 +72,9 @@ class RowPlace:
         on_device = {name: sent(tensor, device) for name, tensor in batch.items()}
         part = SequencePart(
             self.number,
-            self.count,
+            row_order(batch, self.count, batch["input_ids"].shape[1]),
             self.way,
             self.exchange,
-            batch["input_ids"].shape[1],
             attention_mask_BS=on_device.pop("attention_mask", None),
             position_ids_BS=on_device.pop("position_ids", None),
         )
@@ -126,8 +127,13 @@ def parts_of(
     shape = Shape(rows, -(-parts[0]["input_ids"].numel() // rows)).part(context)
     parts = [cut_padding(batch, unmask=plan.loss_facts.by_chunks) for batch in parts]
     if context > 1:
-        parts = [columns(batch, context, part) for batch in parts]
+        parts = [_columns(batch, context, part) for batch in parts]
     return BatchParts(parts, shape, tokens, copies)
+
+
+def _columns(batch: Batch, count: int, number: int) -> Batch:
+    tokens = part_tokens(batch["input_ids"].shape[1], count)
+    return columns(batch, row_order(batch, count, tokens), number)
 
 
 def _on(batch: Batch, device: torch.device, hides_unseen: bool) -> Batch:

@@ -26,8 +26,10 @@ from blockwalk.data import batch as batches
 from blockwalk.data.batch import Batch, loss_tokens
 from blockwalk.numerics import rule_mask, sequence_part
 from blockwalk.numerics.sequence_part import SequencePart
+from blockwalk.plan import row_order
 from blockwalk.plan.losses import IGNORE
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.row_order import part_tokens
 from blockwalk.program.state_sizes import epilogue_reads
 from blockwalk.system import cache
 from blockwalk.system.out_of_memory import is_out_of_memory
@@ -88,7 +90,7 @@ def require_parts(model: StrPath | nn.Module, plan: Plan) -> None:
             )
 
 
-_ROOMS = (batches, rule_mask, sequence_part)
+_ROOMS = (batches, row_order, rule_mask, sequence_part)
 _SOURCES = cache.source_key(*(room.__file__ for room in _ROOMS), __file__)
 
 
@@ -200,10 +202,10 @@ def _walk_parts(
         for part, prologue, of_part in zip(parts, prologues, hidden, strict=True)
     ]
     real = _real_tokens(batch)
-    states = [
-        torch.cat(of_block, dim=1)[:, : real.shape[1]][real]
-        for of_block in zip(*hidden, strict=True)
-    ]
+    pieces = [tokens for part in parts for tokens in part["part"].pieces]
+    places_S = torch.cat([torch.arange(tokens.start, tokens.stop) for tokens in pieces])
+    order_S = places_S.argsort()[: real.shape[1]]
+    states = [torch.cat(of_block, 1)[:, order_S][real] for of_block in zip(*hidden, strict=True)]
     loss = torch.stack(losses).sum() / loss_tokens(batch)
     return _walked(loss, states, leaves, shared)
 
@@ -295,13 +297,14 @@ class _Board:
 
     def part(self, batch: Batch, number: int, way: str) -> Any:
         """Return one part of a batch, as a rank's walker has it."""
-        tensors = dict(batches.columns(batch, self.count, number))
+        tokens = part_tokens(batch["input_ids"].shape[1], self.count)
+        order = batches.row_order(batch, self.count, tokens)
+        tensors = dict(batches.columns(batch, order, number))
         part = SequencePart(
             number,
-            self.count,
+            order,
             way,
             _BoardExchange(self, number),
-            tensors["input_ids"].shape[1],
             attention_mask_BS=tensors.pop("attention_mask", None),
             position_ids_BS=tensors.pop("position_ids", None),
         )

@@ -31,6 +31,7 @@ from blockwalk.plan.losses import LossCall, LossCost, LossFacts
 from blockwalk.plan.model_spec import ParamSpec, UnitSpec
 from blockwalk.plan.noise_kinds import NOISES, NoiseFacts
 from blockwalk.plan.placement import Codec
+from blockwalk.plan.row_order import RowOrder
 from blockwalk.plan.sizes import UPDATE_ELEMENTS, decoded_bytes
 from blockwalk.plan.work import NOTHING, Work, elementwise, sizes
 from blockwalk.program.costs import Costs, UnitCost
@@ -291,9 +292,10 @@ class _Unsent:
 
 
 def _last_part(ids_Bs: Tensor, bench: _Bench) -> dict[str, Any]:
-    """Return the last part of a batch's rows, whose tokens attend to the most others."""
+    """Return the last part of a batch's rows, which are folded: all parts attend alike."""
     count = bench.traits.context
-    part = SequencePart(count - 1, count, bench.traits.way, bench.exchange, ids_Bs.shape[1])
+    order = RowOrder(count, ids_Bs.shape[1], folded=True)
+    part = SequencePart(count - 1, order, bench.traits.way, bench.exchange)
     return {"input_ids": ids_Bs, "part": part}
 
 

@@ -39,8 +39,8 @@ from blockwalk.numerics import (
 )
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
 from blockwalk.numerics.device import chosen
+from blockwalk.plan import row_order, work
 from blockwalk.plan import sizes as chunks
-from blockwalk.plan import work
 from blockwalk.plan.choices import Adapters
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.parsing import from_plain
@@ -259,6 +259,7 @@ _ROOMS = (
     exchange,
     fake_units,
     lazy_linear,
+    row_order,
     row_tiles,
     rule_mask,
     sequence_part,
