@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from blockwalk import method
 from blockwalk.cutting import rule_masks, tile_trial, verify
+from blockwalk.cutting.block_tiles import EPILOGUE, kind_of
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.small_instance import small_batch
 from blockwalk.numerics import rule_mask
@@ -168,18 +170,44 @@ class _LooksBack(nn.Module):
 
 
 def test_what_looks_along_the_sequence_stays_whole() -> None:
-    """A mutant of a block, and families whose attention is their own."""
+    """A mutant of one block: its kind alone stays whole, as a layer that is a convolution does."""
     model = tiny_model("llama", **SMALL).eval()
     batch = small_batch(model.config)
     cut = CutModel(model, verify.certified_anatomy(model))
-    assert tile_trial.reason_against_tiles(cut, batch)[0] == ""
+    verdict = tile_trial.try_tiles(cut, batch)
     layers: Any = model.model.layers
-    for layer in layers:
-        layer.mlp = _LooksBack(layer.mlp)
+    kind = kind_of(layers[0])
+    assert verdict.reason == ""
+    assert verdict.by_tiles == tuple(sorted([kind, EPILOGUE]))
+    layers[0].mlp = _LooksBack(layers[0].mlp)
     anatomy = verify._dissected(model, batch)
-    reason, attended = tile_trial.reason_against_tiles(CutModel(model, anatomy), batch)
-    assert "differs by" in reason
-    assert attended == ()
+    verdict = tile_trial.try_tiles(CutModel(model, anatomy), batch)
+    assert "model.layers.0 differs by" in verdict.reason
+    assert verdict.by_tiles == tuple(sorted([kind, EPILOGUE]))
+    layers[1].mlp = _LooksBack(layers[1].mlp)
+    assert tile_trial.try_tiles(CutModel(model, anatomy), batch).by_tiles == (EPILOGUE,)
+
+
+def test_kinds_are_told_apart_in_a_larger_model_with_adapters() -> None:
+    """Convolutions beside attention: layers with attention go by tiles, and gradients are
+    autograd's."""
+    settings = {**SMALL, "layer_types": ["conv", "full_attention"]}
+    model = tiny_model("lfm2", **settings)
+    control: Any = copy.deepcopy(model)
+    batch = batch_of("padded")
+    with Walker(model, tiled("plain", recompute="all"), device="cpu") as walker:
+        cut = walker.engine.cut
+        sizes = [cut.tile(LENGTH, block) for unit in (1, 2) for block in cut.modules(unit)]
+        assert sizes == [0, TILE]
+        gradients = walker.gradients(batch)
+    control(**batch, use_cache=False).loss.backward()
+    for name, parameter in control.named_parameters():
+        difference = float((gradients[name] - parameter.grad).norm())
+        assert difference <= 2e-6 * max(float(parameter.grad.norm()), 1e-3), name
+    larger: Any = tiny_model("lfm2", **{**settings, "hidden_size": 32, "num_attention_heads": 4})
+    adapted: Any = get_peft_model(larger, LoraConfig(r=2, target_modules="all-linear"))
+    kinds = [kind_of(layer) for layer in adapted.get_base_model().model.layers]
+    assert [kind in cut.anatomy.by_tiles for kind in kinds] == [False, True]
 
 
 def test_a_model_that_stays_whole_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -187,7 +215,7 @@ def test_a_model_that_stays_whole_says_so(caplog: pytest.LogCaptureFixture) -> N
     cut = CutModel(model, verify.certified_anatomy(model))
     cut.tiling = Tiling(TILE, TILE)
     cut.anatomy = dataclasses.replace(
-        cut.anatomy, against_tiles="model.layers.0 differs by 0.5 on tiles"
+        cut.anatomy, against_tiles="model.layers.0 differs by 0.5 on tiles", by_tiles=()
     )
     with caplog.at_level(logging.WARNING):
         assert cut.tile(LENGTH) == cut.tile(LENGTH) == 0

@@ -49,7 +49,11 @@ class Anatomy:
     """Whether blocks hand tensors to later ones in a dictionary among their arguments, as shared
     keys and values."""
     against_tiles: str = "it was not tried"
-    """The reason for which blocks are not computed by tiles of the sequence; empty: they are."""
+    """The reason for which something is not computed by tiles of the sequence: the first that was
+    found; empty: all of it is."""
+    by_tiles: tuple[str, ...] = ()
+    """Kinds of blocks that are computed by tiles where others are not, and
+    :data:`blockwalk.cutting.block_tiles.EPILOGUE`."""
     attended: tuple[str, ...] = ()
     """Linear layers, by their paths inside a block, whose outputs attention alone reads
     (:mod:`blockwalk.cutting.tile_trial`)."""

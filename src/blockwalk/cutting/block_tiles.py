@@ -11,6 +11,7 @@ B batch, S sequence, T positions of a tile, H heads, F features of a head, D hid
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -27,6 +28,24 @@ SEQUENCE_DIM = {1: 0, 2: 1, 3: 1}
 """The dimension of the sequence in an argument of a block, by its number of dimensions: positions
 [S] or [B, S], rotary tables [B, S, F]."""
 _KIND = "sdpa"
+EPILOGUE = "epilogue"
+"""The kind of what lies between the last block and the loss."""
+_OF_LIBRARIES = ("torch", "peft", "blockwalk")
+"""Packages whose modules do not tell kinds of blocks apart: containers, adapters, ours."""
+
+
+def kind_of(module: nn.Module) -> str:
+    """Return a name that is equal for blocks that run the same code, whatever their shapes and
+    adapters are: classes and switches of a model's own modules."""
+    facts = {
+        (type(child).__name__, name, value)
+        for child in module.modules()
+        if type(child).__module__.partition(".")[0] not in _OF_LIBRARIES
+        for name, value in [("", ""), *vars(child).items()]
+        if isinstance(value, bool | str) and name != "training" and not name.startswith("_")
+    }
+    words = repr(sorted(facts, key=repr))
+    return f"{type(module).__name__}-{hashlib.blake2s(words.encode(), digest_size=4).hexdigest()}"
 
 
 class _Attending(Exception):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from blockwalk.cutting.anatomy import Anatomy, canonical_name, head_spec
 from blockwalk.cutting.batch_facts import answered
-from blockwalk.cutting.block_tiles import SEQUENCE_DIM, BlockTiles
+from blockwalk.cutting.block_tiles import EPILOGUE, SEQUENCE_DIM, BlockTiles, kind_of
 from blockwalk.cutting.by_part import ByPart, NotByPart
 from blockwalk.cutting.calls import (
     BlockCall,
@@ -531,17 +531,21 @@ class CutModel:
         See :meth:`run`."""
         return self.run(call, hidden_BSD, seed).hidden_BSD
 
-    def tile(self, length: int) -> int:
-        """Return the positions of a tile of a sequence of this length; 0 where it is computed
-        whole."""
+    def tile(self, length: int, block: nn.Module | None = None) -> int:
+        """Return the positions of a tile of a sequence of this length, in a block or in the
+        epilogue; 0 where it is computed whole."""
         if self.tiling is None or length <= self.tiling.threshold:
             return 0
         reason = self.anatomy.against_tiles
+        if reason and self.anatomy.by_tiles:
+            kind = EPILOGUE if block is None else kind_of(block)
+            reason = "" if kind in self.anatomy.by_tiles else reason
         if self.draws_random_numbers and self.model.training:
             reason = "it draws random numbers in training, as dropout does"
         if reason:
             if not self._told:
-                log.warning("long sequences are computed whole, not by tiles: %s", reason)
+                some = " in some layers" if self.anatomy.by_tiles else ""
+                log.warning("long sequences are computed whole%s, not by tiles: %s", some, reason)
             self._told = True
             return 0
         return self.tiling.size
@@ -550,7 +554,7 @@ class CutModel:
         self, call: BlockCall, arguments: Mapping[int | str, Any], *, reads_answer: bool
     ) -> Tensor | None:
         """Run one block by tiles of the sequence; None where it is to be run whole."""
-        size = self.tile(arguments[call.hidden_at].shape[1])
+        size = self.tile(arguments[call.hidden_at].shape[1], call.module)
         cached = any(map(is_cache, arguments.values()))
         compiled = self._call_block is not _call
         if not size or cached or call.leaves or call.hands_on or compiled:

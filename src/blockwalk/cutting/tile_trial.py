@@ -1,17 +1,18 @@
-"""Whether the blocks and the last norm of a model are computed by tiles of the sequence, found by
-trying: their outputs and every gradient by tiles of two sizes, against those of the whole."""
+"""The trial of which kinds of blocks of a model, and whether its last norm, are computed by tiles
+of the sequence: outputs and every gradient by tiles of two sizes, against those of the whole."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blockwalk.cutting.block_tiles import BlockTiles
+from blockwalk.cutting.block_tiles import EPILOGUE, BlockTiles, kind_of
 from blockwalk.cutting.calls import BlockCall, Prologue
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.small_instance import SEED, difference
@@ -23,45 +24,74 @@ CLOSE = 1e-5
 """The largest relative difference between tiles and the whole, in float32: rounding alone."""
 
 
-def reason_against_tiles(cut: CutModel, batch: Mapping[str, Tensor]) -> tuple[str, tuple[str, ...]]:
-    """Return the reason for which a model is not computed by tiles, empty where it is, and paths of
-    the linear layers inside a block that attention alone reads.
+@dataclass(frozen=True, slots=True)
+class TileVerdict:
+    """The outcome of a model's trial."""
+
+    reason: str
+    """The reason for which something stays whole, the first that was found; empty: nothing does."""
+    by_tiles: tuple[str, ...] = ()
+    """Kinds (:func:`blockwalk.cutting.block_tiles.kind_of`) that are computed by tiles."""
+    attended: tuple[str, ...] = ()
+    """Paths of the linear layers inside a block that attention alone reads."""
+
+
+def try_tiles(cut: CutModel, batch: Mapping[str, Tensor]) -> TileVerdict:
+    """Return what of a model may be computed by tiles.
 
     Args:
         cut: a small instance in evaluation mode, with its parameters in place.
         batch: what it is run on, under its padding and without.
     """
     attended: dict[str, bool] = {}
-    # whatever a model raises on a tile is the reason to leave it whole
+    reasons: dict[str, str] = {}
+    # whatever a model raises is the reason to leave it whole
     try:
-        reason = _reason(cut, batch, attended)
+        _try(cut, batch, reasons, attended)
     except Exception as error:
-        reason = f"it does not run on tiles ({type(error).__name__}: {error})"
-    paths = () if reason else tuple(sorted(path for path, is_so in attended.items() if is_so))
-    return reason, paths
+        return TileVerdict(_raised(error))
+    shown = tuple(sorted(kind for kind, reason in reasons.items() if not reason))
+    paths = tuple(sorted(path for path, is_so in attended.items() if is_so))
+    return TileVerdict(next(filter(None, reasons.values()), ""), shown, paths if shown else ())
 
 
-def _reason(cut: CutModel, batch: Mapping[str, Tensor], attended: dict[str, bool]) -> str:
-    """Return the reason against a model; whether attention alone reads a linear layer of a block is
-    noted in ``attended``."""
+def _raised(error: Exception) -> str:
+    return f"it does not run on tiles ({type(error).__name__}: {error})"
+
+
+def _try(
+    cut: CutModel, batch: Mapping[str, Tensor], reasons: dict[str, str], attended: dict[str, bool]
+) -> None:
+    """Try every block and the last norm. The reason against each kind is noted in ``reasons``,
+    empty where there is none, and whether attention alone reads a linear layer of a block in
+    ``attended``."""
     padded = {name: tensor for name, tensor in batch.items() if name != "labels"}
     for inputs in (padded, {"input_ids": batch["input_ids"]}):
         prologue = cut.prologue(inputs, SEED)
         hidden_BSD = prologue.hidden_BSD.detach()
         for call in prologue.calls:
-            reason = _of_block(cut, call, hidden_BSD, attended)
-            if reason:
-                return f"{cut.layer_name(call.unit)} {reason}"
+            kind = kind_of(call.module)
+            if not reasons.get(kind):
+                reason = _of_block(cut, call, hidden_BSD, attended)
+                reasons[kind] = f"{cut.layer_name(call.unit)} {reason}" if reason else ""
             with torch.no_grad():
                 hidden_BSD = cut.forward(call, hidden_BSD, SEED)
-        if not cut.head.custom and (reason := _of_norm(cut, prologue, hidden_BSD, inputs)):
-            return reason
-    return ""
+        if not reasons.get(EPILOGUE):
+            of_norm = "" if cut.head.custom else _of_norm(cut, prologue, hidden_BSD, inputs)
+            reasons[EPILOGUE] = of_norm
 
 
 def _of_block(cut: CutModel, call: BlockCall, hidden_BSD: Tensor, attended: dict[str, bool]) -> str:
     """Return the reason against one block; whether attention alone reads a linear layer is noted in
     ``attended``."""
+    # whatever a block raises on a tile is the reason to leave it whole
+    try:
+        return _compared(cut, call, hidden_BSD, attended)
+    except Exception as error:
+        return _raised(error)
+
+
+def _compared(cut: CutModel, call: BlockCall, hidden_BSD: Tensor, attended: dict[str, bool]) -> str:
     if call.leaves or call.handed.entries:
         return "takes more than its hidden state that is differentiated"
     leaf_BSD = hidden_BSD.clone().requires_grad_()

@@ -28,7 +28,7 @@ from blockwalk.cutting.joint_forward import takes_joint_forwards
 from blockwalk.cutting.parameter_writes import refuse_writes
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.small_instance import SEED, small_batch, small_instance
-from blockwalk.cutting.tile_trial import reason_against_tiles
+from blockwalk.cutting.tile_trial import try_tiles
 from blockwalk.cutting.unread_outputs import unread_outputs
 from blockwalk.cutting.walk_check import compare
 from blockwalk.plan.parsing import from_plain
@@ -132,8 +132,13 @@ def study(cls: Any, config: Any) -> Anatomy:
             borders=find_borders(model, anatomy),
             joint_forwards=takes_joint_forwards(cut, batch),
         )
-        against_tiles, attended = reason_against_tiles(cut, batch)
-        anatomy = replace(anatomy, against_tiles=against_tiles, attended=attended)
+        tiles = try_tiles(cut, batch)
+        anatomy = replace(
+            anatomy,
+            against_tiles=tiles.reason,
+            by_tiles=tiles.by_tiles,
+            attended=tiles.attended,
+        )
         notes = {"eval": compare(model, anatomy, batch)}
         model.train()
         refuse_writes(model, batch)
