@@ -204,3 +204,22 @@ def test_passes_are_told_apart_by_the_dtype_of_their_result() -> None:
         wide.to(torch.bfloat16)
     assert meter.work.passes == ((6000, 2),)  # two read and one written; four read and two written
     assert meter.work.float32_passes == ((6000, 1), (8000, 1))
+
+
+@pytest.mark.parametrize(
+    ("stored", "changes", "twin"),
+    [("float16", {}, "bfloat16"), ("bfloat16", {"compute_dtype": "float32"}, "float32")],
+)
+def test_a_model_that_is_stored_in_another_dtype_costs_what_its_blocks_do(
+    stored: str, changes: dict[str, str], twin: str
+) -> None:
+    """Oracle: the same model stored in the dtype that it is computed in."""
+    plan = method("plain", recompute="all", **changes)
+    shape = Shape(2, 64)
+    costs = []
+    for dtype in (stored, twin):
+        units = UnitCosts(config("llama", dtype))
+        of_plan = units(plan, shape)
+        costs.append([of_plan.of(block.kind) for block in units.spec().blocks])
+    assert costs[0] == costs[1]
+    assert costs[0][0].backward_transient > 0

@@ -11,7 +11,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
@@ -141,7 +141,7 @@ class UnitCosts:
             work = partial(
                 measure, self._cut(dtype), traits, shape, self.device, self._padded and not cut
             )
-            costs: Costs = row_tiles.standing_for(self.device, work)
+            costs: Costs = self._as_stored(row_tiles.standing_for(self.device, work), dtype)
         except (RuntimeError, NotImplementedError) as error:
             del self._cuts[dtype]  # what was bound is still there
             reason = str(error).partition("\n")[0]
@@ -150,6 +150,16 @@ class UnitCosts:
             return Costs()
         cache.write_json(f"costs-{key}", asdict(costs))
         return costs
+
+    def _as_stored(self, costs: Costs, dtype: torch.dtype) -> Costs:
+        """Return the costs of a model that was measured in a dtype, by the kinds of the stored
+        model's blocks as well: a kind tells the dtype of its parameters, which may be another."""
+        measured = self._cut(dtype).spec().blocks
+        stored = self.spec().blocks
+        kinds = {
+            block.kind: costs.of(twin.kind) for block, twin in zip(stored, measured, strict=True)
+        }
+        return replace(costs, units=tuple((dict(costs.units) | kinds).items()))
 
     def _cut(self, dtype: torch.dtype) -> CutModel:
         """Return the model with no weights, parameters in this dtype, cut."""
