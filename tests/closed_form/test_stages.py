@@ -16,9 +16,12 @@ from blockwalk.plan.mesh import PIPELINE
 from blockwalk.plan.methods import method
 from blockwalk.plan.model_spec import ModelSpec, UnitSpec
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.work import Work
 from blockwalk.program.compile import compile_ranks
+from blockwalk.program.costs import Costs, UnitCost
 from blockwalk.program.program import Lane, OpKind, Pool, Program, Shape, StepKind
-from blockwalk.program.stages import Visit, evenest, idle, stage_at, visits
+from blockwalk.program.settling import Room, settle
+from blockwalk.program.stages import Visit, chunk_sizes, evenest, idle, stage_at, visits
 from blockwalk.simulate.simulator import peaks, schedule
 from tests.golden.specs import MODELS
 
@@ -127,20 +130,74 @@ def test_bubbles() -> None:
 def test_cuts_are_the_best() -> None:
     """Brute force: no other cut leaves the costliest run less."""
     costs = [3, 1, 4, 1, 5, 9, 2]
-    for count, head in product((1, 2, 3, 4), (0, 6)):
-        sizes = evenest(costs, count, head)
-        assert len(sizes) == count
-        assert sum(sizes) == len(costs)
+    for count, first, last in product((1, 2, 3, 4), (0, 5), (0, 6)):
+        sizes = evenest(costs, count, first, last)
         assert min(sizes) >= 1
+        assert costliest(sizes, [first, *costs, last]) == least_costly(count, [first, *costs, last])
 
-        def worst(cut: tuple[int, ...], head: int = head) -> int:
-            starts = [sum(cut[:k]) for k in range(len(cut) + 1)]
-            runs = [sum(costs[a:b]) for a, b in pairwise(starts)]
-            runs[-1] += head
-            return max(runs)
 
-        every = product(range(1, len(costs) + 1), repeat=count)
-        assert worst(sizes) == min(worst(cut) for cut in every if sum(cut) == len(costs))
+def costliest(sizes: tuple[int, ...], costs: list[int]) -> int:
+    """What the costliest run of blocks costs, prologue and epilogue at the ends."""
+    first, *blocks, last = costs
+    starts = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
+    assert starts[-1] == len(blocks)
+    runs = [sum(blocks[start:stop]) for start, stop in pairwise(starts)]
+    runs[0] += first
+    runs[-1] += last
+    return max(runs)
+
+
+def least_costly(count: int, costs: list[int]) -> int:
+    """The least of it over every cut into so many runs."""
+    blocks = len(costs) - 2
+    every = product(range(1, blocks + 1), repeat=count)
+    return min(costliest(sizes, costs) for sizes in every if sum(sizes) == blocks)
+
+
+def priced(flops: int, unread: int = 0) -> UnitCost:
+    """The cost of a unit whose forward has so many FLOPs, and its backward twice as many, less what
+    a recomputation leaves out."""
+    works = {"forward": flops, "backward": 2 * flops - unread, "unread": unread}
+    return UnitCost(**{name: Work(products=((size, 1),)) for name, size in works.items()})
+
+
+def test_blocks_are_cut_by_what_they_compute() -> None:
+    """Brute force over blocks of uneven kinds: the most loaded chunk has the least, counted apart
+    from their parameters, which say otherwise. A kept graph is not computed again, and a head with
+    many words is worth several blocks."""
+    narrow = deep(MODELS["llama"], 9)
+    kinds = ["linear", "linear", "attention"] * 3
+    blocks = [replace(block, kind=kind) for block, kind in zip(narrow.blocks, kinds, strict=True)]
+    model = narrow.with_units([narrow.prologue, *blocks, narrow.epilogue])
+    forwards = {"prologue": 1, "linear": 100, "attention": 450, "epilogue": 1100}
+    costs = Costs(tuple((name, priced(flops, flops // 10)) for name, flops in forwards.items()))
+    unlike_parameters = 0
+    for stages, chunks, recompute in ((2, 1, "all"), (3, 1, "none"), (2, 2, "all"), (4, 1, "all")):
+        plan = method(
+            "zero3",
+            recompute=recompute,
+            pipeline={"chunks": chunks},
+            mesh={"world": stages, "pipeline": stages},
+            gradient_accumulation_steps=4,
+        )
+        again = 0.9 if recompute == "all" else 0.0
+        of_kind = {kind: flops * (3 + again) for kind, flops in forwards.items()}
+        ends = {name: forwards[name] * 2.9 for name in ("prologue", "epilogue")}
+        load = [round({**of_kind, **ends}[unit.kind]) for unit in model.units]
+        inputs: Any = {"device": "cpu", "room": Room()}
+        if stages == 4:  # where a thousand FLOPs at once take half as long
+            load = [flops - flops // 1000 * 500 for flops in load]
+            inputs["price"] = lambda work: work.flops - work.flops // 1000 * 500
+        settled = settle(plan, model, Shape(2, 8), costs, **inputs).plan
+        assert settled == replace(plan, pipeline=settled.pipeline)
+        sizes = settled.pipeline.blocks
+        assert costliest(sizes, load) == least_costly(stages * chunks, load)
+        stage = stage_at(settled, model, ((PIPELINE, stages - 1),))
+        assert len(stage.chunks[-1]) == sizes[-1] + 1
+        unlike_parameters += sizes != chunk_sizes(plan, model)
+    assert unlike_parameters >= 3
+    given = method("zero3", **{"mesh.world": 2, "mesh.pipeline": 2, "pipeline.blocks": [2, 7]})
+    assert settle(given, model, Shape(2, 8), costs, device="cpu", room=Room()).plan == given
 
 
 def deep(model: ModelSpec, blocks: int) -> ModelSpec:

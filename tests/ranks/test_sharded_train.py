@@ -3,8 +3,10 @@ saved."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import torch
 from blockwalk.checkpoints import distributed
 from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.cli import main
+from blockwalk.cutting.verify import certified
 from blockwalk.plan.methods import method
 from blockwalk.train import loop
 from blockwalk.walk.walker import Walker
@@ -257,6 +260,52 @@ def _ended_by_one(rank: int, world: int, arguments: list[str]) -> int:
         [lambda event: event.name == "step" and event.step == 2] if rank == world - 1 else []
     )
     return loop.train(run_config(arguments, rank, world), callbacks=callbacks).steps
+
+
+def _blocks_of(checkpoint: Path, rank: int) -> set[int]:
+    """The blocks that a rank has written to a checkpoint."""
+    table = json.loads((checkpoint / f"rank-{rank:05d}.json").read_text())
+    names = (row["tensor"] for row in table["pieces"])
+    return {int(name.split(".")[2]) for name in names if name.startswith("model.layers.")}
+
+
+def test_uneven_stages_are_one_process(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """The words of a head are worth two blocks: the last of two stages has one block of four, and
+    every bit of the model is that of one process."""
+    wide = tmp_path / "wide"
+    shutil.copytree(tiny_run.model, wide)
+    model = tiny_model("llama", num_hidden_layers=4, vocab_size=768)
+    certified(model)
+    model.save_pretrained(wide)  # type: ignore[operator]
+    common = ["--method", "zero3", "--max_steps", "3", "--gradient_accumulation_steps", "2"]
+    clipped = ["--optimizer.max_grad_norm", "0.5", "--optimizer.learning_rate", "3e-3"]
+    alone = tmp_path / "alone"
+    stages = tmp_path / "stages"
+    arguments = [*dataclasses.replace(tiny_run, model=wide).arguments(alone), *common, *clipped]
+    loop.train(run_config(arguments, 0, 1))
+    of_ranks = ["--output_dir", str(stages), "--mesh.pipeline", "2"]
+    run_ranks(2, _trained, 2, [*arguments, *of_ranks], 0)
+    assert _blocks_of(stages / "checkpoint-000003", 0) == {0, 1, 2}
+    assert _blocks_of(stages / "checkpoint-000003", 1) == {3}
+    (expected, losses), (found, again) = result(alone), result(stages)
+    assert again == losses
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_codes_inside_a_stage(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """An adapter over frozen weights in four bits, a block of which only its own stage holds."""
+    common = ["--method", "hzp", "--frozen", "device × int4a × node", "--lora.rank", "4"]
+    common += ["--max_steps", "3", "--gradient_accumulation_steps", "2"]
+    arguments = [*tiny_run.arguments(tmp_path / "alone"), *common]
+    loop.train(run_config(arguments, 0, 1))
+    of_ranks = ["--output_dir", str(tmp_path / "stages"), "--mesh.pipeline", "2"]
+    run_ranks(2, _trained, 2, [*arguments, *of_ranks], 0)
+    expected, losses = result(tmp_path / "alone", "adapter")
+    found, again = result(tmp_path / "stages", "adapter")
+    assert again == losses
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 def _copies(rank: int, world: int, arguments: list[str]) -> list[int]:

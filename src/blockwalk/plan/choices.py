@@ -261,7 +261,7 @@ class PipelineSettings:
     part of a step, and send v times the bytes."""
     blocks: tuple[int, ...] = ()
     """The blocks of every chunk, in the order of the model: ``[5, 6, 6, 5]``. []: as many as leave
-    the slowest chunk the least to compute."""
+    the slowest chunk the fewest seconds to compute, as foreseen."""
     reuse: bool = True
     """Whether a chunk's gathered parameters stay on the device for the next micro-batch, forwards
     and backwards. There are fewer gathers, and one chunk's parameters more."""

@@ -1,8 +1,8 @@
-"""Choices that a run leaves to its machine, settled once, before its model is opened: the tiers
-that feed an accelerator, the device memory that a step may use, the blocks that stay there, and the
-micro-batches that visit a block together.
+"""Choices that a run leaves to its machine and its model, settled once, before the model is
+opened: the tiers that feed an accelerator, the device memory that a step may use, the blocks that
+stay there, the micro-batches that visit a block together, and the blocks of each stage.
 
-A processor changes nothing of a plan but the last two. Nothing that is settled here changes a bit
+A processor changes nothing of a plan but the last three. Nothing that is settled here changes a bit
 of what one process computes."""
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from blockwalk.plan.choices import AUTO
@@ -20,6 +21,7 @@ from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs
 from blockwalk.program.program import Pool, Program, Shape, StepKind, human_bytes
 from blockwalk.program.resident_blocks import settled
+from blockwalk.program.stages import Price, cut
 from blockwalk.program.visits import Fits, most_together
 
 BUDGET = 0.9
@@ -69,6 +71,7 @@ def settle(
     device: str,
     room: Room,
     named: Collection[str] | None = None,
+    price: Price = attrgetter("flops"),
 ) -> Settled:
     """Return the plan as it will run on this machine.
 
@@ -76,7 +79,9 @@ def settle(
         plan, model, shape, costs, device: as :func:`~blockwalk.program.compile.compile` takes them.
         room: the memory that there is.
         named: the settings that somebody gave; None: every one.
+        price: the seconds of work here, by which stages are cut; else its FLOPs count.
     """
+    plan = cut(plan, model, costs, price)
     inputs: dict[str, Any] = {"costs": costs, "device": device, "page_cache": room.page_cache}
 
     def program(full: Plan) -> Program:

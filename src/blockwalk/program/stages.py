@@ -17,14 +17,18 @@ stage holds."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from operator import attrgetter
 
 from blockwalk.plan.mesh import PIPELINE, Coordinates
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.words import counted
+from blockwalk.plan.work import NOTHING, Work
+from blockwalk.program.costs import Costs
+from blockwalk.program.state_sizes import epilogue_reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +148,15 @@ def idle(plan: Plan) -> float:
     return ahead / (plan.pipeline.chunks * len(plan.walks) + ahead)
 
 
-def chunk_sizes(plan: Plan, model: ModelSpec) -> tuple[int, ...]:
-    """Return the blocks of every chunk, in the order of the model: ``pipeline.blocks``, or those
-    that leave the slowest chunk the least to compute.
+Price = Callable[[Work], float]
+"""A function of work: the seconds that it takes, or another measure of it."""
 
-    A block computes in proportion to its parameters, the epilogue to those of its head; the
-    prologue looks rows up.
+
+def chunk_sizes(
+    plan: Plan, model: ModelSpec, costs: Costs = Costs(), price: Price = attrgetter("flops")
+) -> tuple[int, ...]:
+    """Return the blocks of every chunk, in the order of the model: ``pipeline.blocks``, or those
+    that leave the slowest chunk the least to compute (:func:`loads`).
 
     Raises:
         ValueError: the model has fewer blocks than chunks, or ``pipeline.blocks`` are others than
@@ -171,25 +178,61 @@ def chunk_sizes(plan: Plan, model: ModelSpec) -> tuple[int, ...]:
                 f" {model.name} has {counted(blocks, 'block')}; make them add up, or leave them out"
             )
         return plan.pipeline.blocks
-    tied = {canonical for _, canonical in model.tied}
-    head = model.epilogue.numel() + sum(p.numel for p in model.prologue.params if p.name in tied)
-    return evenest([block.numel() for block in model.blocks], count, head)
+    first, *of_blocks, last = loads(plan, model, costs, price)
+    return evenest(of_blocks, count, first, last)
 
 
-def evenest(costs: Sequence[int], count: int, last: int = 0) -> tuple[int, ...]:
-    """Return the sizes of ``count`` runs of neighbours whose costliest costs least, the last run
-    costing so much more. Of equal cuts the one that gives the later runs no more than they need.
+def loads(plan: Plan, model: ModelSpec, costs: Costs, price: Price) -> list[float]:
+    """Return what each unit computes for a micro-batch, forwards and backwards: the price of the
+    work of its kind.
+
+    Where no costs are known, a block computes in proportion to its parameters, the epilogue to
+    those of its head; the prologue looks rows up.
+    """
+    if not costs.units:
+        return [0, *(block.numel() for block in model.blocks), epilogue_reads(model).numel()]
+    blocks = {block.kind for block in model.blocks}
+
+    def load(kind: str) -> float:
+        cost = costs.of(kind)
+        again = NOTHING
+        if kind in blocks:
+            again = cost.unread if plan.recompute == "none" else cost.forward
+        return price(cost.forward + cost.backward + again)
+
+    prices = {kind: load(kind) for kind in {unit.kind for unit in model.units}}
+    return [prices[unit.kind] for unit in model.units]
+
+
+def cut(plan: Plan, model: ModelSpec, costs: Costs, price: Price) -> Plan:
+    """Return the plan with the blocks of its chunks, where they are left to what units compute.
+
+    Raises:
+        ValueError: as :func:`chunk_sizes`.
+    """
+    if plan.mesh.pipeline == 1 or plan.pipeline.blocks:
+        return plan
+    blocks = chunk_sizes(plan, model, costs, price)
+    return replace(plan, pipeline=replace(plan.pipeline, blocks=blocks))
+
+
+def evenest(
+    costs: Sequence[float], count: int, first: float = 0, last: float = 0
+) -> tuple[int, ...]:
+    """Return the sizes of ``count`` runs of neighbours whose costliest costs least, the first and
+    the last run costing so much more. Of equal cuts the one that gives the later runs no more than
+    they need.
 
     >>> evenest([1, 1, 1, 1, 1, 1], 2, last=2)
     (4, 2)
     """
     places = len(costs)
     before = [0, *(sum(costs[: k + 1]) for k in range(places))]
-    worst = {0: 0}
+    worst = {0: 0.0}
     cuts: list[dict[int, int]] = []
     for run in range(count):
-        extra = last if run == count - 1 else 0
-        longer: dict[int, int] = {}
+        extra = first * (run == 0) + last * (run == count - 1)
+        longer: dict[int, float] = {}
         cut: dict[int, int] = {}
         for stop in range(run + 1, places - (count - 1 - run) + 1):
             bounds = {

@@ -21,11 +21,11 @@ from blockwalk.plan.words import counted
 from blockwalk.program.costs import Costs
 from blockwalk.program.program import Pool, Program, human_bytes
 from blockwalk.program.settling import BUDGET
-from blockwalk.program.stages import idle, part_of, stage_at
+from blockwalk.program.stages import idle, loads, part_of, stage_at
 from blockwalk.report import machine
 from blockwalk.report.state_rows import StateRow, state_rows
 from blockwalk.simulate import hardware, process_memory
-from blockwalk.simulate.seconds import NO_COSTS
+from blockwalk.simulate.seconds import NO_COSTS, CostModel
 from blockwalk.simulate.simulator import Simulation, simulate
 from blockwalk.system.process_memory import process_bytes
 
@@ -199,12 +199,16 @@ class Forecast:
             f"  stages       {plan.mesh.pipeline}, each of {ranks}: {100 * idle(plan):.0f}% of a"
             f" step idle at least ({counted(steps, 'visit')} of each block{fewer})"
         )
+        priced = CostModel(plan, self.model, machine.this_machine(self.device), self.costs)
+        work = loads(plan, self.model, self.costs, priced.work_seconds)
         for program in self.stages:
             stage = stage_at(plan, self.model, ((PIPELINE, program.stage),))
+            share = sum(work[unit] for unit in stage.units) / sum(work)
             peaks = program.peaks()
             fullest = ", the fullest; rows above are its" if program is self.program else ""
             yield (
-                f"    stage {program.stage + 1}    {stage.words(len(self.model.blocks))}: memory"
+                f"    stage {program.stage + 1}    {stage.words(len(self.model.blocks))}:"
+                f" {100 * share:.0f}% of the seconds, memory"
                 f" {human_bytes(peaks[Pool.DEVICE] + peaks[Pool.HOST])}{fullest}"
             )
 

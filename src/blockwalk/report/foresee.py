@@ -16,6 +16,7 @@ from blockwalk.program.state_sizes import compute_dtype
 from blockwalk.report import machine
 from blockwalk.report.forecast import Forecast
 from blockwalk.simulate import process_memory
+from blockwalk.simulate.seconds import CostModel
 from blockwalk.system.card import Card
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ def foresee(
     room = machine.room(Path(run.output_dir), measured.device)
     model = model_spec(run.model, measured)
     costs = measured(run.plan, shape)
-    settled = settle(run.plan, model, shape, costs, device=device, room=room, named=run.named)
+    priced = CostModel(run.plan, model, machine.this_machine(device), costs)
+    facts: Any = {"device": device, "room": room, "named": run.named, "price": priced.work_seconds}
+    settled = settle(run.plan, model, shape, costs, **facts)
     plan = settled.plan
     programs = compile_ranks(
         plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=room.page_cache

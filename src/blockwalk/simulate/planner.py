@@ -26,8 +26,10 @@ from blockwalk.program.compile import compile_ranks, resident
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import COMPUTES, Lane, Pool, Program, Shape, StepKind, human_bytes
 from blockwalk.program.resident_blocks import settled
+from blockwalk.program.stages import cut
 from blockwalk.program.visits import counts
 from blockwalk.simulate.hardware import Hardware
+from blockwalk.simulate.seconds import CostModel
 from blockwalk.simulate.simulator import Simulation, simulate
 from blockwalk.system.process_memory import DIRTY_SHARE
 
@@ -319,6 +321,8 @@ def look_at(task: Task, label: str, plan: Plan) -> Candidate:
     shape = task.shape.part(plan.mesh.context)
     costs = task.costs(plan, shape)
     device = task.hardware.device
+    priced = CostModel(plan, task.model, task.hardware, costs)
+    plan = cut(plan, task.model, costs, priced.work_seconds)
     if plan.resident == AUTO:
         plan = settled(plan, task.model, shape, costs, device=device, budget=task.room)
         label += f", {plan.resident} blocks stay" if plan.resident > 0 else ""

@@ -92,6 +92,7 @@ def begin(run: RunConfig, trace: StrPath | None) -> Beginning:
     prepared = prepare(run)
     forecast = prepared.foreseen
     _require_agreement(run, prepared)
+    prepared = _with_stages_of_rank_0(prepared)
     check_budget(run, forecast)
     weights = first(lambda: weights_digest(run.model))
     choices = forecast.choices()
@@ -164,6 +165,16 @@ def _require_agreement(run: RunConfig, prepared: PreparedRun) -> None:
     if prepared.held_out is not None:
         facts["data.eval"] = prepared.held_out.encoded.fingerprint()
     require_agreement(facts)
+
+
+def _with_stages_of_rank_0(prepared: PreparedRun) -> PreparedRun:
+    """Return the run with the stages that rank 0 has settled: another machine foresees other
+    seconds."""
+    if prepared.plan.mesh.pipeline == 1:
+        return prepared
+    blocks = first(lambda: list(prepared.plan.pipeline.blocks))
+    plan = override(prepared.plan, {"pipeline.blocks": blocks})
+    return dataclasses.replace(prepared, plan=plan)
 
 
 def _decided(checkpoint: Path) -> dict[str, Any]:

@@ -189,7 +189,8 @@ def prepare(run: RunConfig) -> PreparedRun:
     visit = held_out.visit(plan.mesh.stage_ranks // plan.mesh.context) if held_out else None
     foreseen = foresee(run, fullest, costs, visit, total)
     counts = {name: getattr(foreseen.plan, name) for name in ("resident", "together")}
-    plan = override(plan, {**counts, **foreseen.choices()})
+    stages = {"pipeline.blocks": list(foreseen.plan.pipeline.blocks)}
+    plan = override(plan, {**counts, **stages, **foreseen.choices()})
     usual = foreseen.simulated()
     if usual is not None:
         average = Shape(micro_batch, math.ceil(lengths_T.mean()))
