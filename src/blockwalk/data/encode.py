@@ -11,7 +11,6 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -30,10 +29,6 @@ from blockwalk.data.rendered import Rendered, Tokenizer, render_pair
 from blockwalk.data.tasks import Task
 from blockwalk.models.stops import end_note, texts_of_stops
 from blockwalk.plan.words import counted
-
-# each of its threads would keep some 7 MB for the whole run
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
 
 CHUNK = 256
 CHUNK_CHARACTERS = 1 << 19
