@@ -51,8 +51,8 @@ def walked(rank: int, name: str, device: str) -> Answer:
 
         setattr(Groups, kind, noted)
 
-    note("gather_")
-    note("reduce")
+    note("begin_gather_")
+    note("begin_reduce")
     plan = method(name, mesh=MESH, **CASES[name])
     with Walker(tiny_model("opt", dropout=0.0, num_hidden_layers=2), plan, device=device) as walker:
         losses = [walker.step(random_batch(batch=8, seed=step)).loss for step in range(2)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from blockwalk.ranks.groups import Groups
 from blockwalk.tiers.activations import Activations
 from blockwalk.tiers.memory import BufferMemory
 from blockwalk.tiers.scratch_maps import ScratchMaps
-from blockwalk.walk.lanes import Lanes
+from blockwalk.walk.lanes import Ending, Lanes, Work
 from blockwalk.walk.walker import Walker
 
 Effect = tuple[Any, ...]
@@ -48,19 +49,20 @@ class Effects:
         self._at = threading.local()
         submit = Lanes.submit
 
-        def submitted(lanes: Lanes, lane: Lane, work: Callable[[], None], after: Any) -> Any:
+        def submitted(lanes: Lanes, lane: Lane, work: Work, after: Any) -> Any:
             place = len(self.of_ops)
             self.of_ops.append(set())
             self.bytes_of_ops.append(0)
 
-            def noted() -> None:
+            def noted(job: Work) -> Ending | None:
                 self._at.place = place
                 try:
-                    work()
+                    ending = job()
                 finally:
                     self._at.place = None
+                return None if ending is None else partial(noted, ending)  # type: ignore[return-value]
 
-            return submit(lanes, lane, noted, after)
+            return submit(lanes, lane, partial(noted, work), after)
 
         patch.setattr(Lanes, "submit", submitted)
         self._watch()
@@ -169,13 +171,13 @@ class Effects:
         self._tap(Buckets, "vacate", lambda _, slot: ("vacate", slot))
         self._tap(
             Groups,
-            "gather_",
+            "begin_gather_",
             lambda _, full, axes, lane, **__: _collective("gather", axes, lane),
             lambda _, full, axes, lane, **__: gather_bytes(axes, full.nbytes),
         )
         self._tap(
             Groups,
-            "reduce",
+            "begin_reduce",
             lambda _, full, axes, lane: _collective("reduce", axes, lane),
             lambda _, full, axes, lane: gather_bytes(axes, full.nbytes),
         )

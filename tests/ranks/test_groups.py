@@ -18,7 +18,7 @@ import torch.distributed as dist
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.program.program import Lane
 from blockwalk.ranks.agreement import gather_json, require_agreement
-from blockwalk.ranks.groups import make_groups
+from blockwalk.ranks.groups import finish, make_groups
 from blockwalk.ranks.place import LostRank, Place
 from blockwalk.ranks.ranks import first
 from blockwalk.ranks.watch import Watch, naming
@@ -58,7 +58,7 @@ def _collectives(rank: int) -> None:
     apart = Thread(target=groups.gather_, args=(full, outer, Lane.INTER))
     if rank < 2:  # a gather that the other node has not come to: the sum passes it by
         apart.start()
-    groups.sum_(replica, outer, Lane.INTER_SUMS)
+    finish(groups.begin_sum_(replica, outer, Lane.INTER_SUMS))
     if rank >= 2:
         apart.start()
     apart.join()

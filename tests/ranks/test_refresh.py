@@ -34,12 +34,14 @@ class Gate:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._groups, name)
 
-    def gather_(self, full: torch.Tensor, axes: Any, lane: Lane, **how: Any) -> None:
-        if lane is Lane.INTER:
-            assert self.open.wait(30)
-            if self.cut:
-                raise ConnectionError("the cable is out")
-        self._groups.gather_(full, axes, lane, **how)
+    def begin_gather_(self, full: torch.Tensor, axes: Any, lane: Lane) -> Any:
+        if lane is not Lane.INTER:
+            return self._groups.begin_gather_(full, axes, lane)
+        assert self.open.wait(30)
+        return self._fail if self.cut else self._groups.begin_gather_(full, axes, lane)
+
+    def _fail(self) -> None:
+        raise ConnectionError("the cable is out")
 
 
 def _walks(rank: int, name: str, changes: dict[str, Any]) -> dict[str, Any]:

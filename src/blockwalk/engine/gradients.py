@@ -4,13 +4,14 @@ process; over ranks in flat buffers, which are reduced to this rank's slices."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from blockwalk.engine.home import Job
 from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.sharded_part import ShardedPart
 from blockwalk.numerics.device import host_buffers, is_cpu, recorded, sent
@@ -21,6 +22,7 @@ from blockwalk.plan.placement import StateKind
 from blockwalk.program.flat_layout import buffer_pools
 from blockwalk.program.program import Op
 from blockwalk.program.reductions import sums_replicas
+from blockwalk.ranks.groups import Ending
 from blockwalk.tiers.memory import Memory
 
 
@@ -130,7 +132,7 @@ class NamedGradients:
             elif gradient is not None and self._groups is not None:
                 self.sums[name] = self._groups.tensor(name).copy_(gradient)
 
-    def reduce(self, op: Op) -> Callable[[], None]:
+    def reduce(self, op: Op) -> Job:
         raise AssertionError("one process has nothing to sum over")
 
     gather = reduce
@@ -284,7 +286,7 @@ class FlatGradients:
             flat_P.zero_()
         return {n: view for n, view in slices.open(flat_P).items() if isinstance(view, Tensor)}
 
-    def reduce(self, op: Op) -> Callable[[], None]:
+    def reduce(self, op: Op) -> Job:
         """REDUCE: sum a unit's gradients over a group; keep them until the last micro-batch, or as
         this rank's slice."""
         plan = self._plan
@@ -300,13 +302,24 @@ class FlatGradients:
             buffer_P = self.buffers[op.buffer][: self._part.units[unit].numel]
         accumulates = outer == plan.gradient_ranks and op.buffer >= 0
 
-        def work() -> None:
+        def work() -> Ending | None:
             summand_P = self._summed[unit] if buffer_P is None else buffer_P
-            sum_P = summand_P
             if sums_replicas(plan, axes):
-                self._groups.sum_(sum_P, axes, op.lane)
+                sum_P = summand_P
+                ending = self._groups.begin_sum_(sum_P, axes, op.lane)
             else:
-                sum_P = self._groups.reduce(summand_P, axes, op.lane)
+                sum_P, ending = self._groups.begin_reduce(summand_P, axes, op.lane)
+            if ending is None:
+                keep(summand_P, sum_P)
+                return None
+
+            def ends() -> None:
+                ending()
+                keep(summand_P, sum_P)
+
+            return ends
+
+        def keep(summand_P: Tensor, sum_P: Tensor) -> None:
             if accumulator is not None and accumulates:
                 sum_P = self._accumulated(unit, accumulator, sum_P)
             self._summed[unit] = sum_P
@@ -336,12 +349,12 @@ class FlatGradients:
             sum_P, event = self._left.popleft()
             torch.accelerator.current_stream(sum_P.device).wait_event(event)
 
-    def gather(self, op: Op) -> Callable[[], None]:
+    def gather(self, op: Op) -> Job:
         """GATHER: complete a unit's sum, of which the ranks of a node hold slices that came from
         the other nodes."""
         gradient = self._units[op.unit].gradient
         axes = self._groups.named(op.axes)
-        return lambda: self._groups.gather_(gradient, axes, op.lane)
+        return lambda: self._groups.begin_gather_(gradient, axes, op.lane)
 
     def _accumulated(self, unit: int, accumulator: Tensor, sum_P: Tensor) -> Tensor:
         """Return the sum of a unit's gradients over the micro-batches so far, ``sum_P`` being the

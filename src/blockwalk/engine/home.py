@@ -34,7 +34,8 @@ from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.program.program import Op
 
-Job = Callable[[], None]
+Job = Callable[[], Callable[[], None] | None]
+"""The work of an op, which may answer with an ending, see :mod:`blockwalk.walk.lanes`."""
 
 
 class Home(Protocol):

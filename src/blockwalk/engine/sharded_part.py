@@ -43,7 +43,7 @@ from blockwalk.program.flat_layout import (
 )
 from blockwalk.program.program import Lane, Op, OpKind
 from blockwalk.program.slicing import Run
-from blockwalk.ranks.groups import Groups
+from blockwalk.ranks.groups import Ending, Groups
 from blockwalk.tiers.memories import Memories
 from blockwalk.tiers.memory import Memory
 
@@ -197,14 +197,14 @@ class ShardedPart:
         slice_P = bucket_P[self.groups.slice(slices.numel, outer)]
         gathered_P = bucket_P[self.groups.slice(slices.numel, inner)]
 
-        def work() -> None:
+        def work() -> Ending | None:
             if begin is not None:
                 _copy(slice_P, begin)
-            self.groups.gather_(gathered_P, axes, op.lane)
+            return self.groups.begin_gather_(gathered_P, axes, op.lane)
 
         return work
 
-    def _refresh(self, slices: UnitSlices, axes: Sequence[Axis], lane: Lane) -> None:
+    def _refresh(self, slices: UnitSlices, axes: Sequence[Axis], lane: Lane) -> Ending | None:
         """Complete a part of a node slice over these axes where it lies. Behind an accelerator one
         in host memory is gathered on the device."""
         assert slices.node is not None
@@ -216,13 +216,13 @@ class ShardedPart:
         if whole_P.device.type == self._model.device.type:
             if begin is not None and begin.data_ptr() != own_P.data_ptr():
                 _copy(own_P, begin)
-            self.groups.gather_(whole_P, axes, lane)
-            return
+            return self.groups.begin_gather_(whole_P, axes, lane)
         gathered_P = torch.empty_like(whole_P, device=self._model.device)
         start = own_P.storage_offset() - whole_P.storage_offset()
         _copy(gathered_P[start : start + len(own_P)], own_P if begin is None else begin)
         self.groups.gather_(gathered_P, axes, lane)
         whole_P.copy_(gathered_P, non_blocking=True)
+        return None
 
     def _node_in_slot(self, op: Op) -> tuple[Tensor, Tensor]:
         """Return a node slice, and its place in the slot that an op fills."""

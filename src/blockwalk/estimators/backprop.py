@@ -13,7 +13,7 @@ block; Song and Tang, "Memory-Efficient Backpropagation ..." (2025), section 3."
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from blockwalk.cutting.calls import BlockCall, Prologue, tensors_of
 from blockwalk.data.batch import Batch, loss_tokens
 from blockwalk.engine.engine import Engine
-from blockwalk.engine.home import Differentiated
+from blockwalk.engine.home import Differentiated, Job
 from blockwalk.engine.master_updates import MasterUpdates
 from blockwalk.estimators.head import Ending
 from blockwalk.estimators.losses import Objective, loss_of
@@ -199,7 +199,7 @@ class Backprop:
         )
         self.state = _State(batches, labels, tokens, step)
 
-    def prepare(self, op: Op) -> Callable[[], None]:
+    def prepare(self, op: Op) -> Job:
         """Return the work of one op: the method of its name. A compute op runs at once; a SAVE
         reads its input now, for it may run later, on another lane."""
         assert self.state is not None
@@ -222,7 +222,7 @@ class Backprop:
         """Return bytes of the hidden state of so many tokens."""
         return tokens * self.engine.spec.hidden_size * self.engine.compute_dtype.itemsize
 
-    def _move_graph(self, op: Op) -> Callable[[], None]:
+    def _move_graph(self, op: Op) -> Job:
         """Return the work of a SAVE or LOAD of what a graph holds in file maps: the kernel writes
         pages out when it needs the room."""
         saved = self.saved.get(self._place(op))
@@ -264,7 +264,7 @@ class Backprop:
             state.hidden[m] = state.received.pop(key)
         return state.hidden[m]
 
-    def _send(self, op: Op, state: _State) -> Callable[[], None]:
+    def _send(self, op: Op, state: _State) -> Job:
         values = state.hidden if op.part is StateKind.ACTIVATION else state.gradient
         if op.part is StateKind.GRADIENT and op.unit + 1 == self.engine.stage.first_block:
             state.prologues.pop(op.micro_batch)  # the last walk over its blocks' arguments

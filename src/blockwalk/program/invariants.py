@@ -7,15 +7,24 @@ from collections import Counter
 from dataclasses import dataclass
 
 from blockwalk.plan.placement import StateKind
-from blockwalk.program.program import COMPUTES, Op, OpKind, Pool, Program, StepKind, human_bytes
+from blockwalk.program.program import (
+    COMPUTES,
+    Lane,
+    Op,
+    OpKind,
+    Pool,
+    Program,
+    StepKind,
+    human_bytes,
+)
 
 _FILLS = (OpKind.FETCH, OpKind.GATHER)
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The order that lanes and dependencies give a program's ops. Lanes are first-in, first-out, so
-    that a number for each lane says which of its ops are done."""
+    """The order that lanes and dependencies give a program's ops. On each lane they begin and end
+    in their order, so that a number for each lane says which of its ops are done."""
 
     places: list[tuple[int, int]]
     """The number of each op's lane, and its place there."""
@@ -29,7 +38,9 @@ class Order:
 
 
 def happens_before(program: Program) -> Order:
-    """Return the order of a program's ops: dependencies and its lanes' order."""
+    """Return the order of a program's ops: dependencies and its lanes' order. An op begins after
+    the one before it on its lane has begun, and after as many as may be on their way at once have
+    ended (:attr:`~blockwalk.program.program.Lane.at_once`)."""
     numbers = {
         lane: number for number, lane in enumerate(dict.fromkeys(op.lane for op in program.ops))
     }
@@ -38,11 +49,17 @@ def happens_before(program: Program) -> Order:
     done: list[tuple[int, ...]] = []
     ended: list[tuple[int, ...]] = []
     counts = [0] * len(numbers)
-    for op, waits in program.waits():
+    on_lane: dict[Lane, list[int]] = {}
+    for op in program.ops:
         lane = numbers[op.lane]
         places.append((lane, counts[lane]))
         counts[lane] += 1
-        start = tuple(map(max, nothing, *(ended[wait] for wait in waits))) if waits else nothing
+        before = on_lane.setdefault(op.lane, [])
+        begun = [done[index] for index in before[-1:]]
+        ahead = len(before) - op.lane.at_once
+        waits = (*op.deps, *(before[ahead : ahead + 1] if ahead >= 0 else ()))
+        before.append(op.index)
+        start = tuple(map(max, nothing, nothing, *begun, *(ended[wait] for wait in waits)))
         done.append(start)
         ended.append((*start[:lane], counts[lane], *start[lane + 1 :]))
     return Order(places, done)

@@ -2,9 +2,10 @@
 Data, not behaviour.
 
 Lanes are first-in, first-out; an op starts when the op before it on its lane and all its
-dependencies are done. The executors (:class:`blockwalk.walk.walker.Walker` and the simulator) run
-this list and decide nothing. The rules that hold for every program are in
-:mod:`blockwalk.program.invariants`."""
+dependencies are done. Between nodes the next op may start before the one before it is done
+(:attr:`Lane.at_once`), and ends after it. The executors
+(:class:`blockwalk.walk.walker.Walker` and the simulator) run this list and decide nothing. The
+rules that hold for every program are in :mod:`blockwalk.program.invariants`."""
 
 from __future__ import annotations
 
@@ -108,6 +109,12 @@ class Lane(StrEnum):
     def link(self) -> Lane:
         """The lane that a link is named for: this one, or the one that it shares its link with."""
         return {Lane.INTER_SUMS: Lane.INTER, Lane.UPDATE: Lane.FETCH}.get(self, self)
+
+    @property
+    def at_once(self) -> int:
+        """The ops that may be on their way. Between nodes the next one begins before the one before
+        it has ended, so that the link has something to send all the time."""
+        return 2 if self.link is Lane.INTER else 1
 
 
 class Pool(StrEnum):

@@ -8,8 +8,10 @@ other. Reductions between nodes may have such a lane beside that of gathers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -38,7 +40,7 @@ class Groups:
     axes: tuple[Axis, ...]
     device: torch.device
     _groups: dict[tuple[Axis, Lane], dist.ProcessGroup] = field(default_factory=dict)
-    _scratch: dict[Lane, Tensor] = field(default_factory=dict)
+    _scratch: dict[Lane, deque[Tensor]] = field(default_factory=dict)
     context: CountedExchange | None = None
     """The exchange with the ranks that hold parts of the same sequences."""
     stages: Stages | None = None
@@ -61,19 +63,38 @@ class Groups:
             direct: on a CPU, send to each rank by itself: as many bytes, and no second buffer of P
                 as gloo's gather has.
         """
+        finish(self.begin_gather_(full, axes, lane, direct=direct))
+
+    def begin_gather_(
+        self, full: Tensor, axes: Sequence[Axis], lane: Lane, *, direct: bool = False
+    ) -> Ending | None:
+        """Begin :meth:`gather_`, and return its ending; None where it is done, as far as the host
+        has to wait for it."""
         slices = [full]
         for axis in axes:
             slices.append(slices[-1].chunk(axis.length)[axis.coordinate(self.rank)])
+        ending: Ending | None = None
         for axis, out in reversed(list(zip(axes, slices, strict=False))):
-            local = out.chunk(axis.length)[axis.coordinate(self.rank)]
-            if direct and out.device.type == "cpu":
-                self._swap(out, axis, lane)
-            elif self._over_host(self._groups[axis, lane]):
-                host = torch.empty(out.shape, dtype=out.dtype)
-                all_gather(host, local.cpu(), group=self._groups[axis, lane])
-                out.copy_(host)
-            else:
-                all_gather(out, local, group=self._groups[axis, lane])
+            finish(ending)
+            ending = self._begin_gathering(out, axis, lane, direct=direct)
+        return _ending_on(lane, ending)
+
+    def _begin_gathering(
+        self, out: Tensor, axis: Axis, lane: Lane, *, direct: bool
+    ) -> Ending | None:
+        group = self._groups[axis, lane]
+        local = out.chunk(axis.length)[axis.coordinate(self.rank)]
+        if direct and out.device.type == "cpu":
+            self._swap(out, axis, lane)
+        elif self._over_host(group):
+            host = torch.empty(out.shape, dtype=out.dtype)
+            all_gather(host, local.cpu(), group=group)
+            out.copy_(host)
+        elif out.device.type == "cpu":
+            return partial(_wait, all_gather(out, local, group=group, async_op=True))
+        else:
+            all_gather(out, local, group=group)
+        return None
 
     def _swap(self, out: Tensor, axis: Axis, lane: Lane) -> None:
         """Send this rank's slice of ``out`` [P] to the others of an axis, and receive their slices
@@ -88,37 +109,60 @@ class Groups:
             work.wait()
 
     def reduce(self, full: Tensor, axes: Sequence[Axis], lane: Lane) -> Tensor:
-        """Return this rank's slice of the sum of ``full`` (float32 [P]) over the ranks of these
-        axes, innermost axis first. The slice is a view of ``full``, whose other elements are
-        overwritten. Addition is in the order of the ranks (on NCCL in its own).
+        """Return this rank's slice of a sum when it is there, see :meth:`begin_reduce`."""
+        slice_P, ending = self.begin_reduce(full, axes, lane)
+        finish(ending)
+        return slice_P
+
+    def begin_reduce(
+        self, full: Tensor, axes: Sequence[Axis], lane: Lane
+    ) -> tuple[Tensor, Ending | None]:
+        """Begin to sum ``full`` (float32 [P]) over the ranks of these axes, innermost axis first.
+        Return this rank's slice of the sum, a view of ``full`` whose other elements are
+        overwritten, and the ending after which it is there, as :meth:`begin_gather_` does. Addition
+        is in the order of the ranks (on NCCL in its own).
 
         gloo's reduce_scatter moves the bytes of an all-reduce; an all-to-all and a local sum move
         half of them."""
         assert full.dtype == torch.float32, f"gradients are reduced in float32, not {full.dtype}"
+        ending: Ending | None = None
         for axis in axes:
-            local = full.chunk(axis.length)[axis.coordinate(self.rank)]
-            group = self._groups[axis, lane]
-            if full.device.type != "cpu" and not self._over_host(group):
-                reduce_scatter(local, full, group=group)
-            else:
-                received = self._room(lane, full.numel())
-                dist.all_to_all_single(received, full.cpu(), group=group)
-                total, *addends = received.chunk(axis.length)
-                for addend in addends:
-                    total.add_(addend)
-                local.copy_(total)
-            full = local
-        return full
+            finish(ending)
+            ending = self._begin_reduction(full, axis, lane)
+            full = full.chunk(axis.length)[axis.coordinate(self.rank)]
+        return full, _ending_on(lane, ending)
+
+    def _begin_reduction(self, full: Tensor, axis: Axis, lane: Lane) -> Ending | None:
+        local = full.chunk(axis.length)[axis.coordinate(self.rank)]
+        group = self._groups[axis, lane]
+        if full.device.type != "cpu" and not self._over_host(group):
+            reduce_scatter(local, full, group=group)
+            return None
+        received = self._room(lane, full.numel())
+        work = dist.all_to_all_single(received, full.cpu(), group=group, async_op=True)
+
+        def ending() -> None:
+            _wait(work)
+            total, *addends = received.chunk(axis.length)
+            for addend in addends:
+                total.add_(addend)
+            local.copy_(total)
+
+        if full.device.type == "cpu":
+            return ending
+        ending()
+        return None
+
+    def begin_sum_(self, slice_P: Tensor, axes: Sequence[Axis], lane: Lane) -> Ending | None:
+        """Begin to sum ``slice_P`` (float32 [P]) in place over the ranks that hold it too, and
+        return the ending after which the sum is there."""
+        self.reduce(slice_P, axes, lane)
+        return self.begin_gather_(slice_P, axes, lane)
 
     def _over_host(self, group: dist.ProcessGroup) -> bool:
         """Return whether a group of an accelerator's ranks speaks over the host: gloo, where
         several ranks share one device."""
         return self.device.type != "cpu" and dist.get_backend(group) == "gloo"
-
-    def sum_(self, slice_P: Tensor, axes: Sequence[Axis], lane: Lane) -> None:
-        """Sum ``slice_P`` (float32 [P]) in place over the ranks that hold it too."""
-        self.reduce(slice_P, axes, lane)
-        self.gather_(slice_P, axes, lane)
 
     def lane(self, axis: Axis) -> Lane:
         """Return the lane whose process group serves an axis."""
@@ -158,9 +202,36 @@ class Groups:
             self._groups.clear()
 
     def _room(self, lane: Lane, numel: int) -> Tensor:
-        if lane not in self._scratch or self._scratch[lane].numel() < numel:
-            self._scratch[lane] = torch.empty(numel)
-        return self._scratch[lane][:numel]
+        """Return the longest unused of a lane's rooms to receive in, one for each op that is on its
+        way."""
+        rooms = self._scratch.setdefault(lane, deque(torch.empty(0) for _ in range(lane.at_once)))
+        room = rooms.popleft()
+        if room.numel() < numel:
+            room = torch.empty(numel)
+        rooms.append(room)
+        return room[:numel]
+
+
+Ending = Callable[[], None]
+"""The end of a collective that has begun: it blocks until the collective is done."""
+
+
+def finish(ending: Ending | None) -> None:
+    """Wait for the end of a collective, where there is anything to wait for."""
+    if ending is not None:
+        ending()
+
+
+def _ending_on(lane: Lane, ending: Ending | None) -> Ending | None:
+    """Return an ending where the lane goes on before it, and None when it is waited for."""
+    if lane.at_once == 1:
+        finish(ending)
+        return None
+    return ending
+
+
+def _wait(work: Any) -> None:
+    work.wait()
 
 
 def started(mesh: MeshSettings) -> int:

@@ -2,8 +2,9 @@
 lane, and what the time was spent on.
 
 Lanes are first-in, first-out, and an op starts when the op before it on its lane and all that it
-waits for are done: the rules of :mod:`blockwalk.walk.lanes`; its seconds are those of
-:mod:`blockwalk.simulate.seconds`. Ranks with one program do the same at the same time, and one
+waits for are done: the rules of :mod:`blockwalk.walk.lanes`. Of two ops between nodes, which may be
+on their way at once there, the later one has the link after the earlier one here. Seconds are those
+of :mod:`blockwalk.simulate.seconds`. Ranks with one program do the same at the same time, and one
 stands for all; those with another are simulated beside it, and a collective begins when the slowest
 has come.
 

@@ -16,13 +16,14 @@ from their tier into a slot."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from blockwalk.engine.engine import MOVES, Engine
 from blockwalk.plan.placement import StateKind
 from blockwalk.program.program import Op, Program
-from blockwalk.walk.lanes import Lanes, Mark
+from blockwalk.walk.lanes import Ending, Lanes, Mark, Work
 
 Timeline = list[tuple[Program, list[tuple[Op, float, float]]]]
 """Programs that ran; of each op the host seconds of its beginning and end."""
@@ -31,7 +32,7 @@ Timeline = list[tuple[Program, list[tuple[Op, float, float]]]]
 class Computes(Protocol):
     """An estimator, as far as a program needs it."""
 
-    def prepare(self, op: Op) -> Callable[[], None]:
+    def prepare(self, op: Op) -> Work:
         """Return the work of an op that computes."""
 
 
@@ -114,15 +115,21 @@ class Executor:
             raise
 
     @staticmethod
-    def _named(work: Callable[[], None], unit: str, step: int) -> Callable[[], None]:
+    def _named(work: Work, unit: str, step: int) -> Work:
         """Return the work of a refreshment, whose error says what failed, and in which step."""
 
-        def named() -> None:
+        @contextmanager
+        def named() -> Iterator[None]:
             try:
-                work()
+                yield
             except Exception as error:
                 raise RuntimeError(
                     f"refreshing the weights of {unit} over ranks failed after step {step}: {error}"
                 ) from error
 
-        return named
+        def begin() -> Ending | None:
+            with named():
+                ending = work()
+            return None if ending is None else named()(ending)
+
+        return begin

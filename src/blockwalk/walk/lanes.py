@@ -4,16 +4,24 @@ is a thread of its own.
 On an accelerator each lane also has a stream, and an op's end is an event on it: a later op waits
 for the event on its own stream, so that no thread ever waits for the device inside a step. There
 the lanes of collectives have no thread: the caller issues them in the program's order, which is the
-same on every rank, as NCCL asks. On a CPU an op's end is its thread's future."""
+same on every rank, as NCCL asks. On a CPU an op's end is its thread's future.
+
+Work may answer with an ending, which waits for what it has begun: a collective between nodes does.
+The lane then goes on to its next op, so that one is on its way while the one before it is waited
+for; endings come in the order of their ops, on a thread of their own. With one at a time, a link
+that sends and receives at once stands still in one direction until the other has caught up: it
+carried 70% of its rate."""
 
 from __future__ import annotations
 
 import ctypes
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -21,6 +29,11 @@ from blockwalk.numerics.device import is_cpu, recorded
 from blockwalk.program.program import Lane
 
 _ISSUED_BY_CALLER = (Lane.INTRA, Lane.INTER, Lane.INTER_SUMS)
+
+
+Ending = Callable[[], None]
+"""The end of work that has begun: it blocks until that is done."""
+Work = Callable[[], Ending | None]
 
 
 @dataclass(slots=True)
@@ -48,7 +61,9 @@ class Lanes:
     """One queue of work for each :class:`~blockwalk.program.program.Lane`."""
 
     device: torch.device
-    _threads: dict[Lane, ThreadPoolExecutor] = field(default_factory=dict)
+    _threads: dict[tuple[Lane, str], ThreadPoolExecutor] = field(default_factory=dict)
+    _begun: dict[Lane, deque[Future[None]]] = field(default_factory=partial(defaultdict, deque))
+    """The ends of each lane's last ops, of work that has one, the oldest first."""
     timed: bool = False
     """Whether ops that are submitted from here on have the times of their work on the device, see
     :meth:`seconds`."""
@@ -57,7 +72,7 @@ class Lanes:
     _began: float = 0.0
     _marks: list[Mark] = field(default_factory=list)
 
-    def submit(self, lane: Lane, work: Callable[[], None], dependencies: Iterable[Mark]) -> Mark:
+    def submit(self, lane: Lane, work: Work, dependencies: Iterable[Mark]) -> Mark:
         """Run ``work`` on a lane once the ops that it depends on are done. The compute lane runs it
         before returning.
 
@@ -70,7 +85,8 @@ class Lanes:
         if lane is Lane.COMPUTE or (lane in _ISSUED_BY_CALLER and not is_cpu(self.device)):
             self._run(lane, work, dependencies, mark)
         else:
-            mark.future = self._thread(lane).submit(self._run, lane, work, dependencies, mark)
+            mark.future = Future()
+            self._thread(lane).submit(self._begin, lane, work, dependencies, mark)
         return mark
 
     def begin(self) -> None:
@@ -120,13 +136,15 @@ class Lanes:
             thread.shutdown(wait=True)
         self._threads.clear()
 
-    def _thread(self, lane: Lane) -> ThreadPoolExecutor:
-        if lane not in self._threads:
-            name = f"blockwalk {lane}"
-            self._threads[lane] = ThreadPoolExecutor(
-                max_workers=1, thread_name_prefix=name, initializer=self._enter
+    def _thread(self, lane: Lane, what: str = "") -> ThreadPoolExecutor:
+        key = (lane, what)
+        if key not in self._threads:
+            self._threads[key] = ThreadPoolExecutor(
+                max_workers=1,
+                thread_name_prefix=f"blockwalk {lane}{what}",
+                initializer=self._enter,
             )
-        return self._threads[lane]
+        return self._threads[key]
 
     def _enter(self) -> None:
         """Begin a lane's thread: on this walk's device, for a thread begins on device 0."""
@@ -135,15 +153,46 @@ class Lanes:
         else:
             torch.accelerator.set_device_index(self.device)
 
+    def _begin(self, lane: Lane, work: Work, dependencies: tuple[Mark, ...], mark: Mark) -> None:
+        """Run work on its lane's thread; what it has begun ends on another."""
+        future = mark.future
+        assert future is not None
+        begun = self._begun[lane]
+        while len(begun) >= lane.at_once:
+            wait([begun.popleft()])
+        try:
+            ending = self._run(lane, work, dependencies, mark)
+        except BaseException as error:
+            future.set_exception(error)
+            return
+        if ending is None:
+            future.set_result(None)
+        else:
+            begun.append(future)
+            self._thread(lane, " ends").submit(self._end, ending, mark, future)
+
+    @staticmethod
+    def _end(ending: Ending, mark: Mark, future: Future[None]) -> None:
+        try:
+            ending()
+        except BaseException as error:
+            future.set_exception(error)
+            return
+        mark.ended = time.perf_counter()
+        future.set_result(None)
+
     def _run(
-        self, lane: Lane, work: Callable[[], None], dependencies: tuple[Mark, ...], mark: Mark
-    ) -> None:
+        self, lane: Lane, work: Work, dependencies: tuple[Mark, ...], mark: Mark
+    ) -> Ending | None:
+        """Run work once the ops that it depends on are done, and return what is left to wait
+        for."""
         for dependency in dependencies:
             if dependency.future is not None:
                 dependency.future.result()
         mark.began = time.perf_counter()
+        ending: Ending | None = None
         if is_cpu(self.device):
-            work()
+            ending = work()
         else:
             with self._on_stream(lane):
                 stream = torch.accelerator.current_stream(self.device)
@@ -154,9 +203,12 @@ class Lanes:
                         stream.wait_event(dependency.event)
                 if self.timed:
                     mark.start = recorded(self.device, timing=True)
-                work()
+                ending = work()
+                assert ending is None, "a device's queue waits, not a thread"
                 mark.event = recorded(self.device, timing=self.timed)
-        mark.ended = time.perf_counter()
+        if ending is None:
+            mark.ended = time.perf_counter()
+        return ending
 
     def _on_stream(self, lane: Lane) -> AbstractContextManager[object]:
         """Return the lane's stream as the current one; the compute lane keeps the caller's."""
