@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.cutting.verify import certified
+from blockwalk.data.batching import by_length
 from blockwalk.data.dataset import Encoded
 from blockwalk.data.row_batch import RowBatch, token_counts
 from blockwalk.plan.methods import method
@@ -237,6 +238,32 @@ def test_rows_that_ranks_cannot_walk_together_are_refused_by_all() -> None:
     run_ranks(2, _refusals, timeout=400)
 
 
+def _held_out(rank: int) -> list[Any]:
+    read = _rows_read()
+    answers: list[Any] = []
+    with Walker(make("llama", False), method("fcdp", mesh={"world": 2})) as walker:
+        for lazily in (True, False):
+            read.clear()
+            losses = []
+            for rows, batch in by_length(rows_of_data(), 4):
+                held_out = batch if lazily else dict(batch)
+                by_row = walker.label_losses(held_out, batches=2).tolist()
+                losses.append((rows, walker.evaluate(held_out, batches=2), by_row))
+            answers.append((losses, sorted(set(read))))
+    return answers
+
+
+def test_a_rank_reads_its_own_rows_of_what_is_held_out() -> None:
+    """The same batches as tensors, bit for bit; the rows that each rank reads, by hand: shortest
+    first, of 4 rows in 2 parts over 2 ranks one of each, of 2 filled up to 4 copies of the last."""
+    certified(make("llama", False))
+    hands = [[8, 5, 7, 9, 6, 3], [2, 0, 4, 1, 3]]
+    for rank, (lazily, whole) in enumerate(run_ranks(2, _held_out, timeout=400)):
+        assert lazily[1] == sorted(hands[rank])
+        assert whole[1] == list(range(10))
+        assert lazily[0] == whole[0]
+
+
 LENGTHS_OF_ROWS = (5, 9, 3, 12, 7, 4, 11, 6, 2, 8)
 
 
@@ -250,7 +277,8 @@ def rows_of_data() -> Encoded:
     return Encoded(ids, in_loss, starts, pad_id=0)
 
 
-def _by_number(rank: int) -> list[Any]:
+def _rows_read() -> list[int]:
+    """The numbers of the rows that this process reads from here on; it is a rank of its own."""
     read: list[int] = []
     original = Encoded.__getitem__
 
@@ -259,6 +287,11 @@ def _by_number(rank: int) -> list[Any]:
         return original(self, index)
 
     Encoded.__getitem__ = noted  # type: ignore[method-assign]
+    return read
+
+
+def _by_number(rank: int) -> list[Any]:
+    read = _rows_read()
     answers: list[Any] = []
     plan = method("fcdp", mesh={"world": 2}, gradient_accumulation_steps=2)
     for lazily in (True, False):

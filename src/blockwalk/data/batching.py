@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockwalk.data.batch import Batch
 from blockwalk.data.dataset import Encoded, Ids, Integers
 from blockwalk.data.packing import row_length
-from blockwalk.data.row_batch import RowBatch, collate
+from blockwalk.data.row_batch import RowBatch
 from blockwalk.plan.sizes import steps_of_epochs
 
 _CHANGES = {"records": "text of the records", "template": "chat template", "tokenizer": "tokenizer"}
@@ -182,13 +181,13 @@ class Batches(Iterator[RowBatch]):
 
 def by_length(
     dataset: Encoded, batch_size: int, padding_multiple: int = 1
-) -> Iterator[tuple[list[int], Batch]]:
+) -> Iterator[tuple[list[int], RowBatch]]:
     """Yield every example once, for evaluation: row numbers and their batch, the shortest first, so
-    that little is padding; the last batch may be shorter."""
+    that little is padding; the last batch may be shorter. A rank reads its own rows of it alone."""
     order = np.argsort(np.diff(dataset.starts), kind="stable").tolist()
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
-        yield rows, collate(dataset, rows, padding_multiple)
+        yield rows, RowBatch(dataset, rows, padding_multiple)
 
 
 def left_padded(prompts: Sequence[Ids], pad_id: int) -> tuple[Tensor, Tensor]:

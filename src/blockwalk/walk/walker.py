@@ -20,6 +20,7 @@ from blockwalk.checkpoints.ledger import Ledger, entry_of
 from blockwalk.cutting.adapters import as_adapters
 from blockwalk.data.batch import Batch, require_ids
 from blockwalk.data.label_words import LabelWordBatch
+from blockwalk.data.row_batch import batch_shape
 from blockwalk.engine import frozen_codec
 from blockwalk.engine.engine import Engine
 from blockwalk.engine.model_handle import ModelHandle
@@ -463,7 +464,7 @@ class Walker:
         """Return the loss summed over the labels of each sequence, float64 [B] on the CPU, in
         evaluation mode: what label words are ranked by. Ranks share the sequences, and visits the
         parts, as in :meth:`evaluate`."""
-        rows = len(batch["input_ids"])
+        rows, _ = batch_shape(batch)
         parts = self._share_to_evaluate(batch, batches, by_row=True)
         losses = self._evaluated(parts, batches, by_row=True)
         return torch.tensor(losses[:rows], dtype=torch.float64)
