@@ -4,9 +4,11 @@ with the model in memory.
     python benchmarks/vs_peft.py [--model Qwen2.5-0.5B] [--seq 256] [--steps 7]
     python benchmarks/vs_peft.py --model FOLDER --data FILE.jsonl --batch 4 --seq 512 --steps 11
 
-Each side is a process of its own, and they take their steps in turn; a ratio is the median of those
-of single rounds. PEFT runs in bfloat16 and in float32, with gradient checkpointing and without; the
-bounds compare with its fastest setting. ``--peers`` names fewer of them.
+Each side is a process of its own, and they take turns of two steps, of which the second counts: it
+follows another at once, as in a run, and not half a minute of other sides' steps, in which the
+system takes memory back. A ratio is the median of those of single rounds. PEFT runs in bfloat16 and
+in float32, with gradient checkpointing and without; the bounds compare with its fastest setting.
+``--peers`` names fewer of them.
 
 With ``--data`` the model is the one in a folder, ours in int4a, and all learn the same batches of
 its records, cut at ``--seq`` tokens and padded to the longest. Else weights (ours in int4) and
@@ -221,8 +223,8 @@ def turn(process: subprocess.Popen[str], step: int) -> dict[str, Any]:
 def measure(
     names: Iterable[str], steps: int, script: str = __file__
 ) -> dict[str, list[dict[str, Any]]]:
-    """The answers of each side to ``steps`` steps, taken in turn after one that warms up; a side is
-    ``script`` with ``--serve`` and its name."""
+    """The answers of each side to ``steps`` steps, taken in turn, each right after another step of
+    the same side; a side is ``script`` with ``--serve`` and its name."""
     command = [sys.executable, script, *sys.argv[1:], "--serve"]
     sides = {
         name: subprocess.Popen(
@@ -231,9 +233,10 @@ def measure(
         for name in names
     }
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for step in range(steps + 1):
+    for number in range(steps + 1):
         for name, process in sides.items():
-            answers[name].append(turn(process, step))
+            turn(process, 2 * number)
+            answers[name].append(turn(process, 2 * number + 1))
     for process in sides.values():
         process.communicate()
     return {name: rows[1:] for name, rows in answers.items()}
