@@ -189,7 +189,11 @@ def test_an_op_is_finished_when_the_device_has_done_it(sim: Simulated) -> None:
     lanes = Lanes(torch.device("sim", 1))
     lanes.begin()
     there = torch.ones(4, device="sim:1")
-    marks = [lanes.submit(lane, lambda: there.mul_(2), ()) for lane in (Lane.COMPUTE, Lane.COMPUTE)]
+
+    def double() -> None:
+        there.mul_(2)
+
+    marks = [lanes.submit(Lane.COMPUTE, double, ()) for _ in range(2)]
     lanes.drain(marks)
     assert lanes.finished() == 0
     for mark in marks:
