@@ -26,7 +26,7 @@ from blockwalk.program.compile import compile
 from blockwalk.program.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind
 from blockwalk.simulate import hardware
 from blockwalk.simulate.hardware import Hardware, Link
-from blockwalk.simulate.planner import Task, largest_batch, programs_of, steady
+from blockwalk.simulate.planner import Task, largest_batch, largest_fitting, programs_of, steady
 from blockwalk.simulate.seconds import CostModel
 from blockwalk.simulate.simulator import simulate
 from blockwalk.walk.unit_costs import UnitCosts
@@ -301,17 +301,7 @@ def largest(system: str, billions: int, nodes: int) -> int:
     def fits(batch: int) -> bool:
         return held(system, billions, nodes, batch) <= room
 
-    too_large = 1
-    while fits(too_large):
-        too_large *= 2
-    fitting = too_large // 2
-    while too_large - fitting > 1:
-        middle = (fitting + too_large) // 2
-        if fits(middle):
-            fitting = middle
-        else:
-            too_large = middle
-    return fitting
+    return largest_fitting(fits)
 
 
 def power_of_two(count: int) -> int:

@@ -5,8 +5,8 @@ with the model in memory.
     python benchmarks/vs_peft.py --model FOLDER --data FILE.jsonl --batch 4 --seq 512 --steps 11
 
 Each side is a process of its own, and they take turns of two steps, of which the second counts: it
-follows another at once, as in a run, and not half a minute of other sides' steps, in which the
-system takes memory back. A ratio is the median of those of single rounds. PEFT runs in bfloat16 and
+follows another at once, as in a run, and not half a minute of other sides' steps, after which ours
+makes its file maps anew. A ratio is the median of those of single rounds. PEFT runs in bfloat16 and
 in float32, with gradient checkpointing and without; the bounds compare with its fastest setting.
 ``--peers`` names fewer of them.
 

@@ -10,7 +10,8 @@ import torch
 
 from blockwalk.program.invariants import happens_before
 from blockwalk.program.program import Lane, Op, OpKind, Program, Shape, StepKind
-from blockwalk.walk.lanes import Ending, Lanes
+from blockwalk.ranks.groups import Completion
+from blockwalk.walk.lanes import Lanes
 
 SECONDS = 20.0
 """The longest that anything is waited for, where it would come at once."""
@@ -24,8 +25,8 @@ class Exchanges:
         self.begun = [Event() for _ in range(count)]
         self.let_go = [Event() for _ in range(count)]
 
-    def work(self, number: int) -> Callable[[], Ending]:
-        def begin() -> Ending:
+    def work(self, number: int) -> Callable[[], Completion]:
+        def begin() -> Completion:
             self.order.append(f"{number} begins")
             self.begun[number].set()
             return end
@@ -66,7 +67,7 @@ def test_an_op_waits_for_the_end_of_another_and_has_its_error() -> None:
     lanes.begin()
     ran = Event()
 
-    def refuse() -> Ending:
+    def refuse() -> Completion:
         def end() -> None:
             raise RuntimeError("connection 1 closed")
 

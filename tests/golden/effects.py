@@ -27,11 +27,11 @@ from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation
 from blockwalk.plan.mesh import gather_bytes, names_of
 from blockwalk.program.program import Lane
 from blockwalk.ranks.forward_sharing import MeshSharing
-from blockwalk.ranks.groups import Groups
+from blockwalk.ranks.groups import Completion, Groups
 from blockwalk.tiers.activations import Activations
 from blockwalk.tiers.memory import BufferMemory
 from blockwalk.tiers.scratch_maps import ScratchMaps
-from blockwalk.walk.lanes import Ending, Lanes, Work
+from blockwalk.walk.lanes import Lanes, Work
 from blockwalk.walk.walker import Walker
 
 Effect = tuple[Any, ...]
@@ -54,13 +54,13 @@ class Effects:
             self.of_ops.append(set())
             self.bytes_of_ops.append(0)
 
-            def noted(job: Work) -> Ending | None:
+            def noted(job: Work) -> Completion | None:
                 self._at.place = place
                 try:
-                    ending = job()
+                    completion = job()
                 finally:
                     self._at.place = None
-                return None if ending is None else partial(noted, ending)  # type: ignore[return-value]
+                return None if completion is None else partial(noted, completion)  # type: ignore[return-value]
 
             return submit(lanes, lane, partial(noted, work), after)
 

@@ -120,6 +120,28 @@ def test_a_small_view_that_a_graph_saves_does_not_keep_what_it_is_a_view_of(
     assert torch.equal(leaf.grad, torch.cat([torch.full((256,), 8.0), torch.zeros(256)]))
 
 
+def test_views_of_one_tensor_are_read_back_as_they_were_and_written_once(tmp_path: Path) -> None:
+    """Oracle: autograd without maps; the bytes in closed form. The whole, flat and turned about,
+    is one copy. Columns of it have gaps: those of two shapes are two."""
+    saved = SavedTensors(ScratchMaps(tmp_path))
+    leaf_NM = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def loss() -> torch.Tensor:
+        whole_NM = leaf_NM * 3
+        narrow_NK = whole_NM[:, 8:24]
+        wide_HL = whole_NM.view(32, 64)[:, 8:40]  # as many from the same place on
+        cubes = (narrow_NK**3).sum() + (wide_HL**3).sum()
+        squares = whole_NM.square().sum() + whole_NM.view(-1).sin().sum()
+        return cubes + squares + whole_NM.t().cos().sum()
+
+    (expected_NM,) = torch.autograd.grad(loss(), leaf_NM)
+    with saved.saving([leaf_NM]):
+        in_maps = loss()
+    (found_NM,) = torch.autograd.grad(in_maps, leaf_NM)
+    assert torch.equal(found_NM, expected_NM)
+    assert saved.nbytes == 4 * (64 * 32 + 64 * 16 + 32 * 32)
+
+
 def never_written() -> int:
     """Bytes of dirty pages of files that this process had dropped before the kernel wrote them."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())

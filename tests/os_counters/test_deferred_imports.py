@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.symbolic_shapes import sym_eq
 from transformers import Qwen2Config
 
 from blockwalk.cutting.skeleton import build_skeleton
@@ -142,9 +143,13 @@ print(json.dumps({"before": before, "columns": columns.tolist(), "same": same,
 """
 
 
-def test_a_model_with_adapters_needs_none_of_them_and_a_user_gets_all() -> None:
-    """scipy's assignment of [[4, 1], [2, 9]] is columns 1 and 0: 1 + 2 = 3."""
+def test_a_model_with_adapters_needs_none_of_them_and_a_user_gets_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is studied anew, for the cache is empty. scipy's assignment of [[4, 1], [2, 9]] is
+    columns 1 and 0: 1 + 2 = 3."""
     pytest.importorskip("scipy")
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path))
     answer = subprocess.run(
         [sys.executable, "-c", CHILD], capture_output=True, text=True, check=True
     ).stdout
@@ -155,6 +160,26 @@ def test_a_model_with_adapters_needs_none_of_them_and_a_user_gets_all() -> None:
         "compiled": [2.0, 2.0],
         "guard": True,
     }
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((2, 3), (2, 3)),
+        ((2, 3), torch.Size([2, 3])),
+        ((2, 3), (2, 4)),
+        ((2, 3), (2, 3, 1)),
+        ((), ()),
+    ],
+)
+def test_plain_shapes_are_compared_as_torch_compares_them(shapes: tuple[Any, Any]) -> None:
+    """Oracle: torch's own function."""
+    assert module._plain_answer(module.OF_PLAIN_SHAPES, shapes) is sym_eq(*shapes)
+
+
+def test_what_is_not_plain_is_left_to_torch() -> None:
+    assert module._plain_answer(module.OF_PLAIN_SHAPES, ((2, 3), [2, 3])) is None
+    assert module._plain_answer(module.OF_PLAIN_SHAPES, ((2, True), (2, 1))) is None
 
 
 def test_a_skeleton_draws_nothing_and_its_buffers_are_those_of_a_model() -> None:

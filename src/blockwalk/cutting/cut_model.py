@@ -678,7 +678,9 @@ class CutModel:
 
             return stub
 
-        zeros = partial(torch.zeros_like, device=self.device)
+        def zeros(recorded: Tensor) -> Tensor:
+            # of a tensor without storage zeros_like would import torch's symbolic shapes
+            return torch.zeros(recorded.shape, dtype=recorded.dtype, device=self.device)
 
         def piece_stub(name: str) -> Callable[..., Any]:
             return lambda *_args, **_kwargs: rebuild(queues[name].pop(0), zeros, name)

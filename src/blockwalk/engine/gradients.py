@@ -22,7 +22,7 @@ from blockwalk.plan.placement import StateKind
 from blockwalk.program.flat_layout import buffer_pools
 from blockwalk.program.program import Op
 from blockwalk.program.reductions import sums_replicas
-from blockwalk.ranks.groups import Ending
+from blockwalk.ranks.groups import Completion
 from blockwalk.tiers.memory import Memory
 
 
@@ -302,22 +302,22 @@ class FlatGradients:
             buffer_P = self.buffers[op.buffer][: self._part.units[unit].numel]
         accumulates = outer == plan.gradient_ranks and op.buffer >= 0
 
-        def work() -> Ending | None:
+        def work() -> Completion | None:
             summand_P = self._summed[unit] if buffer_P is None else buffer_P
             if sums_replicas(plan, axes):
                 sum_P = summand_P
-                ending = self._groups.begin_sum_(sum_P, axes, op.lane)
+                completion = self._groups.begin_sum_(sum_P, axes, op.lane)
             else:
-                sum_P, ending = self._groups.begin_reduce(summand_P, axes, op.lane)
-            if ending is None:
+                sum_P, completion = self._groups.begin_reduce(summand_P, axes, op.lane)
+            if completion is None:
                 keep(summand_P, sum_P)
                 return None
 
-            def ends() -> None:
-                ending()
+            def complete() -> None:
+                completion()
                 keep(summand_P, sum_P)
 
-            return ends
+            return complete
 
         def keep(summand_P: Tensor, sum_P: Tensor) -> None:
             if accumulator is not None and accumulates:

@@ -33,9 +33,10 @@ from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.program.program import Op
+from blockwalk.ranks.groups import Completion
 
-Job = Callable[[], Callable[[], None] | None]
-"""The work of an op, which may answer with an ending, see :mod:`blockwalk.walk.lanes`."""
+Job = Callable[[], Completion | None]
+"""The work of an op, which may answer with a completion, see :mod:`blockwalk.walk.lanes`."""
 
 
 class Home(Protocol):

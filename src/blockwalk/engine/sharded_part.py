@@ -43,7 +43,7 @@ from blockwalk.program.flat_layout import (
 )
 from blockwalk.program.program import Lane, Op, OpKind
 from blockwalk.program.slicing import Run
-from blockwalk.ranks.groups import Ending, Groups
+from blockwalk.ranks.groups import Completion, Groups
 from blockwalk.tiers.memories import Memories
 from blockwalk.tiers.memory import Memory
 
@@ -197,14 +197,14 @@ class ShardedPart:
         slice_P = bucket_P[self.groups.slice(slices.numel, outer)]
         gathered_P = bucket_P[self.groups.slice(slices.numel, inner)]
 
-        def work() -> Ending | None:
+        def work() -> Completion | None:
             if begin is not None:
                 _copy(slice_P, begin)
             return self.groups.begin_gather_(gathered_P, axes, op.lane)
 
         return work
 
-    def _refresh(self, slices: UnitSlices, axes: Sequence[Axis], lane: Lane) -> Ending | None:
+    def _refresh(self, slices: UnitSlices, axes: Sequence[Axis], lane: Lane) -> Completion | None:
         """Complete a part of a node slice over these axes where it lies. Behind an accelerator one
         in host memory is gathered on the device."""
         assert slices.node is not None

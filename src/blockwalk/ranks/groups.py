@@ -67,21 +67,21 @@ class Groups:
 
     def begin_gather_(
         self, full: Tensor, axes: Sequence[Axis], lane: Lane, *, direct: bool = False
-    ) -> Ending | None:
-        """Begin :meth:`gather_`, and return its ending; None where it is done, as far as the host
-        has to wait for it."""
+    ) -> Completion | None:
+        """Begin :meth:`gather_`, and return its completion; None where it is done, as far as the
+        host has to wait for it."""
         slices = [full]
         for axis in axes:
             slices.append(slices[-1].chunk(axis.length)[axis.coordinate(self.rank)])
-        ending: Ending | None = None
+        completion: Completion | None = None
         for axis, out in reversed(list(zip(axes, slices, strict=False))):
-            finish(ending)
-            ending = self._begin_gathering(out, axis, lane, direct=direct)
-        return _ending_on(lane, ending)
+            finish(completion)
+            completion = self._begin_gathering(out, axis, lane, direct=direct)
+        return _completion_on(lane, completion)
 
     def _begin_gathering(
         self, out: Tensor, axis: Axis, lane: Lane, *, direct: bool
-    ) -> Ending | None:
+    ) -> Completion | None:
         group = self._groups[axis, lane]
         local = out.chunk(axis.length)[axis.coordinate(self.rank)]
         if direct and out.device.type == "cpu":
@@ -110,29 +110,29 @@ class Groups:
 
     def reduce(self, full: Tensor, axes: Sequence[Axis], lane: Lane) -> Tensor:
         """Return this rank's slice of a sum when it is there, see :meth:`begin_reduce`."""
-        slice_P, ending = self.begin_reduce(full, axes, lane)
-        finish(ending)
+        slice_P, completion = self.begin_reduce(full, axes, lane)
+        finish(completion)
         return slice_P
 
     def begin_reduce(
         self, full: Tensor, axes: Sequence[Axis], lane: Lane
-    ) -> tuple[Tensor, Ending | None]:
+    ) -> tuple[Tensor, Completion | None]:
         """Begin to sum ``full`` (float32 [P]) over the ranks of these axes, innermost axis first.
         Return this rank's slice of the sum, a view of ``full`` whose other elements are
-        overwritten, and the ending after which it is there, as :meth:`begin_gather_` does. Addition
-        is in the order of the ranks (on NCCL in its own).
+        overwritten, and the completion after which it is there, as :meth:`begin_gather_` does.
+        Addition is in the order of the ranks (on NCCL in its own).
 
         gloo's reduce_scatter moves the bytes of an all-reduce; an all-to-all and a local sum move
         half of them."""
         assert full.dtype == torch.float32, f"gradients are reduced in float32, not {full.dtype}"
-        ending: Ending | None = None
+        completion: Completion | None = None
         for axis in axes:
-            finish(ending)
-            ending = self._begin_reduction(full, axis, lane)
+            finish(completion)
+            completion = self._begin_reduction(full, axis, lane)
             full = full.chunk(axis.length)[axis.coordinate(self.rank)]
-        return full, _ending_on(lane, ending)
+        return full, _completion_on(lane, completion)
 
-    def _begin_reduction(self, full: Tensor, axis: Axis, lane: Lane) -> Ending | None:
+    def _begin_reduction(self, full: Tensor, axis: Axis, lane: Lane) -> Completion | None:
         local = full.chunk(axis.length)[axis.coordinate(self.rank)]
         group = self._groups[axis, lane]
         if full.device.type != "cpu" and not self._over_host(group):
@@ -141,7 +141,7 @@ class Groups:
         received = self._room(lane, full.numel())
         work = dist.all_to_all_single(received, full.cpu(), group=group, async_op=True)
 
-        def ending() -> None:
+        def completion() -> None:
             _wait(work)
             total, *addends = received.chunk(axis.length)
             for addend in addends:
@@ -149,13 +149,13 @@ class Groups:
             local.copy_(total)
 
         if full.device.type == "cpu":
-            return ending
-        ending()
+            return completion
+        completion()
         return None
 
-    def begin_sum_(self, slice_P: Tensor, axes: Sequence[Axis], lane: Lane) -> Ending | None:
+    def begin_sum_(self, slice_P: Tensor, axes: Sequence[Axis], lane: Lane) -> Completion | None:
         """Begin to sum ``slice_P`` (float32 [P]) in place over the ranks that hold it too, and
-        return the ending after which the sum is there."""
+        return the completion after which the sum is there."""
         self.reduce(slice_P, axes, lane)
         return self.begin_gather_(slice_P, axes, lane)
 
@@ -212,22 +212,22 @@ class Groups:
         return room[:numel]
 
 
-Ending = Callable[[], None]
+Completion = Callable[[], None]
 """The end of a collective that has begun: it blocks until the collective is done."""
 
 
-def finish(ending: Ending | None) -> None:
+def finish(completion: Completion | None) -> None:
     """Wait for the end of a collective, where there is anything to wait for."""
-    if ending is not None:
-        ending()
+    if completion is not None:
+        completion()
 
 
-def _ending_on(lane: Lane, ending: Ending | None) -> Ending | None:
-    """Return an ending where the lane goes on before it, and None when it is waited for."""
+def _completion_on(lane: Lane, completion: Completion | None) -> Completion | None:
+    """Return a completion where the lane goes on before it, and None when it is waited for."""
     if lane.at_once == 1:
-        finish(ending)
+        finish(completion)
         return None
-    return ending
+    return completion
 
 
 def _wait(work: Any) -> None:

@@ -424,6 +424,11 @@ def largest_batch(task: Task, plan: Plan, most: int = 1 << 16) -> int:
         (program, *_), _ = programs_of(task, plan, Shape(batch, task.shape.sequence))
         return not _too_large(task, program.peaks(), plan.mesh.world)
 
+    return largest_fitting(fits, most)
+
+
+def largest_fitting(fits: Callable[[int], bool], most: int = 1 << 16) -> int:
+    """Return the largest batch that fits, to one part in 64 of it; 0 where not even one does."""
     fitting = 0
     batch = 1
     while batch <= most and fits(batch):

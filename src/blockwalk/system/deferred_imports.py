@@ -51,6 +51,10 @@ OF_PLAIN_NUMBERS = frozenset(
 )
 """Functions of one truth value, symbolic or not, which return one that is not as it is."""
 
+OF_PLAIN_SHAPES = "torch.fx.experimental.symbolic_shapes.sym_eq"
+"""The function that compares two shapes, symbolic or not: autograd calls it for a gradient that it
+is given."""
+
 _OF_IMPORT = frozenset({"__cached__", "__file__", "__path__"})
 """Attributes by which an import asks whether a module is a package and where it lies."""
 
@@ -80,11 +84,8 @@ class _Proxy:
         return getattr(_FINDER.import_now(self._module), self._name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        full_name = f"{self._module}.{self._name}"
-        is_plain = not kwargs and [type(argument) for argument in args] == [bool]
-        if is_plain and full_name in OF_PLAIN_NUMBERS:
-            return args[0]
-        return self._real()(*args, **kwargs)
+        answer = None if kwargs else _plain_answer(f"{self._module}.{self._name}", args)
+        return self._real()(*args, **kwargs) if answer is None else answer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real(), name)
@@ -107,6 +108,20 @@ class _Proxy:
 
     def __len__(self) -> int:
         return len(self._real())
+
+
+def _plain_answer(name: str, args: tuple[Any, ...]) -> bool | None:
+    """Return the answer of a function of symbolic values to plain ones; None where it is not known
+    without the function."""
+    if name in OF_PLAIN_NUMBERS and [type(argument) for argument in args] == [bool]:
+        return bool(args[0])
+    if name == OF_PLAIN_SHAPES and len(args) == 2 and all(map(_is_plain_shape, args)):
+        return tuple(args[0]) == tuple(args[1])
+    return None
+
+
+def _is_plain_shape(shape: Any) -> bool:
+    return isinstance(shape, tuple) and all(type(size) is int for size in shape)
 
 
 _BINARY = (

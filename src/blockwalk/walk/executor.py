@@ -23,7 +23,8 @@ from typing import Protocol
 from blockwalk.engine.engine import MOVES, Engine
 from blockwalk.plan.placement import StateKind
 from blockwalk.program.program import Op, Program
-from blockwalk.walk.lanes import Ending, Lanes, Mark, Work
+from blockwalk.ranks.groups import Completion
+from blockwalk.walk.lanes import Lanes, Mark, Work
 
 Timeline = list[tuple[Program, list[tuple[Op, float, float]]]]
 """Programs that ran; of each op the host seconds of its beginning and end."""
@@ -127,9 +128,9 @@ class Executor:
                     f"refreshing the weights of {unit} over ranks failed after step {step}: {error}"
                 ) from error
 
-        def begin() -> Ending | None:
+        def begin() -> Completion | None:
             with named():
-                ending = work()
-            return None if ending is None else named()(ending)
+                completion = work()
+            return None if completion is None else named()(completion)
 
         return begin

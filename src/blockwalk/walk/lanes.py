@@ -6,11 +6,11 @@ for the event on its own stream, so that no thread ever waits for the device ins
 the lanes of collectives have no thread: the caller issues them in the program's order, which is the
 same on every rank, as NCCL asks. On a CPU an op's end is its thread's future.
 
-Work may answer with an ending, which waits for what it has begun: a collective between nodes does.
-The lane then goes on to its next op, so that one is on its way while the one before it is waited
-for; endings come in the order of their ops, on a thread of their own. With one at a time, a link
-that sends and receives at once stands still in one direction until the other has caught up: it
-carried 70% of its rate."""
+Work may answer with a completion, which waits for what it has begun: a collective between nodes
+does. The lane then goes on to its next op, so that one is on its way while the one before it is
+waited for; completions come in the order of their ops, on a thread of their own. With one at a
+time, a link that sends and receives at once stands still in one direction until the other has
+caught up: it carried 70% of its rate."""
 
 from __future__ import annotations
 
@@ -27,13 +27,11 @@ import torch
 
 from blockwalk.numerics.device import is_cpu, recorded
 from blockwalk.program.program import Lane
+from blockwalk.ranks.groups import Completion
 
 _ISSUED_BY_CALLER = (Lane.INTRA, Lane.INTER, Lane.INTER_SUMS)
 
-
-Ending = Callable[[], None]
-"""The end of work that has begun: it blocks until that is done."""
-Work = Callable[[], Ending | None]
+Work = Callable[[], Completion | None]
 
 
 @dataclass(slots=True)
@@ -161,20 +159,20 @@ class Lanes:
         while len(begun) >= lane.at_once:
             wait([begun.popleft()])
         try:
-            ending = self._run(lane, work, dependencies, mark)
+            completion = self._run(lane, work, dependencies, mark)
         except BaseException as error:
             future.set_exception(error)
             return
-        if ending is None:
+        if completion is None:
             future.set_result(None)
         else:
             begun.append(future)
-            self._thread(lane, " ends").submit(self._end, ending, mark, future)
+            self._thread(lane, " ends").submit(self._end, completion, mark, future)
 
     @staticmethod
-    def _end(ending: Ending, mark: Mark, future: Future[None]) -> None:
+    def _end(completion: Completion, mark: Mark, future: Future[None]) -> None:
         try:
-            ending()
+            completion()
         except BaseException as error:
             future.set_exception(error)
             return
@@ -183,16 +181,16 @@ class Lanes:
 
     def _run(
         self, lane: Lane, work: Work, dependencies: tuple[Mark, ...], mark: Mark
-    ) -> Ending | None:
+    ) -> Completion | None:
         """Run work once the ops that it depends on are done, and return what is left to wait
         for."""
         for dependency in dependencies:
             if dependency.future is not None:
                 dependency.future.result()
         mark.began = time.perf_counter()
-        ending: Ending | None = None
+        completion: Completion | None = None
         if is_cpu(self.device):
-            ending = work()
+            completion = work()
         else:
             with self._on_stream(lane):
                 stream = torch.accelerator.current_stream(self.device)
@@ -203,12 +201,12 @@ class Lanes:
                         stream.wait_event(dependency.event)
                 if self.timed:
                     mark.start = recorded(self.device, timing=True)
-                ending = work()
-                assert ending is None, "a device's queue waits, not a thread"
+                completion = work()
+                assert completion is None, "a device's queue waits, not a thread"
                 mark.event = recorded(self.device, timing=self.timed)
-        if ending is None:
+        if completion is None:
             mark.ended = time.perf_counter()
-        return ending
+        return completion
 
     def _on_stream(self, lane: Lane) -> AbstractContextManager[object]:
         """Return the lane's stream as the current one; the compute lane keeps the caller's."""
