@@ -13,6 +13,7 @@ import ctypes
 import gc
 import importlib
 import json
+import operator
 import os
 import signal
 import subprocess
@@ -35,6 +36,9 @@ from tests.conftest import TinyRun, make_tiny_run
 LIMIT = 75.0
 """Seconds after which a run counts as hanging."""
 MEASURED = ("seconds", "tokens_per_second", "peak_bytes", "bytes_moved", "digest")
+OF_A_LIVE_STEP = "bytes_by_axis"
+"""The figure that no ledger has: the line of a step that was killed before its line was written
+lacks it."""
 _SLIDE = (
     "--trainable disk×fp32 --optimizer_state disk×fp32 --update.timing block --recompute all"
     " --prefetch 1"
@@ -345,12 +349,26 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, li
         "lines": [],
         "stray": sorted(found.keys() ^ expected.keys()),
     }
+    has_ledger = any(Path(name).name == "ledger.jsonl" for name in found)
     for name in sorted(found.keys() & expected.keys()):
-        if found[name] != expected[name]:
-            kinds[
-                "lines" if name.endswith(("metrics.jsonl", "evaluations.jsonl")) else "bits"
-            ].append(name)
+        is_log = name.endswith(("metrics.jsonl", "evaluations.jsonl"))
+        equal = lines_alike if is_log and has_ledger else operator.eq
+        if not equal(found[name], expected[name]):
+            kinds["lines" if is_log else "bits"].append(name)
     return kinds
+
+
+def lines_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
+    """Whether two logs have the same lines, but for the figure that a line from the ledger
+    lacks."""
+    if len(found) != len(expected):
+        return False
+    for line, whole in zip(found, expected, strict=True):
+        missing = whole.keys() - line.keys()
+        known = {key: value for key, value in whole.items() if key not in missing}
+        if not missing <= {OF_A_LIVE_STEP} or line != known:
+            return False
+    return True
 
 
 def latest_step(folder: Path) -> int:
