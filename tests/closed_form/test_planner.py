@@ -229,6 +229,28 @@ def test_stages_are_proposed_where_the_network_is_slow() -> None:
     assert all(plan.mesh.pipeline == 1 for _, plan in candidates(alone))
 
 
+def test_stages_share_sums_where_their_gradients_have_room() -> None:
+    """Oracle: the other of each two plans, which differ in ``pipeline.shared_sums`` alone: fewer
+    reductions are faster, and cost device memory. A budget between the two leaves the leaner."""
+    model = decoder(layers=8, hidden=1024, wide=2816, keys=256, vocab=4000)
+    machine = dataclasses.replace(
+        hardware.load("a40-48gb-x8-eth10"), nodes=4, devices_per_node=1, inter=Link(1.25e8, 1e-4)
+    )
+    task = Task(model, costs(model), machine, Shape(1, 512), micro_batches=8)
+    two = "zero3, 2 stages"
+    looked_at = {label: look_at(task, label, plan) for label, plan in candidates(task)}
+    each, once = looked_at[two], looked_at[f"{two}, shared sums"]
+    assert once.progress > 1.05 * each.progress
+    assert once.peaks[Pool.DEVICE] > each.peaks[Pool.DEVICE]
+    between = (once.peaks[Pool.DEVICE] + each.peaks[Pool.DEVICE]) // 2
+    narrow = dataclasses.replace(task, budget=between)
+    ranked = {c.label for c in rank(narrow).first_order}
+    assert two in ranked
+    assert f"{two}, shared sums" not in ranked
+    a_rank_each = dataclasses.replace(task, hardware=dataclasses.replace(machine, nodes=2))
+    assert not [label for label, _ in candidates(a_rank_each) if "shared sums" in label]
+
+
 def test_long_sequences_are_put_in_parts_where_nothing_else_fits() -> None:
     """Oracle: the peaks of the programs themselves, on a machine between the leanest plans of whole
     sequences and of their parts."""

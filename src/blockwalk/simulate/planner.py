@@ -26,7 +26,7 @@ from blockwalk.program.compile import compile_ranks, resident
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import COMPUTES, Lane, Pool, Program, Shape, StepKind, human_bytes
 from blockwalk.program.resident_blocks import settled
-from blockwalk.program.stages import cut
+from blockwalk.program.stages import cut, shares_sums
 from blockwalk.program.visits import counts
 from blockwalk.simulate.hardware import Hardware
 from blockwalk.simulate.seconds import CostModel
@@ -210,7 +210,11 @@ def _over_ranks(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     for prefetch in (0, 1, 2):
         yield f", prefetch {prefetch}", {"prefetch": prefetch, "mesh": mesh}
     for stages in _stages(task):
-        yield f", {stages} stages", {"mesh": {**mesh, "pipeline": stages}, "together": 1}
+        cut_up = {"mesh": {**mesh, "pipeline": stages}, "together": 1}
+        yield f", {stages} stages", cut_up
+        summed = {**cut_up, "pipeline.shared_sums": True}
+        if shares_sums(method(row.method, **summed)):
+            yield f", {stages} stages, shared sums", summed
     if task.hardware.device == "cuda":
         states = {"optimizer_state.tier": "host", "mesh": mesh}
         yield ", activations on the host", {"activation": "host", "mesh": mesh}
