@@ -12,39 +12,36 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blockwalk.cutting.anatomy import Anatomy, canonical_name, head_spec
+from blockwalk.cutting.anatomy import Anatomy
 from blockwalk.cutting.batch_facts import answered
 from blockwalk.cutting.block_tiles import EPILOGUE, SEQUENCE_DIM, BlockTiles, kind_of
+from blockwalk.cutting.bound_units import BoundUnits, base_of
 from blockwalk.cutting.by_part import ByPart, NotByPart
 from blockwalk.cutting.calls import (
     BlockCall,
     BlockResult,
-    Handed,
     Prologue,
     containers_of,
     is_cache,
     rebuild,
     tensors_of,
 )
-from blockwalk.cutting.decay import spared_by_decay
-from blockwalk.cutting.ownership import find_parameters, find_parts
+from blockwalk.cutting.ownership import Part
 from blockwalk.cutting.parts_of_rows import attention_of_parts, masks_of_rows
+from blockwalk.cutting.recording import Recording
 from blockwalk.cutting.rule_masks import long_masks_as_rules
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.documents import by_document
-from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.numerics.row_tiles import narrow_products
 from blockwalk.numerics.sequence_part import SequencePart
-from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import Tiling
 
@@ -76,15 +73,6 @@ def _call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return module(*args, **kwargs)
 
 
-def _same_elements(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same elements of the same memory, in the same order."""
-    layout = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
-    other_layout = (other.shape, other.stride(), other.storage_offset(), other.dtype)
-    if layout != other_layout:
-        return False
-    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
-
-
 def refuse_settings(base: Any) -> None:
     """Raise ValueError for a model whose settings no walk can honour: its steps would differ, or
     read every layer at once."""
@@ -106,26 +94,17 @@ def refuse_settings(base: Any) -> None:
         )
 
 
-class CutModel:
+class CutModel(BoundUnits):
     """A ``transformers`` causal language model (or a ``PeftModel`` around one) as a sequence of
-    units.
+    units, and the passes over them.
 
-    The modules stay, their parameters come and go: :meth:`bind` puts tensors or lazily decoded
-    weights in their places, :meth:`unbind` takes them out again. The ``anatomy`` says what is
-    called in which order; :func:`blockwalk.cutting.verify.certified` finds and checks it. Raises
+    The modules stay, their parameters come and go (:class:`BoundUnits`). The ``anatomy`` says what
+    is called in which order; :func:`blockwalk.cutting.verify.certified` finds and checks it. Raises
     ValueError for a model whose settings no walk can honour, with the reason."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
-        self.model = model
-        outer: Any = model
-        self.base: Any = outer.get_base_model() if hasattr(model, "peft_config") else outer
-        self.adapters: tuple[str, ...] = tuple(getattr(model, "peft_config", ()))
-        if len(self.adapters) > 1:
-            raise ValueError(
-                f"the model carries {len(self.adapters)} adapters {self.adapters}; Blockwalk"
-                " trains one"
-            )
-        refuse_settings(self.base)
+        refuse_settings(base_of(model))
+        super().__init__(model, anatomy)
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 # the walk recomputes blocks itself
@@ -134,7 +113,6 @@ class CutModel:
         self._call_block: Callable[..., Any] = _call
         self._told = False
         """Whether it was said that long sequences are computed whole."""
-        self.device = torch.device("cpu")
         self.tiling: Tiling | None = None
         """Tiles by which long sequences are computed; None: they are computed whole."""
         self.draws_random_numbers = _has_dropout(model)
@@ -145,52 +123,10 @@ class CutModel:
         )
         # transformers 5.24 gave the models' argument another name
         self._cache_keyword = "cache" if "cache" in signature else "past_key_values"
-        prefix = "".join(
-            f"{name}." for name, module in model.named_modules() if name and module is self.base
-        )
-
-        def canonical(name: str) -> str:
-            return canonical_name(name, self.adapters, prefix)
-
-        self._units = find_parts(model, anatomy, canonical)
-        self._spec = find_parameters(model, self.base, self._units, canonical)
-        self.spared_by_decay = spared_by_decay(model, canonical)
-        """The norms and biases, which weight decay spares, by canonical name."""
         owning = [
             part for part in self._units.pieces if next(part.module.parameters(), None) is not None
         ]
         self._prologue_pieces = [(part.name, part.module) for part in owning if part.unit == 0]
-        self._bound: set[int] = set()
-        names = {id(param): name for name, param in self._units.placeholders.items()}
-        self.head = head_spec(
-            model, self.base, anatomy, names, {name for _, name in self._spec.tied}
-        )
-
-    # --- what the model is made of ---------------------------------------------------------------
-
-    def spec(self) -> ModelSpec:
-        """Return units in execution order with their parameters."""
-        return self._spec
-
-    @property
-    def epilogue_index(self) -> int:
-        """The epilogue's unit index, L + 1."""
-        return self._units.epilogue
-
-    def modules(self, unit: int) -> list[nn.Module]:
-        """Return the unit's outermost modules."""
-        return [
-            part.module for part in (*self._units.layers, *self._units.pieces) if part.unit == unit
-        ]
-
-    def to(self, device: torch.device | str) -> CutModel:
-        """Move the buffers; parameters are wherever they are bound from."""
-        self.device = torch.device(device)
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self.device)
-        return self
 
     def walks_documents(self, plan: Plan) -> bool:
         """Whether a batch may be walked as one row of its documents, at the cost of each by itself:
@@ -223,86 +159,6 @@ class CutModel:
         parameters may then be lazily decoded."""
         self._call_block = torch.compile(_call)
 
-    # --- parameters come and go ------------------------------------------------------------------
-
-    def take_parameters(self) -> dict[str, Tensor]:
-        """Hand over the real parameters that the modules hold, by canonical name; placeholders take
-        their places."""
-        assert not self._bound, f"units {self._bound} are bound"
-        placeholders = self._units.placeholders
-        parameters = {}
-        for name, param in placeholders.items():
-            if not param.is_meta:
-                parameters[name] = param.detach()
-                empty = torch.empty_like(param, device="meta")
-                placeholders[name] = nn.Parameter(empty, requires_grad=param.requires_grad)
-        for unit in range(self.epilogue_index + 1):
-            self._put_back(unit, self._units.places[unit])
-        return parameters
-
-    def bind(self, unit: int, values: Mapping[str, Value]) -> dict[str, Tensor]:
-        """Put parameters in their places: tensors, or weights that are decoded when used (2-D;
-        frozen, or without a graph).
-
-        Answers the bound trainable tensors by name: the leaves whose gradients are the parameters'.
-        A tensor that does not require a gradient is given a leaf that does, over the same memory.
-        The epilogue accepts a tied head's weight."""
-        places = self._units.places[unit]
-        trainable = self._units.trainable
-        leaves: dict[str, Tensor] = {}
-        self._bound.add(unit)
-        for name, value in values.items():
-            placed: Tensor
-            if not isinstance(value, Tensor):
-                assert name not in trainable or not torch.is_grad_enabled(), (
-                    f"{name} is trained: bind a tensor"
-                )
-                placed = self._placed(value)
-            elif name in trainable:
-                placed = leaves[name] = (
-                    value if value.requires_grad else value.detach().requires_grad_(True)
-                )
-            else:
-                # A Parameter, as PEFT's parametrizations of expert weights ask for. They count as
-                # writes to it, which must not count for its neighbours in the file: .data has a
-                # version of its own.
-                placed = nn.Parameter(value.data, requires_grad=False)
-            for place in places[name]:
-                place.module._parameters[place.leaf] = placed  # type: ignore[assignment]
-        return leaves
-
-    def _placed(self, value: Value) -> Tensor:
-        return value if isinstance(value, Tensor) else LazyParameter(value, self.device)
-
-    def unbind(self, unit: int, names: Sequence[str] | None = None) -> None:
-        """Put placeholders back, so that nothing here refers to what was bound: of all parameters,
-        or of those named."""
-        if unit not in self._bound:
-            return
-        if names is None:
-            self._bound.remove(unit)
-        self._put_back(unit, self._units.places[unit] if names is None else names)
-
-    def _put_back(self, unit: int, names: Iterable[str]) -> None:
-        for name in names:
-            for place in self._units.places[unit][name]:
-                place.module._parameters[place.leaf] = self._units.placeholders[name]
-
-    def linears(self, unit: int) -> dict[str, nn.Linear]:
-        """Return a unit's linear layers, by the canonical name of their weight."""
-        return {
-            name: place.module
-            for name, places in self._units.places[unit].items()
-            for place in places
-            if place.leaf == "weight" and isinstance(place.module, nn.Linear)
-        }
-
-    def layer_name(self, unit: int) -> str:
-        """Return the canonical name of a block's module."""
-        return self._units.layers[unit - 1].canonical
-
-    # --- passes ----------------------------------------------------------------------------------
-
     @contextmanager
     def _seeded(self, seed: int | None) -> Iterator[None]:
         """Draw from a generator seeded for this unit, and leave the global ones as they were."""
@@ -334,28 +190,6 @@ class CutModel:
                     module.__dict__.pop("forward", None)
                 else:
                     module.__dict__["forward"] = forward
-
-    @contextmanager
-    def _zeros_in_prologue(self) -> Iterator[None]:
-        """Let prologue parameters that are not bound read as zeros (of one element of memory) for
-        the time of a pass.
-
-        The epilogue's pass repeats what the model does before its layers, on stand-ins, and forgets
-        the outcome."""
-        empty = [
-            (place, param)
-            for places in self._units.places[0].values()
-            for place in places
-            if (param := place.module._parameters[place.leaf]) is not None and param.is_meta
-        ]
-        try:
-            for place, param in empty:
-                zeros = torch.zeros((), dtype=param.dtype, device=self.device).expand(param.shape)
-                place.module._parameters[place.leaf] = zeros  # type: ignore[assignment]
-            yield
-        finally:
-            for place, param in empty:
-                place.module._parameters[place.leaf] = param
 
     def _answer(self, module: nn.Module, hidden_BSD: Tensor) -> Any:
         length = self.anatomy.returns[type(module).__name__]
@@ -407,124 +241,48 @@ class CutModel:
         ignored). In grad mode the graph is kept, see :meth:`Prologue.roots`. For generation the
         batch carries ``past_key_values`` and ``use_cache=True``; blocks then write into that cache.
         Raises ValueError where the layers are not called once each, one after the other."""
-        records: list[BlockCall] = []
-        leaf_of: dict[int, tuple[Tensor, Tensor]] = {}
-        embedded: list[Tensor] = []
-        outputs: dict[str, list[Any]] = {}
-        live = bool(batch.get("use_cache"))
         masked = batch.keys() & {"attention_mask", "past_key_values"}
         attention_mode = by_document(None if masked else batch.get("position_ids"), self.base.dtype)
         if "part" in batch:
             attention_mode = attention_of_parts
-        handed = Handed()
+        layers = self._units.layers
+        live = bool(batch.get("use_cache"))
+        recording = Recording(attention_mode, live=live, hands_on=self.anatomy.hands_on)
 
-        def leaf(tensor: Tensor) -> Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            if id(tensor) not in leaf_of:
-                leaf_of[id(tensor)] = (tensor, tensor.detach().requires_grad_(True))
-            return leaf_of[id(tensor)][1]
-
-        def record(value: Any, where: str) -> Any:
-            return rebuild(value, leaf, where, share_caches=live)
-
-        def stub_of(index: int, name: str, module: nn.Module) -> Callable[..., Any]:
+        def stub_of(layer: Part) -> Callable[..., Any]:
             def stub(*args: Any, **kwargs: Any) -> Any:
-                if index != len(records):
-                    raise ValueError(
-                        f"layer {name} was called as number {len(records) + 1} where number"
-                        f" {index + 1} was due: the model does not run its layers once each, in"
-                        " order"
-                    )
                 arguments: Any = {**dict(enumerate(args)), **kwargs}
-                hidden_at = self._hidden_at(arguments, embedded, name)
-                hidden_BSD = arguments[hidden_at]
-                if not embedded:
-                    embedded.append(hidden_BSD)
-                recorded = {
-                    key: record(value, f"argument {key} of {name}")
-                    for key, value in {**arguments, hidden_at: None}.items()
-                }
-                leaves = {id(t): t for t in tensors_of(recorded) if t.requires_grad}
-                records.append(
-                    BlockCall(
-                        index + 1,
-                        module,
-                        hidden_at,
-                        recorded,
-                        tuple(leaves.values()),
-                        attention_mode,
-                        live,
-                        handed,
-                        self.anatomy.hands_on,
-                    )
-                )
-                if len(records) == len(self._units.layers):
+                hidden_BSD = recording.record_call(layer, arguments)
+                if len(recording.calls) == len(layers):
                     raise _Stop
-                return self._answer(module, hidden_BSD)
+                return self._answer(layer.module, hidden_BSD)
 
             return stub
 
-        def note(name: str) -> Callable[..., None]:
-            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-                outputs.setdefault(name, []).append(
-                    rebuild(output, partial(torch.empty_like, device="meta"), name)
-                )
-
-            return hook
-
-        layers = [(part.canonical, part.module) for part in self._units.layers]
-        stubs = [(module, stub_of(i, name, module)) for i, (name, module) in enumerate(layers)]
         with ExitStack() as stack:
             stack.enter_context(self._seeded(seed))
-            stack.enter_context(self._forwards(stubs))
+            stack.enter_context(self._forwards([(part.module, stub_of(part)) for part in layers]))
             stack.enter_context(answered(batch))
             stack.enter_context(self._masks(batch))
             for name, module in self._prologue_pieces:
-                stack.callback(module.register_forward_hook(note(name)).remove)
+                hook = module.register_forward_hook(recording.hook_of(name))
+                stack.callback(hook.remove)
             try:
                 self.model(**self.inputs(batch, labels=False))
             except _Stop:
                 pass
             else:
-                raise ValueError(f"{len(records)} of {len(layers)} layers were called in this pass")
-        return Prologue(
-            embedded[0],
-            tuple(records),
-            tuple(source for source, _ in leaf_of.values()),
-            tuple(stand for _, stand in leaf_of.values()),
-            {name: tuple(values) for name, values in outputs.items()},
-        )
+                called = len(recording.calls)
+                raise ValueError(f"{called} of {len(layers)} layers were called in this pass")
+        return recording.prologue()
 
     @torch.no_grad()
     def prologue_of_zeros(self, batch: ModelInputs) -> Prologue:
         """Return the prologue of a batch whose parameters read as zeros, where they are not bound:
         what layers are called with, beside the hidden state, depends on the batch alone
         (:mod:`blockwalk.walk.stages_check`)."""
-        with self._zeros_in_prologue():
+        with self.zeros_in_prologue():
             return self.prologue(batch)
-
-    @staticmethod
-    def _hidden_at(
-        arguments: Mapping[int | str, Any], embedded: list[Tensor], name: str
-    ) -> int | str:
-        """Return the position or keyword of the hidden state among a layer's arguments; from the
-        second layer on it must be the very tensor that the first was given, or all of it under
-        another name (a slice that leaves nothing out)."""
-        if embedded:
-            for place, value in arguments.items():
-                if value is embedded[0]:
-                    return place
-            for place, value in arguments.items():
-                if isinstance(value, Tensor) and _same_elements(value, embedded[0]):
-                    return place
-            raise ValueError(
-                f"the model works on the hidden state before {name}, outside its layers"
-            )
-        for place in (0, "hidden_states"):
-            if isinstance(arguments.get(place), Tensor):
-                return place
-        raise ValueError(f"{name} is called with no hidden state among {list(arguments)}")
 
     def forward(self, call: BlockCall, hidden_BSD: Tensor, seed: int | None = None) -> Tensor:
         """Run one block in the current grad mode: its hidden state out, of the shape that went in.
@@ -700,7 +458,7 @@ class CutModel:
         passing = (
             self._seeded(seed),
             self._forwards(replaced),
-            self._zeros_in_prologue(),
+            self.zeros_in_prologue(),
             answered(batch),
             self._masks(batch),
         )
