@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import os
+import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -43,9 +43,7 @@ from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.settings import override, unnamed_codec
 from blockwalk.plan.words import counted
 from blockwalk.system.atomic_files import read_yaml
-from blockwalk.train.foreign_settings import translated
-
-log = logging.getLogger(__name__)
+from blockwalk.train.foreign_settings import Note, translated
 
 _SECTIONS: dict[str, type] = {"data": DataSettings, "lora": LoraSettings, "prefix": PrefixSettings}
 PLACEMENTS = [
@@ -109,8 +107,8 @@ SHORTENS = frozenset(("max_steps", "epochs", "batch_size", "data.train"))
 
 def _with_room_to_warm_up(run: RunConfig, named: set[str], path: str | Path) -> RunConfig:
     """Cut the warm-up of a run whose steps the command line made fewer than it: the learning rate
-    climbs through all of them, as a line on standard error says. Where one place says both, the run
-    is refused later on."""
+    climbs through all of them, as a note says. Where one place says both, the run is refused later
+    on."""
     from blockwalk.train.preflight import steps_of
 
     rate = run.plan.optimizer
@@ -122,11 +120,12 @@ def _with_room_to_warm_up(run: RunConfig, named: set[str], path: str | Path) -> 
     steps = steps_of(run)
     if not 0 < steps < rate.warmup_steps:
         return run
-    log.warning(
-        "optimizer.warmup_steps is %g in %s, and this run has %s: the learning rate climbs"
-        " through all of it",
-        rate.warmup_steps, path, counted(steps, "step"),
-    )  # fmt: skip
+    warnings.warn(
+        f"optimizer.warmup_steps is {rate.warmup_steps:g} in {path}, and this run has"
+        f" {counted(steps, 'step')}: the learning rate climbs through all of it",
+        Note,
+        stacklevel=2,
+    )
     return dataclasses.replace(run, plan=override(run.plan, {"optimizer.warmup_steps": steps}))
 
 

@@ -25,7 +25,7 @@ BESIDE = {"data.weights": "data.train", "together": "gradient_accumulation_steps
 
 
 class Note(UserWarning):
-    """A remark on a setting that was read under another name."""
+    """A remark on a setting that was read otherwise than it was written."""
 
 
 @dataclass(frozen=True, slots=True)
