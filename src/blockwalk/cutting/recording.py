@@ -1,5 +1,5 @@
-"""What a pass up to a model's last layer records: the arguments of every layer, and the answers of
-the modules before them."""
+"""The record of a pass up to a model's last layer: the arguments of every layer, and the shapes
+that the modules before them answer."""
 
 from __future__ import annotations
 
