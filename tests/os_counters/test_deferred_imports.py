@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx.experimental.symbolic_shapes import sym_eq
-from transformers import Qwen2Config
+from torch.fx.experimental import symbolic_shapes
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.system import deferred_imports as module
@@ -162,24 +163,124 @@ def test_a_model_with_adapters_needs_none_of_them_and_a_user_gets_all(
     }
 
 
+STEPS = """
+import json, sys
+import torch
+from blockwalk import Walker, method
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.program.program import Shape
+from blockwalk.walk.unit_costs import UnitCosts
+
+model, name, adapters = sys.argv[1:]
+lora = LoraSettings(rank=2) if adapters == "lora" else None
+plan = method(name)
+costs = UnitCosts(model, lora=lora, device="cpu", padded=True)(plan, Shape(1, 16))
+ids = torch.randint(3, 512, (1, 16), generator=torch.Generator().manual_seed(0))
+batch = {"input_ids": ids, "labels": ids}
+with Walker(model, plan, lora=lora, device="cpu") as walker:
+    losses = [walker.step(batch).loss for _ in range(2)]
+    walker.evaluate(batch)
+heavy = ["bitsandbytes", "scipy", "sympy", "torch._dynamo",
+         "torch.fx.experimental.symbolic_shapes", "torch.utils._sympy"]
+imported = [name for name in heavy if name in sys.modules]
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+    rows = torch.empty(mode.shape_env.create_unbacked_symint(), 3)
+x = torch.ones(3, requires_grad=True)
+(slope,) = torch.autograd.grad(torch.compile(torch.square, backend="eager")(x), x, torch.ones(3))
+import torch._dynamo.config as config
+print(json.dumps({"imported": imported, "learns": losses[1] < losses[0], "kinds": len(costs.units),
+                  "symbols": len(free_unbacked_symbols(rows)), "slope": slope.tolist(),
+                  "one": config is torch._dynamo.config}))
+"""
+
+
+@pytest.mark.parametrize(("method", "adapters"), [("mebp", "lora"), ("plain", "full")])
+def test_a_step_and_its_forecast_need_none_of_them_and_torch_has_all_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, adapters: str
+) -> None:
+    """The slope of x² at 1 is 2; a fake tensor of an unknown number of rows has one symbol."""
+    config = Qwen2Config(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
+    command = [sys.executable, "-c", STEPS, str(tmp_path / "model"), method, adapters]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert json.loads(answer.splitlines()[-1]) == {
+        "imported": [],
+        "learns": True,
+        "kinds": 3,
+        "symbols": 1,
+        "slope": [2.0, 2.0, 2.0],
+        "one": True,
+    }
+
+
+def plain_arguments() -> list[tuple[str, tuple[Any, ...]]]:
+    """Each function that is answered without torch, with arguments of each kind that it takes."""
+    truths = [(True,), (False,)]
+    pairs = [(True, True), (True, False), (False, False), (True, True, False)]
+    shapes = [(2, 3), torch.Size([2, 3]), (2, 4), (2, 3, 1), ()]
+    sizes = [(0,), (7,), (-1,)]
+    tensors = [(torch.ones(2, 3).t(),), (torch.ones(()),)]
+    arguments = {
+        "expect_true": [(True,)],
+        "guard_or_false": truths,
+        "guard_or_true": truths,
+        "guard_size_oblivious": truths,
+        "statically_known_true": truths,
+        "sym_and": truths + pairs,
+        "sym_or": truths + pairs,
+        "sym_eq": list(itertools.product(shapes, shapes)),
+        "guard_int": sizes,
+        "has_guarding_hint": sizes,
+        "is_nested_int": sizes,
+        "free_unbacked_symbols": tensors,
+        "has_free_unbacked_symbols": tensors,
+        "_iterate_exprs": tensors,
+    }
+    return [(name, args) for name, cases in arguments.items() for args in cases]
+
+
+def test_plain_arguments_are_answered_as_torch_answers_them() -> None:
+    """Oracle: torch's own functions."""
+    for name, args in plain_arguments():
+        answer = module._plain_answer(f"{symbolic_shapes.__name__}.{name}", args)
+        expected = getattr(symbolic_shapes, name)(*args)
+        if isinstance(answer, tuple):
+            expected = tuple(expected)
+        assert answer == expected, (name, args)
+        assert type(answer) is type(expected), (name, args)
+    answered = {name.rpartition(".")[2] for name in module.PLAIN_ANSWERS}
+    assert answered == {name for name, _ in plain_arguments()} | {"ConstantSource"}
+
+
 @pytest.mark.parametrize(
-    "shapes",
+    ("name", "args"),
     [
-        ((2, 3), (2, 3)),
-        ((2, 3), torch.Size([2, 3])),
-        ((2, 3), (2, 4)),
-        ((2, 3), (2, 3, 1)),
-        ((), ()),
+        ("sym_eq", ((2, 3), [2, 3])),
+        ("sym_eq", ((2, True), (2, 1))),
+        ("sym_eq", ((2, 3),)),
+        ("guard_int", (True,)),
+        ("guard_or_false", (1,)),
+        ("guard_or_false", ()),
+        ("sym_and", (True, 1)),
+        ("_iterate_exprs", (torch.ones(2).to_sparse(),)),
+        ("_iterate_exprs", ([1],)),
+        ("unheard_of", (True,)),
     ],
 )
-def test_plain_shapes_are_compared_as_torch_compares_them(shapes: tuple[Any, Any]) -> None:
-    """Oracle: torch's own function."""
-    assert module._plain_answer(module.OF_PLAIN_SHAPES, shapes) is sym_eq(*shapes)
-
-
-def test_what_is_not_plain_is_left_to_torch() -> None:
-    assert module._plain_answer(module.OF_PLAIN_SHAPES, ((2, 3), [2, 3])) is None
-    assert module._plain_answer(module.OF_PLAIN_SHAPES, ((2, True), (2, 1))) is None
+def test_what_is_not_plain_is_left_to_torch(name: str, args: tuple[Any, ...]) -> None:
+    whole_name = f"{symbolic_shapes.__name__}.{name}"
+    assert module._plain_answer(whole_name, args) is NotImplemented
 
 
 def test_a_skeleton_draws_nothing_and_its_buffers_are_those_of_a_model() -> None:

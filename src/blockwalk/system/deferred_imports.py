@@ -3,7 +3,8 @@ used.
 
 ``transformers`` and ``peft`` import torch's compiler, its symbolic shapes with ``sympy``, ``scipy``
 and ``bitsandbytes``, where they are installed: a third of a small model's process, in which none of
-them does anything. Within :func:`deferred_imports` an import of :data:`DEFERRED` gets a stand-in,
+them does anything. Autograd and fake tensors import symbolic shapes to ask whether a plain number
+is one. Within :func:`deferred_imports` an import of :data:`DEFERRED` gets a stand-in,
 and its names are proxies. A proxy answers by itself whether something is its instance; whatever
 else it is asked imports the package. Once a package is imported, by whoever wants it, names that
 held its proxies hold the real objects."""
@@ -25,10 +26,16 @@ from typing import Any
 DEFERRED = (
     "bitsandbytes",
     "scipy",
+    "sympy",
     "torch._dynamo",
     "torch.fx.experimental.symbolic_shapes",
+    "torch.utils._sympy",
 )
 """Modules whose import is deferred, each with all that lies below it."""
+
+ALONE = frozenset({"torch._dynamo.config"})
+"""Modules below those of :data:`DEFERRED` that are imported all the same, without the package that
+they lie in: they hold settings, which fake tensors read, and need nothing of it."""
 
 DECORATORS = frozenset(
     {
@@ -38,22 +45,6 @@ DECORATORS = frozenset(
     }
 )
 """Decorators that tell a compiler about a function: they wait until the compiler is imported."""
-
-OF_PLAIN_NUMBERS = frozenset(
-    f"torch.fx.experimental.symbolic_shapes.{name}"
-    for name in (
-        "expect_true",
-        "guard_or_false",
-        "guard_or_true",
-        "guard_size_oblivious",
-        "statically_known_true",
-    )
-)
-"""Functions of one truth value, symbolic or not, which return one that is not as it is."""
-
-OF_PLAIN_SHAPES = "torch.fx.experimental.symbolic_shapes.sym_eq"
-"""The function that compares two shapes, symbolic or not: autograd calls it for a gradient that it
-is given."""
 
 _OF_IMPORT = frozenset({"__cached__", "__file__", "__path__"})
 """Attributes by which an import asks whether a module is a package and where it lies."""
@@ -84,8 +75,8 @@ class _Proxy:
         return getattr(_FINDER.import_now(self._module), self._name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        answer = None if kwargs else _plain_answer(f"{self._module}.{self._name}", args)
-        return self._real()(*args, **kwargs) if answer is None else answer
+        answer = NotImplemented if kwargs else _plain_answer(f"{self._module}.{self._name}", args)
+        return self._real()(*args, **kwargs) if answer is NotImplemented else answer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real(), name)
@@ -110,18 +101,76 @@ class _Proxy:
         return len(self._real())
 
 
-def _plain_answer(name: str, args: tuple[Any, ...]) -> bool | None:
-    """Return the answer of a function of symbolic values to plain ones; None where it is not known
-    without the function."""
-    if name in OF_PLAIN_NUMBERS and [type(argument) for argument in args] == [bool]:
-        return bool(args[0])
-    if name == OF_PLAIN_SHAPES and len(args) == 2 and all(map(_is_plain_shape, args)):
-        return tuple(args[0]) == tuple(args[1])
-    return None
+def _is_truth(value: Any) -> bool:
+    return type(value) is bool
 
 
-def _is_plain_shape(shape: Any) -> bool:
-    return isinstance(shape, tuple) and all(type(size) is int for size in shape)
+def _is_size(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(_is_size, value))
+
+
+def _is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor of known sizes."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    return _is_shape((*value.shape, *value.stride(), value.storage_offset()))
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _all(*truths: bool) -> bool:
+    return all(truths)
+
+
+def _any(*truths: bool) -> bool:
+    return any(truths)
+
+
+_SHAPES = "torch.fx.experimental.symbolic_shapes"
+
+PLAIN_ANSWERS: dict[str, tuple[Callable[[Any], bool], Callable[..., Any]]] = {
+    f"{_SHAPES}.expect_true": (_is_truth, _itself),
+    f"{_SHAPES}.guard_or_false": (_is_truth, _itself),
+    f"{_SHAPES}.guard_or_true": (_is_truth, _itself),
+    f"{_SHAPES}.guard_size_oblivious": (_is_truth, _itself),
+    f"{_SHAPES}.statically_known_true": (_is_truth, _itself),
+    f"{_SHAPES}.sym_and": (_is_truth, _all),
+    f"{_SHAPES}.sym_or": (_is_truth, _any),
+    f"{_SHAPES}.sym_eq": (_is_shape, lambda shape, other: tuple(shape) == tuple(other)),
+    f"{_SHAPES}.guard_int": (_is_size, _itself),
+    f"{_SHAPES}.has_guarding_hint": (_is_size, lambda _: True),
+    f"{_SHAPES}.is_nested_int": (_is_size, lambda _: False),
+    f"{_SHAPES}.free_unbacked_symbols": (_is_tensor, lambda _: ()),
+    f"{_SHAPES}.has_free_unbacked_symbols": (_is_tensor, lambda _: False),
+    f"{_SHAPES}._iterate_exprs": (_is_tensor, lambda _: ()),
+    # where a tensor comes from: guards of symbols alone would look it up
+    "torch._dynamo.source.ConstantSource": (_is_text, _itself),
+}
+"""Functions that autograd and fake tensors call for what may be symbolic: whether an argument is
+not, and the answer where none is."""
+
+
+def _plain_answer(name: str, args: tuple[Any, ...]) -> Any:
+    """Return the answer of a function of symbolic values to plain ones; ``NotImplemented`` where it
+    is not known without the function."""
+    is_plain, answer = PLAIN_ANSWERS.get(name, (_is_truth, None))
+    if answer is None or not args or not all(map(is_plain, args)):
+        return NotImplemented
+    try:
+        return answer(*args)
+    except TypeError:  # as many arguments as it does not take: torch's function says so
+        return NotImplemented
 
 
 _BINARY = (
@@ -233,7 +282,7 @@ class _Finder:
     ) -> ModuleSpec | None:
         if _root(name) is None or (spec := self._spec(name, path, target)) is None:
             return None
-        if self.defers(name):
+        if self.defers(name) and name not in ALONE:
             stand_in = ModuleSpec(name, self, origin=spec.origin)  # type: ignore[arg-type]
             stand_in.has_location = spec.has_location
             stand_in.submodule_search_locations = spec.submodule_search_locations
@@ -289,14 +338,16 @@ def _is_imported(name: str) -> bool:
 
 
 def _remove_stand_ins() -> None:
-    """Take stand-ins out of ``sys.modules`` and out of the packages that they lie in."""
-    for name, module in list(sys.modules.items()):
-        if type(module) is _StandIn:
-            del sys.modules[name]
-            package, _, child = name.rpartition(".")
-            names = vars(sys.modules[package]) if package in sys.modules else {}
-            if names.get(child) is module:
-                del names[child]
+    """Take stand-ins, and modules that were imported without their package, out of ``sys.modules``
+    and out of the packages that they lie in."""
+    stand_ins = {name for name, module in sys.modules.items() if type(module) is _StandIn}
+    alone = {name for name in ALONE & sys.modules.keys() if name.rpartition(".")[0] in stand_ins}
+    for name in stand_ins | alone:
+        module = sys.modules.pop(name)
+        package, _, child = name.rpartition(".")
+        names = vars(sys.modules[package]) if package in sys.modules else {}
+        if names.get(child) is module:
+            del names[child]
 
 
 _FINDER = _Finder()

@@ -24,6 +24,7 @@ from blockwalk.engine.engine import MOVES, Engine
 from blockwalk.plan.placement import StateKind
 from blockwalk.program.program import Op, Program
 from blockwalk.ranks.groups import Completion
+from blockwalk.system.deferred_imports import deferred_imports
 from blockwalk.walk.lanes import Lanes, Mark, Work
 
 Timeline = list[tuple[Program, list[tuple[Op, float, float]]]]
@@ -52,6 +53,7 @@ class Executor:
         """The end of the last refreshment of each unit's node slice, until a program has read
         it."""
 
+    @deferred_imports()  # torch.autograd.grad imports symbolic shapes to compare plain ones
     def run(
         self,
         program: Program,

@@ -54,6 +54,7 @@ from blockwalk.program.program import Shape
 from blockwalk.program.state_sizes import computes_in
 from blockwalk.ranks import exchange
 from blockwalk.system import cache
+from blockwalk.system.deferred_imports import deferred_imports
 from blockwalk.system.paths import StrPath
 from blockwalk.walk import fake_units
 from blockwalk.walk import meter as metering
@@ -130,6 +131,7 @@ class UnitCosts:
             self._known[key] = kept or self._measured(key, traits, shape)
         return self._known[key]
 
+    @deferred_imports()  # fake tensors ask symbolic shapes about plain ones
     def _measured(self, key: str, traits: Traits, shape: Shape) -> Costs:
         dtype = dtype_of(traits.dtype) if traits.backprop else self.stored
         try:
