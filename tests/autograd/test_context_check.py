@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from blockwalk.cutting import verify
+from blockwalk.cutting.cut_model import CutModel
+from blockwalk.cutting.small_instance import small_instance
 from blockwalk.data import batch as batches
 from blockwalk.numerics.rule_mask import RuleMask
 from blockwalk.numerics.sequence_part import PartMask, SequencePart
@@ -50,6 +52,34 @@ def test_layers_that_see_their_own_part_alone_are_named() -> None:
     lfm2 = {**SIZES, "num_key_value_heads": 2, "layer_types": ["full_attention", "conv"]}
     with refused(ValueError, "Lfm2ForCausalLM", "layers.1", "2 parts", "0.0001"):
         check("lfm2", **lfm2)
+
+
+@pytest.mark.parametrize(("bad", "facts"), [((4,), ""), ((3, 5), "one of 2")])
+def test_the_one_bad_kind_of_layer_is_named_as_the_model_has_it(
+    bad: tuple[int, ...], facts: str
+) -> None:
+    """Six layers, of which the small instance has three: the first of the kind that is refused has
+    another number there."""
+    types = ["conv" if layer in bad else "full_attention" for layer in range(6)]
+    sizes = {**SIZES, "num_hidden_layers": 6, "num_key_value_heads": 2, "layer_types": types}
+    with refused(ValueError, f"layer model.layers.{bad[0]}", "state along", *facts.split()):
+        check("lfm2", **sizes)
+
+
+def test_a_gradient_that_differs_is_named_as_the_model_has_it() -> None:
+    """Oracle: the configuration's own list of layers."""
+    types = ["full_attention"] * 5 + ["conv"]
+    sizes = {**SIZES, "num_hidden_layers": 6, "num_key_value_heads": 2, "layer_types": types}
+    model: Any = tiny_model("lfm2", **sizes)
+    anatomy = verify.certified_anatomy(model)
+    cut = CutModel(small_instance(type(model), model.config), anatomy)
+    names = context_check._Names(cut, context_check._layers_by_kind(model, anatomy))
+    own = {name: names.parameter(name) for name in cut.take_parameters()}
+    conv = {name: of for name, of in own.items() if ".conv." in name}
+    assert conv
+    assert {of.removeprefix("model.layers.").partition(".")[0] for of in conv.values()} == {"5"}
+    assert own["model.embed_tokens.weight"] == "model.embed_tokens.weight"
+    assert set(own.values()) <= {name for name, _ in model.named_parameters()}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from blockwalk.plan.methods import method
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
 from blockwalk.program.compile import compile, resident
-from blockwalk.program.program import Pool, Program, Shape, StepKind
+from blockwalk.program.program import OpKind, Pool, Program, Shape, StepKind
 from blockwalk.system import cache
 from blockwalk.walk.meter import Meter
 from blockwalk.walk.unit_costs import UnitCosts
@@ -136,6 +136,51 @@ def test_predicted_peak_of_an_evaluation_of_several_batches(
                 walker.evaluate(batch, batches=4)
         held = resident(plan, walker.spec).get(Pool.DEVICE, 0) + program.slots * program.slot_bytes
     assert program.peaks()[Pool.DEVICE] - held == pytest.approx(meter.peak, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["plain", "mezo", "evaluation"])
+def test_the_prologue_of_a_padded_row_is_foreseen_once(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Oracle: the meter, when the prologue of the last forward pass has ended. Its mask of a byte
+    for each pair of tokens outweighs all else, and stays in memory from then on."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = AutoConfig.for_model(
+        "llama",
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=50,
+        dtype="float32",
+    )
+    shape = Shape(1, 1024)
+    plan = method("mezo" if name == "mezo" else "plain", loss="model")
+    ids = torch.randint(3, 50, (1, 1024))
+    mask = torch.ones_like(ids)
+    mask[0, -1] = 0
+    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": mask}
+    lora = None if name == "mezo" else LoraSettings(rank=2)
+    kind = StepKind.EVALUATE if name == "evaluation" else StepKind.TRAIN
+    costs = UnitCosts(settings, lora=lora, padded=True)(plan, shape)
+    peaks: list[int] = []
+    with Walker(AutoModelForCausalLM.from_config(settings), plan, lora=lora) as walker:
+        program = compile(plan, walker.spec, kind, shape, costs=costs)
+        prologue = walker.engine.cut.prologue
+
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            made = prologue(*args, **kwargs)
+            peaks.append(meter.peak)
+            return made
+
+        monkeypatch.setattr(walker.engine.cut, "prologue", metered)
+        with Meter() as meter:
+            walker.evaluate(batch) if name == "evaluation" else walker.step(batch)
+        held = resident(plan, walker.spec).get(Pool.DEVICE, 0)
+    first = program.device_bytes()[[op.kind for op in program.ops].index(OpKind.PROLOGUE)]
+    assert peaks[-1] > 1024**2
+    assert first - held == pytest.approx(peaks[-1], rel=0.1)
 
 
 def test_a_second_question_is_answered_from_the_file(monkeypatch: pytest.MonkeyPatch) -> None:

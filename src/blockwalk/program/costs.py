@@ -14,7 +14,8 @@ class UnitCost:
     read by plan, program and simulator."""
 
     forward_transient: int = 0
-    """Peak device bytes of a forward without graph, beyond its input."""
+    """Peak device bytes of a forward without graph, beyond its input; of a prologue, beyond what it
+    saves."""
     backward_transient: int = 0
     """Peak device bytes of recomputing with graph and differentiating, gradients of parameters
     included."""

@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockwalk.cutting import verify
+from blockwalk.cutting.block_tiles import kind_of
 from blockwalk.cutting.cut_model import CutModel
+from blockwalk.cutting.ownership import find_parts
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.small_instance import SEED, TOLERANCE, difference, small_instance
 from blockwalk.data import batch as batches
@@ -98,7 +100,7 @@ def _study_and_keep(key: str, base: Any, anatomy: Any) -> dict[str, str]:
     verdict = {}
     for way in COUNTS:
         try:
-            study(type(base), base.config, anatomy, way)
+            study(type(base), base.config, anatomy, way, _layers_by_kind(base, anatomy))
             verdict[way] = ""
         # whatever a model raises when it is run in parts is the reason to refuse it
         except Exception as error:
@@ -110,8 +112,27 @@ def _study_and_keep(key: str, base: Any, anatomy: Any) -> dict[str, str]:
     return verdict
 
 
-def study(cls: Any, config: Any, anatomy: Any, way: str) -> None:
+def _layers_by_kind(model: nn.Module, anatomy: Any) -> dict[str, list[str]]:
+    """Return the names of a model's layers, in order, by what is equal for those that run the same
+    code."""
+    kinds: dict[str, list[str]] = {}
+    for layer in find_parts(model, anatomy, str).layers:
+        kinds.setdefault(kind_of(layer.module), []).append(layer.canonical)
+    return kinds
+
+
+def study(
+    cls: Any,
+    config: Any,
+    anatomy: Any,
+    way: str,
+    layers: Mapping[str, Sequence[str]] | None = None,
+) -> None:
     """Compare the parts of rows of a small instance of ``config`` with the whole rows.
+
+    Args:
+        layers: the names of the layers of each kind that the model itself has, which errors name;
+            the small instance's own unless given.
 
     Raises:
         ValueError: a figure exceeds :data:`blockwalk.cutting.small_instance.TOLERANCE`, a layer
@@ -124,6 +145,7 @@ def study(cls: Any, config: Any, anatomy: Any, way: str) -> None:
         )
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         cut = CutModel(small_instance(cls, config), anatomy)
+        names = _Names(cut, layers or {})
         if cut.head.custom or anatomy.hands_on:
             form = (
                 "hand tensors to later ones" if anatomy.hands_on else "end in a loss of their own"
@@ -133,12 +155,40 @@ def study(cls: Any, config: Any, anatomy: Any, way: str) -> None:
         for batch in _rows(cut):
             whole = _walk_whole(cut, leaves, batch)
             for count in COUNTS[way]:
-                parts = _walk_parts(cut, leaves, batch, count, way)
-                _require_same(cut, whole, parts, count)
+                parts = _walk_parts(names, leaves, batch, count, way)
+                _require_same(names, whole, parts, count)
         if cut.draws_random_numbers:
             cut.model.train()
             with torch.no_grad():
-                _hidden_of_parts(cut, batch, COUNTS[way][0], way)
+                _hidden_of_parts(names, batch, COUNTS[way][0], way)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names, in the model itself, of what a small instance of it has."""
+
+    cut: CutModel
+    """The small instance."""
+    layers: Mapping[str, Sequence[str]]
+    """The model's layers, by kind."""
+
+    def alike(self, unit: int) -> Sequence[str]:
+        """Return the model's layers that run the code of the small instance's."""
+        (module,) = self.cut.modules(unit)
+        return self.layers.get(kind_of(module)) or [self.cut.layer_name(unit)]
+
+    def layer(self, unit: int) -> str:
+        """Return the words for a layer: the first of its kind, and how many there are."""
+        first, *others = self.alike(unit)
+        return f"layer {first}" + (f" (one of {len(others) + 1} of its kind)" if others else "")
+
+    def parameter(self, name: str) -> str:
+        """Return the name of a parameter in the first layer of its kind."""
+        for unit in range(1, self.cut.epilogue_index):
+            own = self.cut.layer_name(unit)
+            if name.startswith(f"{own}."):
+                return self.alike(unit)[0] + name.removeprefix(own)
+        return name
 
 
 def _rows(cut: CutModel) -> Iterator[Batch]:
@@ -194,9 +244,10 @@ def _walk_whole(cut: CutModel, leaves: Mapping[str, Tensor], batch: Batch) -> _W
 
 
 def _walk_parts(
-    cut: CutModel, leaves: Mapping[str, Tensor], batch: Batch, count: int, way: str
+    names: _Names, leaves: Mapping[str, Tensor], batch: Batch, count: int, way: str
 ) -> _Walk:
-    parts, prologues, hidden, shared = _hidden_of_parts(cut, batch, count, way)
+    cut = names.cut
+    parts, prologues, hidden, shared = _hidden_of_parts(names, batch, count, way)
     losses = [
         _loss_sum(cut.logits(prologue, of_part[-1], part), part["labels"])
         for part, prologue, of_part in zip(parts, prologues, hidden, strict=True)
@@ -240,7 +291,7 @@ def _loss_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
 
 
 def _hidden_of_parts(
-    cut: CutModel, batch: Batch, count: int, way: str
+    names: _Names, batch: Batch, count: int, way: str
 ) -> tuple[list[Any], list[Any], list[list[Tensor]], frozenset[int]]:
     """Run prologue and blocks on every part of a batch, all parts at once.
 
@@ -248,6 +299,7 @@ def _hidden_of_parts(
         The parts, their prologues, the hidden states after each block of each part, and the blocks
         in which the first part exchanged something.
     """
+    cut = names.cut
     board = _Board(count)
     parts = [board.part(batch, number, way) for number in range(count)]
     with _naming("what comes before its layers"):
@@ -259,7 +311,7 @@ def _hidden_of_parts(
         of_part = prologues[number].hidden_BSD
         for call in prologues[number].calls:
             exchanges = board.exchanges[number]
-            with _naming(f"layer {cut.layer_name(call.unit)}"):
+            with _naming(names.layer(call.unit)):
                 of_part = cut.forward(call, of_part)
             hidden[number].append(of_part)
             if not number and board.exchanges[number] > exchanges:
@@ -369,7 +421,7 @@ class _BoardExchange:
         return torch.stack([of_part[self.number] for of_part in pieces])
 
 
-def _require_same(cut: CutModel, whole: _Walk, parts: _Walk, count: int) -> None:
+def _require_same(names: _Names, whole: _Walk, parts: _Walk, count: int) -> None:
     """Raise ValueError where parts came to something else than whole rows: the first layer whose
     answers differ is named, or else the gradient that differs most."""
     for unit, (of_parts, of_rows) in enumerate(zip(parts.hidden, whole.hidden, strict=True), 1):
@@ -381,7 +433,7 @@ def _require_same(cut: CutModel, whole: _Walk, parts: _Walk, count: int) -> None
                 else "has state along the sequence, or attention that is not transformers' own"
             )
             raise ValueError(
-                f"layer {cut.layer_name(unit)} {reason}: with {count} parts its answers differ by"
+                f"{names.layer(unit)} {reason}: with {count} parts its answers differ by"
                 f" {change:.1e} of their norm (at most {TOLERANCE} is allowed)"
             )
     figures = {"loss": difference(parts.loss, whole.loss)}
@@ -393,8 +445,8 @@ def _require_same(cut: CutModel, whole: _Walk, parts: _Walk, count: int) -> None
         figures[name] = float((of_parts.double() - of_rows.double()).norm()) / scale
     name = max(figures, key=lambda figure: (figures[figure] != figures[figure], figures[figure]))
     if not figures[name] <= TOLERANCE:
-        what = "the loss differs" if name == "loss" else f"the gradient of {name} differs"
+        differs = "the loss" if name == "loss" else f"the gradient of {names.parameter(name)}"
         raise ValueError(
-            f"with {count} parts {what} by {figures[name]:.1e} of its norm (at most {TOLERANCE} is"
-            " allowed)"
+            f"with {count} parts {differs} differs by {figures[name]:.1e} of its norm (at most"
+            f" {TOLERANCE} is allowed)"
         )

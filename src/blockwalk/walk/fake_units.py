@@ -266,7 +266,7 @@ def _prologue(bench: _Bench, device: str, padded: bool) -> tuple[Prologue, UnitC
     trained = unit.numel(trainable=True) if bench.backprop else 0
     copies = bench.copies(unit)
     return prologue, UnitCost(
-        forward_transient=meter.peak + copies,
+        forward_transient=meter.peak - meter.live,
         backward_transient=trained * bench.dtype.itemsize + copies,
         saved=meter.live + copies,
         forward_flops=meter.work.flops,
