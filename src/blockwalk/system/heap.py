@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,10 @@ MARGIN = 15 << 20
 """Bytes that anonymous memory may grow by beyond a block's working set, at least. If free heap were
 given back sooner, each block would fault its own pages in again (a 0.5B step: 150,000 page faults
 and 0.7 s of the kernel's time; 8,000 and 0.1 s when they are kept)."""
+
+FAULTED = 20 << 20
+"""Bytes of free heap that are given back for each second that a block took: faulting them in again
+takes about 0.02 s then (600 MB took 0.7 s)."""
 
 LARGE = 1 << 20
 """Bytes of a block that is large while a tokenizer is read. Left to itself glibc keeps larger and
@@ -105,6 +110,8 @@ class Slack:
         the newest 32, less what stayed after the next trim: programs that oneDNN compiled are no
         working set."""
         self._is_fresh = False
+        self._last = time.perf_counter()
+        """The time at which the last block ended."""
         _keep_freed()
 
     @property
@@ -116,17 +123,19 @@ class Slack:
 
     def bound(self, *, anew: bool = False) -> None:
         """Give free heap back if anonymous memory has grown, since the last time, by more than a
-        block needs; or ``anew``, before a step whose batch has other lengths: its blocks would find
-        no room among the last one's."""
+        block needs, or by no more than is soon faulted in again beside so long a block; or
+        ``anew``, before a step whose batch has other lengths: its blocks would find no room among
+        the last one's."""
         if (trim := _trimmer()) is None:
             return
+        began, self._last = self._last, time.perf_counter()
         grown = _anonymous_bytes() - self._floor
         if self._is_fresh:
             self._left.append(grown)
         working_set = self._working_set
-        self._is_fresh = anew or grown > max(
-            SLACK, working_set + max(MARGIN, int(working_set * self._spare))
-        )
+        most = max(SLACK, working_set + max(MARGIN, int(working_set * self._spare)))
+        is_cheap = SLACK < grown < FAULTED * (self._last - began)
+        self._is_fresh = anew or is_cheap or grown > most
         if self._is_fresh:
             trim(0)
             floor = _anonymous_bytes()
