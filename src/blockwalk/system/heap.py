@@ -22,9 +22,9 @@ MARGIN = 15 << 20
 given back sooner, each block would fault its own pages in again (a 0.5B step: 150,000 page faults
 and 0.7 s of the kernel's time; 8,000 and 0.1 s when they are kept)."""
 
-FAULTED = 20 << 20
+FAULTED = 40 << 20
 """Bytes of free heap that are given back for each second that a block took: faulting them in again
-takes about 0.02 s then (600 MB took 0.7 s)."""
+takes at most 0.05 s then (600 MB took 0.7 s in pages of 4 kB, and larger ones take less)."""
 
 LARGE = 1 << 20
 """Bytes of a block that is large while a tokenizer is read. Left to itself glibc keeps larger and
