@@ -23,7 +23,7 @@ from blockwalk.numerics.codecs.weights import DenseWeight, Value, Weight
 from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import StateKind
-from blockwalk.program.program import Op, OpKind
+from blockwalk.program.program import Op, OpKind, Shape
 from blockwalk.system.heap import Slack, give_back
 from blockwalk.tiers.memories import Memories
 from blockwalk.tiers.model_folder import safetensors
@@ -83,6 +83,7 @@ class Engine:
             self._compile()
         self._leaves_holes = self.plan.estimator.facts.walks_back
         self._slack: Slack | None = None
+        self._is_long = False
         if is_cpu(self.device):  # forwards alone leave few holes
             self._slack = Slack() if self._leaves_holes else Slack(share=1.0, spare=1.0)
         give_back()
@@ -101,6 +102,13 @@ class Engine:
         unfuse(self.module)
         self.cut.compile_blocks()
 
+    def begin(self, shape: Shape) -> None:
+        """Prepare for a program on micro-batches of this shape: where sequences are long, the heap
+        keeps none of their large temporaries."""
+        if self._slack is not None and self.plan.mesh.world == 1:
+            self._is_long = self.plan.is_long(shape.sequence, self.device.type)
+            self._slack.return_large(self._is_long)
+
     # ---- residency -------------------------------------------------------------------------------
 
     def prepare(self, op: Op) -> Job:
@@ -115,7 +123,7 @@ class Engine:
         if op.part is not None:  # gradients and optimizer states are with the trainables
             return self.homes.get(op.part, self.homes[StateKind.TRAINABLE]).prepare(op)
         if self._slack is not None and self.plan.mesh.world == 1:
-            self._slack.bound(anew=op.unit == 0 and self._leaves_holes)
+            self._slack.bound(anew=self._is_long or (op.unit == 0 and self._leaves_holes))
         evictions = [home.prepare(op) for home in self.homes.values()]
 
         def evict_both() -> None:

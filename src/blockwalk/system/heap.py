@@ -10,7 +10,6 @@ import functools
 import gc
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,9 +21,10 @@ MARGIN = 15 << 20
 given back sooner, each block would fault its own pages in again (a 0.5B step: 150,000 page faults
 and 0.7 s of the kernel's time; 8,000 and 0.1 s when they are kept)."""
 
-FAULTED = 40 << 20
-"""Bytes of free heap that are given back for each second that a block took: faulting them in again
-takes at most 0.05 s then (600 MB took 0.7 s in pages of 4 kB, and larger ones take less)."""
+RETURNED = 2 << 20
+"""Bytes of a block that goes back to the system at once in a step of long sequences, whose holes
+would be as large: pages are of 2 MB from here on, and products of so many rows outweigh what
+faulting them in costs."""
 
 LARGE = 1 << 20
 """Bytes of a block that is large while a tokenizer is read. Left to itself glibc keeps larger and
@@ -110,8 +110,7 @@ class Slack:
         the newest 32, less what stayed after the next trim: programs that oneDNN compiled are no
         working set."""
         self._is_fresh = False
-        self._last = time.perf_counter()
-        """The time at which the last block ended."""
+        self._returns = False
         _keep_freed()
 
     @property
@@ -121,21 +120,26 @@ class Slack:
         count = len(self._left)
         return sorted(self._left)[int((count - 1) * self._share)] if count else 0
 
+    def return_large(self, returns: bool) -> None:
+        """Return every block of :data:`RETURNED` bytes or more to the system as soon as it is
+        freed, or none."""
+        if returns is not self._returns:
+            self._returns = returns
+            _return_from(RETURNED if returns else _NEVER)
+
     def bound(self, *, anew: bool = False) -> None:
         """Give free heap back if anonymous memory has grown, since the last time, by more than a
-        block needs, or by no more than is soon faulted in again beside so long a block; or
-        ``anew``, before a step whose batch has other lengths: its blocks would find no room among
-        the last one's."""
+        block needs; or ``anew``, before blocks of other lengths than the last, which would find no
+        room among what those left."""
         if (trim := _trimmer()) is None:
             return
-        began, self._last = self._last, time.perf_counter()
         grown = _anonymous_bytes() - self._floor
         if self._is_fresh:
             self._left.append(grown)
         working_set = self._working_set
-        most = max(SLACK, working_set + max(MARGIN, int(working_set * self._spare)))
-        is_cheap = SLACK < grown < FAULTED * (self._last - began)
-        self._is_fresh = anew or is_cheap or grown > most
+        self._is_fresh = anew or grown > max(
+            SLACK, working_set + max(MARGIN, int(working_set * self._spare))
+        )
         if self._is_fresh:
             trim(0)
             floor = _anonymous_bytes()

@@ -73,6 +73,7 @@ class Executor:
                 of an earlier program's refreshment, where this one reads what it made.
         """
         self.lanes.timed = timeline is not None
+        self.engine.begin(program.shape)
         self.lanes.begin()
         marks: list[Mark] = []
         earlier = dict(self._refreshes)
