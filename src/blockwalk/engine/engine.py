@@ -83,7 +83,7 @@ class Engine:
             self._compile()
         self._leaves_holes = self.plan.estimator.facts.walks_back
         self._slack: Slack | None = None
-        self._is_long = False
+        self._returns = False
         if is_cpu(self.device):  # forwards alone leave few holes
             self._slack = Slack() if self._leaves_holes else Slack(share=1.0, spare=1.0)
         give_back()
@@ -105,9 +105,9 @@ class Engine:
     def begin(self, shape: Shape) -> None:
         """Prepare for a program on micro-batches of this shape: where sequences are long, the heap
         keeps none of their large temporaries."""
-        if self._slack is not None and self.plan.mesh.world == 1:
-            self._is_long = self.plan.is_long(shape.sequence, self.device.type)
-            self._slack.return_large(self._is_long)
+        if self._slack is not None:
+            self._returns = self.plan.returns_memory(shape.sequence, self.device.type)
+            self._slack.return_large(self._returns)
 
     # ---- residency -------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Engine:
         if op.part is not None:  # gradients and optimizer states are with the trainables
             return self.homes.get(op.part, self.homes[StateKind.TRAINABLE]).prepare(op)
         if self._slack is not None and self.plan.mesh.world == 1:
-            self._slack.bound(anew=self._is_long or (op.unit == 0 and self._leaves_holes))
+            self._slack.bound(anew=self._returns or (op.unit == 0 and self._leaves_holes))
         evictions = [home.prepare(op) for home in self.homes.values()]
 
         def evict_both() -> None:

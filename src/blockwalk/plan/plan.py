@@ -272,6 +272,11 @@ class Plan:
         tiling = self.tiling(device)
         return tiling is not None and sequence > tiling.threshold
 
+    def returns_memory(self, sequence: int, device: str) -> bool:
+        """Return whether steps of so many tokens a sequence give large temporaries back to the
+        system as soon as they are freed, and keep no free heap: of long ones, in one process."""
+        return self.mesh.world == 1 and self.is_long(sequence, device)
+
     @property
     def noise(self) -> NoiseFacts:
         """The row of ``zo.noise``."""

@@ -79,7 +79,8 @@ def step_growth(program: Program, plan: Plan, hardware: Hardware, model: ModelSp
     what comes and goes, and the free heap that it leaves."""
     kind = walk_kind(plan, program, model)
     moving = transients(program)
-    freed = found_for(kind, hardware.slack) * moving
+    returned = plan.returns_memory(program.shape.sequence, "cpu")
+    freed = 0 if returned else found_for(kind, hardware.slack) * moving
     return moving + int(found_for(kind, hardware.buffers) + freed) + 2 * _gather_copy(plan, program)
 
 
