@@ -218,6 +218,39 @@ def errors(
         yield {**found, "step loss": max(steps)}
 
 
+def errors_against_float64(
+    world: int, case: Case, seeds: Sequence[int], timeout: float = 300
+) -> tuple[float, float]:
+    """Return the root mean squares, over padded batches of these seeds, of every gradient's error
+    against float64 relative to its norm: of the ranks, and of one process in float32, each document
+    alone or all in one batch, whichever is larger."""
+    kind, lora, *_ = case
+    batches: Batches = {str(seed): (padded, documents(seed, [13, 9])) for seed in seeds}
+    answers = run_ranks(world, walked, [case], batches, {}, timeout=timeout)
+    model = make(kind, lora)
+    of_ranks = []
+    of_one: tuple[list[float], list[float]] = ([], [])
+    for shape, (lay, rows) in batches.items():
+        exact = alone(model, rows, torch.float64)["gradients"]
+        in_float32 = (
+            alone(model, rows, torch.float32)["gradients"],
+            in_one_batch(model, lay(rows)),
+        )
+        for name, gradient in exact.items():
+            norm = float(gradient.norm())
+            if norm < 1e-7:
+                continue
+            of_rank = answers[0][0][shape]["gradients"][name]
+            of_ranks.append(float((of_rank.double() - gradient).norm()) / norm)
+            for errors, other in zip(of_one, in_float32, strict=True):
+                errors.append(float((other[name].double() - gradient).norm()) / norm)
+    return _root_mean_square(of_ranks), max(map(_root_mean_square, of_one))
+
+
+def _root_mean_square(values: list[float]) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).square().mean().sqrt())
+
+
 def _difference(gradient: Tensor, in_float32: list[Tensor], exact: Tensor) -> float:
     """Return the smallest of the relative differences; 0 for a gradient that vanishes. Where one
     process in float32 is itself further than 1e-6 from the truth, ranks may be as far."""
