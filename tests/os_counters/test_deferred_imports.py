@@ -7,7 +7,9 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -114,6 +116,31 @@ def test_an_ordinary_import_gets_the_module_and_decorators_run_then(reader: Any)
 def test_a_package_that_is_not_there_is_no_stand_in(reader: Any) -> None:
     with pytest.raises(ModuleNotFoundError, match="absent_for_test"):
         importlib.import_module("absent_for_test")
+
+
+def test_other_threads_import_meanwhile(reader: Any) -> None:
+    """Oracle: the interpreter, which refuses to go through a table that changes."""
+    ends = threading.Event()
+    interval = sys.getswitchinterval()
+    names = [f"other_for_test_{number}" for number in range(1000)]
+
+    def import_others() -> None:
+        while not ends.is_set():
+            for name in names:
+                sys.modules[name] = ModuleType(name)
+            for name in names:
+                sys.modules.pop(name)
+
+    others = threading.Thread(target=import_others)
+    sys.setswitchinterval(1e-4)
+    others.start()
+    try:
+        for _ in range(40):
+            module._remove_stand_ins()
+    finally:
+        ends.set()
+        others.join()
+        sys.setswitchinterval(interval)
 
 
 CHILD = """
