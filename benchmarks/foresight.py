@@ -1,5 +1,5 @@
 """Predicted against measured on this machine: peak memory, seconds a step, bytes read and written;
-calibrated by doctor alone.
+calibrated by doctor, and by a shallow instance of the model on this machine's clock.
 
 Each case runs in a process of its own: a random model of true dimensions, a first step, then three
 or as many as take two seconds, of which the fastest counts (where the host takes free memory back
@@ -15,6 +15,7 @@ both; bytes are the loopback device's."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -153,6 +154,7 @@ def case(size: str, name: str, hardware: str, steps: int | None = None) -> dict[
         from blockwalk.simulate import hardware as machines
         from blockwalk.simulate.process_memory import process_peak, tensors
         from blockwalk.simulate.simulator import simulate
+        from blockwalk.walk.unit_costs import UnitCosts
         from blockwalk.walk.walker import Walker
         from tests.support.cluster import sent_payload
 
@@ -185,7 +187,8 @@ def case(size: str, name: str, hardware: str, steps: int | None = None) -> dict[
             program = walker.program(
                 StepKind.TRAIN, shape, foresee=True
             )  # with what the first step leaves pending
-            simulation = simulate((program,), plan, walker.spec, machine, walker.costs(shape))
+            costs = walker.costs(shape)
+            simulation = simulate((program,), plan, walker.spec, machine, costs)
             seconds = []
             steps = steps or (
                 STEPS if simulation.seconds > 0.5 else round(SECONDS / simulation.seconds)
@@ -196,6 +199,13 @@ def case(size: str, name: str, hardware: str, steps: int | None = None) -> dict[
                 walker.step(batch)
                 seconds.append(time.perf_counter() - began)
             measured = memory.take()
+            began = time.perf_counter()
+            if machine.measured:
+                unit_costs = UnitCosts(made, lora=lora, padded=True, cut=True)
+                timed = unit_costs.timed(plan, shape, f"{machine} {began}")
+                costs = dataclasses.replace(costs, timed=timed)
+                simulation = simulate((program,), plan, walker.spec, machine, costs)
+            timing_seconds = time.perf_counter() - began
             stored = {"read_bytes": 0, "write_bytes": 0}
             wanted = {"read_bytes": 0, "write_bytes": 0}
             if world > 1:
@@ -231,7 +241,8 @@ def case(size: str, name: str, hardware: str, steps: int | None = None) -> dict[
         "size": size, "method": name, "fits": True, "tensors": tensors(program),
         "predicted_bytes": predicted, "measured_bytes": measured,
         "predicted_seconds": simulation.seconds, "measured_seconds": min(seconds),
-        "all_seconds": seconds, "predicted_moved": wanted, "measured_moved": stored,
+        "all_seconds": seconds, "timing_seconds": timing_seconds, "predicted_moved": wanted,
+        "measured_moved": stored,
         "spent": dict(list(simulation.critical.items())[:4]),
     }  # fmt: skip
 

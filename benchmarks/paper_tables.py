@@ -14,7 +14,7 @@ import functools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs
 from blockwalk.program.program import Lane, Pool, Program, Shape, StepKind
 from blockwalk.simulate import hardware
-from blockwalk.simulate.hardware import Curve, Hardware
+from blockwalk.simulate.hardware import Hardware
 from blockwalk.simulate.planner import Task, hides_link, look_at, steady
 from blockwalk.simulate.simulator import Simulation, simulate
 from blockwalk.walk.unit_costs import UnitCosts
@@ -127,17 +127,8 @@ def zo2_plans(dtype: str) -> dict[str, Plan]:
 
 def multiplied(machine: Hardware, factor: float) -> Hardware:
     """The machine with every matrix product ``factor`` times as fast."""
-
-    def quicker(curves: Mapping[str, Curve]) -> dict[str, Curve]:
-        return {
-            d: Curve(tuple((size, s / factor) for size, s in curve.points))
-            for d, curve in curves.items()
-        }
-
     flops = {dtype: value * factor for dtype, value in machine.flops.items()}
-    return dataclasses.replace(
-        machine, flops=flops, products=quicker(machine.products), thin=quicker(machine.thin)
-    )
+    return dataclasses.replace(machine, flops=flops)
 
 
 def fitted(

@@ -64,7 +64,7 @@ def scores(config: Config, shape: Shape) -> int:
 
 def with_eager_attention(costs: Costs, config: Config, shape: Shape) -> Costs:
     """The same costs with the passes of attention that is not fused."""
-    passes = Work(passes=((scores(config, shape) * EAGER_TOUCHED[config["dtype"]], 1),))
+    passes = Work(touched=scores(config, shape) * EAGER_TOUCHED[config["dtype"]])
     units = tuple(
         (
             kind,
@@ -151,7 +151,6 @@ def balanced(costs: Costs, parts: int) -> Costs:
             backward = dataclasses.replace(
                 forward * 2,
                 products=cost.backward.products,
-                thin_products=cost.backward.thin_products,
                 attention=attention * 5 // 2,
             )
             changed = {"forward_flops": forward.flops, "backward_flops": backward.flops}

@@ -79,20 +79,16 @@ def costs(model: ModelSpec) -> Callable[[Plan, Shape], Costs]:
         state = tokens * model.hidden_size * size
         wide = max(p.shape[0] for p in block.params) * tokens * size
         gradients = block.numel(trainable=True) * size
-        products = tuple(
-            sorted({2 * tokens * p.numel: 7 for p in block.params if len(p.shape) == 2}.items())
-        )
+        products = 7 * sum({2 * tokens * p.numel for p in block.params if len(p.shape) == 2})
         attention = 4 * shape.batch * shape.sequence**2 * model.hidden_size
-        once = Work(
-            products, ((3 * state, 30),), attention, starts=150, float32_passes=((6 * state, 9),)
-        )
+        once = Work(products, attention, 30 * 3 * state + 9 * 6 * state)
         twice = once * 2
         head = 2 * shape.batch * (shape.sequence - 1) * model.hidden_size * model.vocab_size
-        at_loss = Work(((head, 1),), in_place=((1 << 22, 8),))
+        at_loss = Work(head, touched=8 << 22)
         graph = 4 * wide + 9 * state
         units = {
             "prologue": UnitCost(state, gradients, state + 8 * tokens,
-                                 forward=Work(passes=((2 * state, 1),))),
+                                 forward=Work(touched=2 * state)),
             "block": UnitCost(3 * wide, graph + gradients, graph, once.flops, twice.flops, once,
                               twice),
             "epilogue": UnitCost(2 * state + (16 << 20), 3 * state + (48 << 20), 0, head, 2 * head,

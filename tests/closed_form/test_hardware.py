@@ -13,7 +13,7 @@ import pytest
 
 from blockwalk.plan.placement import Codec
 from blockwalk.simulate import hardware
-from blockwalk.simulate.hardware import Curve, Link
+from blockwalk.simulate.hardware import Link
 from blockwalk.system.card import Card, facts_of
 from tests.support.messages import refused
 
@@ -46,19 +46,15 @@ def test_a_description_with_one_thing_wrong_is_refused(
 
 
 def test_a_description_is_read_with_its_units(tmp_path: Path) -> None:
-    """Closed form: sizes with units, numbers that YAML 1.1 takes for text, a link without latency,
-    a curve."""
-    text = (
-        "op_seconds: 1e-3\nhost_bytes: 2GiB\ninter: {bandwidth: 1e9}\nproducts: {float32: [[1e6,"
-        " 1e-3]]}\nnodes: 3\n"
-    )
+    """Closed form: sizes with units, numbers that YAML 1.1 takes for text, a link without
+    latency."""
+    text = "op_seconds: 1e-3\nhost_bytes: 2GiB\ninter: {bandwidth: 1e9}\nnodes: 3\n"
     (tmp_path / "machine.yaml").write_text(
         WHOLE + text + "devices_per_node: 4\npeak_flops: {bfloat16: 3e12}"
     )
     found = hardware.load(tmp_path / "machine.yaml")
     assert (found.name, found.device_bytes, found.host_bytes) == ("machine", 8 * 10**9, 2**31)
     assert (found.op_seconds, found.inter, found.world) == (1e-3, Link(1e9), 12)
-    assert found.products == {"float32": Curve(((1e6, 1e-3),))}
     assert (found.flops_of("float32"), found.flops_of("bfloat16")) == (1e12, 1e12), (
         "as fast as float32"
     )
@@ -71,14 +67,6 @@ def test_a_description_is_read_with_its_units(tmp_path: Path) -> None:
 def test_a_link_takes_alpha_and_beta_and_nothing_takes_no_time() -> None:
     assert Link(100.0, 0.5).seconds(200) == 2.5
     assert Link(100.0, 0.5).seconds(0) == 0.0
-
-
-def test_a_curve_of_operations_goes_through_its_points() -> None:
-    """A power law between them; beyond, the first's seconds and the last's rate."""
-    curve = Curve(((10.0, 4.0), (1000.0, 8.0)))
-    assert [curve.seconds(size) for size in (1, 10, 1000, 5000)] == [4.0, 4.0, 8.0, 40.0]
-    assert curve.seconds(100) == pytest.approx(4.0 * 2**0.5)
-    assert curve.total(((10, 3), (1000, 1))) == 3 * 4.0 + 8.0
 
 
 def test_this_machine_is_what_doctor_wrote_for_its_device_else_the_memory_that_there_is(
@@ -151,7 +139,6 @@ def test_measured_figures_of_a_card_win(tmp_path: Path, monkeypatch: pytest.Monk
     assert (found.name, found.device_bytes, found.noise_rate) == (FACTS["name"], 85 * 10**9, 2.5e11)
     assert (found.host_to_device, found.device_to_host) == (Link(5.5e10, 2e-5), Link(5.2e10, 2e-5))
     assert found.op_seconds == pytest.approx(60 * 6e-6)
-    assert found.update_rate == {"norm": 5e11}
     rates = [found.decodes(codec) for codec in (Codec.INT4A, Codec.NF4, Codec.INT8)]
     assert rates == [4e11, 2e11, rough.decode_rate]
     assert (found.flops, found.memory_bandwidth, found.disk_read) == (

@@ -158,7 +158,7 @@ def priced(flops: int, unread: int = 0) -> UnitCost:
     """The cost of a unit whose forward has so many FLOPs, and its backward twice as many, less what
     a recomputation leaves out."""
     works = {"forward": flops, "backward": 2 * flops - unread, "unread": unread}
-    return UnitCost(**{name: Work(products=((size, 1),)) for name, size in works.items()})
+    return UnitCost(**{name: Work(products=size) for name, size in works.items()})
 
 
 def test_blocks_are_cut_by_what_they_compute() -> None:

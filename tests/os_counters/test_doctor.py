@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from blockwalk.doctor import machine as probe
 from blockwalk.doctor import walks as probe_walk
-from blockwalk.doctor.rates import _middle
 from blockwalk.doctor.walks import WalkMemory
 from blockwalk.simulate import hardware
-from blockwalk.simulate.hardware import Curve
 from blockwalk.system import process_memory
 
 
@@ -20,7 +17,7 @@ def test_doctor_measures_and_writes_what_plan_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One round of each rate; the middle one of several is a closed form, below."""
-    monkeypatch.setattr(probe.probe_rates, "measure", partial(probe.probe_rates.measure, rounds=1))
+    monkeypatch.setattr(probe, "ROUNDS", 1)
     found = probe.measure(tmp_path, walk=False)
     total = int(Path("/proc/meminfo").read_text().partition("MemTotal:")[2].split()[0]) * 1024
     machine = found.hardware
@@ -34,14 +31,13 @@ def test_doctor_measures_and_writes_what_plan_reads(
             machine.disk_write.bandwidth,
             machine.noise_rate,
             machine.decode_rate,
+            machine.op_seconds,
         )
         > 0
     )
     assert not list(tmp_path.iterdir()), "what was written to measure the disk is gone"
     hardware.save(machine, tmp_path / "hardware.yaml")
     assert hardware.load(tmp_path / "hardware.yaml") == machine
-    for curve in (*machine.products.values(), *machine.passes.values()):
-        assert [size for size, _ in curve.points] == sorted(size for size, _ in curve.points)
 
 
 def test_what_comes_with_tensors_is_told_apart_by_the_walks() -> None:
@@ -49,11 +45,11 @@ def test_what_comes_with_tensors_is_told_apart_by_the_walks() -> None:
     what is above them to its free heap; two walks make a line, which neither falls nor begins below
     nothing."""
     walks = {
-        "forwards": WalkMemory(90, 10, ((10, 30),), 1e-6),
-        "graphs": WalkMemory(100, 10, ((100, 80),), 1e-6),
-        "recompute": WalkMemory(100, 10, ((100, 20),), 1e-6),
-        "streamed": WalkMemory(110, 10, ((10, 30), (20, 40)), 1e-6),
-        "streamed, 16 bits": WalkMemory(110, 10, ((1, 99), (10, 10), (20, 40)), 1e-6),
+        "forwards": WalkMemory(90, 10, ((10, 30),)),
+        "graphs": WalkMemory(100, 10, ((100, 80),)),
+        "recompute": WalkMemory(100, 10, ((100, 20),)),
+        "streamed": WalkMemory(110, 10, ((10, 30), (20, 40))),
+        "streamed, 16 bits": WalkMemory(110, 10, ((1, 99), (10, 10), (20, 40))),
     }
     assert probe_walk.beside_tensors(walks) == {
         "process_bytes": {
@@ -81,17 +77,10 @@ def test_what_comes_with_tensors_is_told_apart_by_the_walks() -> None:
 
 
 def test_of_several_rounds_the_middle_one_counts() -> None:
-    """Closed form: numbers, curves point by point, mappings name by name; one slow round moves
-    nothing."""
-    rounds = [
-        {"flops": {"a": rate}, "curve": Curve(((1.0, seconds), (2.0, 2 * seconds))), "rate": rate}
-        for rate, seconds in ((3.0, 1.0), (1.0, 9.0), (2.0, 2.0))
-    ]
-    assert _middle(rounds) == {
-        "flops": {"a": 2.0},
-        "curve": Curve(((1.0, 2.0), (2.0, 4.0))),
-        "rate": 2.0,
-    }
+    """Closed form: the median of each figure by itself; one slow round moves nothing."""
+    rates = iter([3.0, 30.0, 1.0, 90.0, 2.0, 20.0])
+    probes = {"flops": lambda: next(rates), "noise": lambda: next(rates)}
+    assert probe.medians(probes) == {"flops": 2.0, "noise": 30.0}
 
 
 def test_file_maps_get_a_tenth_of_what_is_free_and_none_of_a_disk_in_memory() -> None:

@@ -103,6 +103,23 @@ def shrink(config: Any) -> Any:
     return small
 
 
+def shallow(config: Any) -> Any:
+    """Return a copy of the configuration with few layers, of every kind that its lists tell apart;
+    all else is as it was."""
+    values = {
+        name: _keep_layers(value) if _is_configuration(name, value) else value
+        for name, value in config.to_dict().items()
+    }
+    few = type(config).from_dict(_keep_layers(values))
+    few._attn_implementation = config._attn_implementation
+    return few
+
+
+def _is_configuration(name: str, value: Any) -> bool:
+    """Return whether a setting is the configuration of a part of the model."""
+    return isinstance(value, dict) and ("model_type" in value or name.endswith("_config"))
+
+
 def _shrink_values(values: dict[str, Any]) -> dict[str, Any]:
     small = {name: _shrunk(name, value, values) for name, value in values.items()}
     inner = small.get("hidden_size", 0) * small.get("mamba_expand", small.get("expand", 0))
@@ -121,7 +138,7 @@ def _shrink_values(values: dict[str, Any]) -> dict[str, Any]:
 
 def _shrunk(name: str, value: Any, values: dict[str, Any]) -> Any:
     """Return the small value of one setting among ``values``."""
-    if isinstance(value, dict) and ("model_type" in value or name.endswith("_config")):
+    if _is_configuration(name, value):
         return _shrink_values(value)
     if isinstance(value, bool) or not isinstance(value, int):
         return value

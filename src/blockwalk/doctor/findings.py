@@ -50,23 +50,7 @@ class Findings:
         yield f"  memory bandwidth  {hw.memory_bandwidth / 1e9:.1f} GB/s"
         if hw.device == "cpu":
             yield f"  a lane's copies   {hw.host_to_device.bandwidth / 1e9:.1f} GB/s"
-        for dtype, curve in hw.products.items():
-            rates = ", ".join(
-                f"{size / 1e6:.0f}: {size / seconds / 1e9:.0f}" for size, seconds in curve.points
-            )
-            yield f"  {dtype:<17} GFLOP/s of one product by its MFLOPs: {rates}"
-        for dtype, curve in hw.passes.items():
-            rates = ", ".join(
-                f"{size / 1e3:.0f}: {size / seconds / 1e9:.1f}" for size, seconds in curve.points
-            )
-            yield f"  {dtype:<17} GB/s of one pass by its kB: {rates}"
-        if hw.fresh_bandwidth:
-            yield f"  fresh memory      is first touched at {hw.fresh_bandwidth / 1e9:.1f} GB/s"
-        if hw.start_seconds:
-            starts = ", ".join(
-                f"{1e6 * seconds:.1f} ({kind})" for kind, seconds in hw.start_seconds.items()
-            )
-            yield f"  an operation      takes so many µs to start: {starts}"
+        yield f"  a block's op      takes {1e6 * hw.op_seconds:.0f} µs to start"
         if hw.process_bytes:
             yield f"  a process         holds so much {COUNTED};"
             yield (

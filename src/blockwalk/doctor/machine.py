@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
-from blockwalk.doctor import rates as probe_rates
 from blockwalk.doctor import walks as probe_walk
 from blockwalk.doctor.findings import Findings, gigabytes
 from blockwalk.doctor.links import best_seconds, device_links, disk_links, rank_links
@@ -34,6 +35,9 @@ from blockwalk.system.process_memory import host_memory
 
 _MATRIX = ByDevice(cpu=768, cuda=8192)
 _COPY = ByDevice(cpu=128 << 20, cuda=1 << 30)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDS = 3
+"""Rounds over all rates, of which the middle one counts."""
 
 
 def measure(
@@ -58,36 +62,34 @@ def measure(
     device = device_of_rank()
     kind = kind_of(device.type)
     host, limited = host_memory()
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    probes: dict[str, Callable[[], Any]] = {
+    probes: dict[str, Callable[[], float]] = {
         "memory_bandwidth": lambda: _bandwidth(device),
-        "host_to_device": _copy_rate,
         "noise_rate": lambda: _noise(device),
         "decode_rate": lambda: _decoding(device),
+        "op_seconds": lambda: _launch(device),
+        **{name_of(dtype): partial(_flops, device, dtype) for dtype in _DTYPES},
     }
-    figures = (
-        probe_rates.measure(probes)
-        if kind == "cpu"
-        else {name: probe() for name, probe in probes.items()}
-    )
-    bandwidth = figures["memory_bandwidth"]
-    lane = Link(figures.pop("host_to_device"))
-    up, down, pageable = device_links(device) if kind == "cuda" else (lane, lane, 0.0)
+    rates: dict[str, Any] = medians(probes)
+    flops = {name_of(dtype): rates.pop(name_of(dtype)) for dtype in _DTYPES}
+    bandwidth = rates["memory_bandwidth"]
+    if kind == "cuda":
+        up, down, pageable = device_links(device)
+    else:
+        up = down = Link(_copy_rate())
+        pageable = 0.0
     say("the disk ...")
     disk_read, disk_write, cached = disk_links(Path(folder))
     links = rank_links(device)
+    beside: dict[str, Any] = {}
     if kind == "cpu" and walk and os.environ.get("RANK", "0") == "0":
         say("small training steps, which take most of the time ...")
-        walks = probe_walk.measure()
-        starts = {kind: walked.start_seconds for kind, walked in walks.items()}
-        figures |= {"start_seconds": starts, **probe_walk.beside_tensors(walks)}
+        beside = probe_walk.beside_tensors(probe_walk.measure())
     hardware = Hardware(
         name=name,
         device=kind,
         device_bytes=links.free_bytes or host,
         host_bytes=host,
         disk_bytes=shutil.disk_usage(folder).free,
-        op_seconds=_launch(device) if kind == "cuda" else 0.0,
         host_to_device=up,
         device_to_host=down,
         disk_read=disk_read,
@@ -97,8 +99,9 @@ def measure(
         devices_per_node=links.ranks_per_node,
         nodes=links.nodes,
         source=f"{MEASURED} blockwalk doctor",
-        flops={name_of(dtype): _flops(device, dtype) for dtype in dtypes},
-        **figures,
+        flops=flops,
+        **rates,
+        **beside,
     )
     warnings = list(_warnings(hardware, limited, pageable))
     if load > cores / 2:
@@ -110,6 +113,13 @@ def measure(
         warnings.insert(0, busy)
     seconds = time.perf_counter() - began
     return Findings(hardware, tuple(warnings), cached, pageable, links.collectives, seconds)
+
+
+def medians(probes: Mapping[str, Callable[[], float]]) -> dict[str, float]:
+    """Return each figure by its name, the middle one of a few rounds: a shared machine has seconds
+    at half its speed."""
+    rounds = [{name: probe() for name, probe in probes.items()} for _ in range(ROUNDS)]
+    return {name: median(figures[name] for figures in rounds) for name in probes}
 
 
 def device_of_rank() -> torch.device:

@@ -1,5 +1,4 @@
-"""Small walks in a process of their own: what a process holds beside its tensors, and what an
-operation costs to start.
+"""Small walks in a process of their own: what a process holds beside its tensors.
 
 ``python -m blockwalk.doctor.walks KIND FOLDER`` prints a line of JSON; ``blockwalk doctor`` runs it
 for each kind."""
@@ -11,11 +10,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from blockwalk.ranks.launch import OF_A_RANK
 
 if TYPE_CHECKING:
     from blockwalk.program.program import Program, Shape
@@ -60,23 +60,15 @@ WALKS: dict[str, tuple[str, bool, dict[str, Any], tuple[str, tuple[tuple[int, in
 
 STEPS = 5
 MORE = 3
-"""Steps of the small model, whose best counts, and of a larger one at each batch."""
+"""Steps of the small model, and of a larger one at each batch."""
 
-_LAUNCHED = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMP_NUM_THREADS",
-)
+_LAUNCHED = (*OF_A_RANK, "OMP_NUM_THREADS")
 """Variables that torchrun gives a rank: a walk in a process of its own must not have them."""
 
 
 @dataclass(frozen=True, slots=True)
 class WalkMemory:
-    """Bytes and seconds that one kind of walk shows."""
+    """Bytes that one kind of walk shows."""
 
     process_bytes: int
     """Bytes that the process holds beside its tensors when a small model is open."""
@@ -85,7 +77,6 @@ class WalkMemory:
     growth: tuple[tuple[int, int], ...]
     """Pairs of bytes, one of each walk of a larger model: tensors that come and go, and those that
     the process holds in addition, which are buffers of libraries and free heap."""
-    start_seconds: float
 
 
 def beside_tensors(walks: Mapping[str, WalkMemory]) -> dict[str, dict[str, Any]]:
@@ -147,10 +138,8 @@ def _run(kinds: tuple[str, ...], folder: str) -> dict[str, WalkMemory]:
 
 def walk(kind: str, folder: str) -> WalkMemory:
     """Return one kind of walk, in this process: a small model, then a larger one."""
-    from blockwalk.program.program import OpKind, Shape
-    from blockwalk.simulate.hardware import Hardware
+    from blockwalk.program.program import Shape
     from blockwalk.simulate.process_memory import tensors, transients
-    from blockwalk.simulate.seconds import UPDATE_STARTS, CostModel
     from blockwalk.system.process_memory import PeakMemory, process_bytes
 
     with PeakMemory(0.002) as memory:
@@ -159,18 +148,9 @@ def walk(kind: str, folder: str) -> WalkMemory:
             # what foreseeing itself brings is there before bytes are counted
             _program(walker, shape)
             process_held = process_bytes()
-            seconds = _steps(walker, shape, STEPS)
+            _steps(walker, shape, STEPS)
             program = _program(walker, shape)
             process_held -= tensors(program) - transients(program)
-            model = Hardware("none", device_bytes=1, flops={"float32": 1.0})
-            costs = CostModel(walker.plan, walker.spec, model, walker.costs(shape), program)
-            operations = sum(costs.work(op).all for op in program.ops)
-            updated = [
-                walker.spec.units[op.unit].part(True)
-                for op in program.ops
-                if op.kind is OpKind.UPDATE
-            ]
-            operations += UPDATE_STARTS * sum(map(len, updated))
         base = memory.take() - tensors(program)
         growth = []
         name, batches = WALKS[kind][-1]
@@ -179,7 +159,7 @@ def walk(kind: str, folder: str) -> WalkMemory:
                 _steps(walker, shape, MORE)
                 program = _program(walker, shape)
                 growth.append((transients(program), memory.take() - tensors(program) - base))
-    return WalkMemory(process_held, base - process_held, tuple(growth), seconds / operations)
+    return WalkMemory(process_held, base - process_held, tuple(growth))
 
 
 def _opened(kind: str, folder: Path, model_name: str) -> Walker:
@@ -205,17 +185,13 @@ def _program(walker: Walker, shape: Shape) -> Program:
     return walker.program(StepKind.TRAIN, shape, foresee=True)
 
 
-def _steps(walker: Walker, shape: Shape, steps: int) -> float:
-    """Return the best step's seconds."""
+def _steps(walker: Walker, shape: Shape, steps: int) -> None:
+    """Take so many steps at one shape."""
     import torch
 
     ids = torch.randint(3, walker.spec.vocab_size, (shape.batch, shape.sequence))
-    seconds = []
     for _ in range(steps):
-        began = time.perf_counter()
         walker.step({"input_ids": ids, "labels": ids.clone()})
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from blockwalk.plan.sizes import (
     widened_bytes,
 )
 from blockwalk.plan.table import Table
-from blockwalk.plan.work import Work, sizes
+from blockwalk.plan.work import Work
 
 IGNORE = -100
 """The label of a token that has none, as in torch's own loss."""
@@ -168,31 +168,24 @@ def _chunks_work(call: LossCall, n: int, v: int, *, gradient: bool) -> Work:
     chunks = -(-call.tokens // n) * -(-call.vocab_size // v)
     logits = n * v * float_size
     lift = n * v * (float_size + size) * (size < float_size)
-    below = [(2 * logits, 3)]  # minus the maximum, at least _NEGLIGIBLE, exp
-    capped = [(2 * logits, 4), (3 * logits, 1)] if call.soft_cap else []
-    passes = [(lift, 1), (logits, 2), *below, *capped]
+    below = 3 * 2 * logits  # minus the maximum, at least _NEGLIGIBLE, exp
+    capped = (4 * 2 + 3) * logits if call.soft_cap else 0
+    touched = lift + 2 * logits + below + capped
     products = 1
 
-    def added(rows: int) -> list[tuple[int, int]]:
-        """Adding a product [rows, D] up in float32, where it is made in 16 bits."""
-        elements = rows * width
-        lifted = [(elements * (size + float_size), 1), (3 * elements * float_size, 1)]
-        return lifted if lift else []
+    def added(rows: int) -> int:
+        """Bytes of adding a product [rows, D] up in float32, where it is made in 16 bits."""
+        return rows * width * (size + 4 * float_size) if lift else 0
 
     if gradient and not call.trains_head:
         products += 1
-        passes += [(lift, 1), *added(n), (2 * n * width * float_size, 1)]
+        touched += lift + added(n) + 2 * n * width * float_size
     elif gradient:
         products += 3
-        passes += [(lift, 2), *below, (2 * logits, 1), *capped, *added(n), *added(v)]
-    once = [(call.tokens * width * float_size, 4)] if gradient else []
+        touched += 2 * lift + below + 2 * logits + capped + added(n) + added(v)
+    once = 4 * call.tokens * width * float_size if gradient else 0
     product = 2 * multiplied_rows(n, size, call.device) * v * width
-    return Work(
-        ((product, products * chunks),),
-        starts=8 * chunks,
-        float32_passes=sizes(once),
-        in_place=sizes((nbytes, count * chunks) for nbytes, count in passes),
-    )
+    return Work(product * products * chunks, touched=once + touched * chunks)
 
 
 def token_chunk(vocab_size: int, itemsize: int, device: str) -> int:
@@ -217,9 +210,9 @@ def by_tokens(call: LossCall) -> LossCost:
     logits = n * call.vocab_size * float_size
     kept = logits * (2 if call.soft_cap else 1)
     product = 2 * rows * call.vocab_size * width
-    lifted = (n * call.vocab_size * (size + float_size) * (product_size > 0), chunks)
-    forward = [lifted, (2 * logits, chunks * (1 + OF_A_FUNCTION))]
-    backward = [lifted, (2 * logits, chunks * (2 + OF_A_FUNCTION))]
+    lifted = n * call.vocab_size * (size + float_size) * (product_size > 0)
+    forward = chunks * (lifted + 2 * logits * (1 + OF_A_FUNCTION))
+    backward = chunks * (lifted + 2 * logits * (2 + OF_A_FUNCTION))
     return LossCost(
         buffers=n * part * (float_size + product_size) + n * width * size,
         copies=kept + OF_A_FUNCTION * logits,
@@ -230,10 +223,8 @@ def by_tokens(call: LossCall) -> LossCost:
         head_rows=part * width * size,
         rows=rows,
         head_reads=2 * chunks,
-        forward=Work(((product, 1),), float32_passes=sizes(forward)),
-        with_gradient=Work(
-            ((product, 2 + call.trains_head),), float32_passes=sizes([*forward, *backward])
-        ),
+        forward=Work(product, touched=forward),
+        with_gradient=Work(product * (2 + call.trains_head), touched=forward + backward),
     )
 
 
@@ -244,10 +235,9 @@ def whole_logits(call: LossCall) -> LossCost:
     float_size = call.float_size
     count = call.batch * call.sequence * call.vocab_size
     product = 2 * count * call.hidden_size
-    lifted = (count * (size + float_size) * (size < float_size), 1)
-    forward = Work(((product, 1),), float32_passes=sizes([lifted, (2 * count * float_size, 2)]))
-    moved = [lifted, (3 * count * float_size, 1), (2 * count * float_size, 1)]
-    backward = Work(((product, 1 + call.trains_head),), float32_passes=sizes(moved))
+    lifted = count * (size + float_size) * (size < float_size)
+    forward = Work(product, touched=lifted + 4 * count * float_size)
+    backward = Work(product * (1 + call.trains_head), touched=lifted + 5 * count * float_size)
     return LossCost(
         copies=count * (size + 2 * float_size),
         gradient_buffers=count * (2 * size + 3 * float_size),

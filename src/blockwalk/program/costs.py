@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from blockwalk.plan.work import NOTHING, Work
+from blockwalk.program.program import OpKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,11 @@ class UnitCost:
     them back for a kept graph, which recomputes nothing."""
 
 
+TimedOp = tuple[OpKind, str, bool]
+"""Ops that take the same time: their kind, the kind of their unit, and whether it keeps its
+graph."""
+
+
 @dataclass(frozen=True)
 class Costs:
     """Costs by kind of unit, hashable so that programs can be cached."""
@@ -47,6 +53,9 @@ class Costs:
     scratch: int = 0
     """Device bytes of the buffers that weights are decoded or perturbed into: kept from op to
     op."""
+    timed: tuple[tuple[TimedOp, float], ...] = ()
+    """Seconds of an op on this machine, where they were measured
+    (:mod:`blockwalk.walk.timed_units`)."""
 
     def of(self, kind: str) -> UnitCost:
         return dict(self.units).get(kind, UnitCost())

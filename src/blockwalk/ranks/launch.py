@@ -48,6 +48,10 @@ GRACE = 10.0
 _PR_SET_PDEATHSIG = 1
 
 
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that a launcher gives a rank: a process that is none must not have them."""
+
+
 def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
     """Start ranks on this machine and answer their exit code, or, for several nodes, print what to
     run on each of them.

@@ -30,6 +30,8 @@ def foresee(
     measured: UnitCosts,
     visit: tuple[Shape, int] | None = None,
     steps: float = math.inf,
+    *,
+    learnt: float = 1.0,
 ) -> Forecast:
     """Return the forecast of a run's training step at the shape of a micro-batch, read off the
     model's configuration alone: no weight is touched. Its plan has what this machine decides: see
@@ -39,6 +41,7 @@ def foresee(
         visit: the shape of a batch of held-out data, and how many of them a visit of a block
             computes.
         steps: the run's, as far as they are known.
+        learnt: the part of the tokens that have a label.
     """
     from blockwalk.program.compile import checkpoint_copies, compile, compile_ranks
 
@@ -68,6 +71,9 @@ def foresee(
         else:
             of_stages = compile_ranks(plan, model, StepKind.EVALUATE, of_part, **arguments)
             held_out = max(of_stages, key=process_memory.tensors)
+    description = machine.this_machine(device)
+    if description.measured:
+        costs = replace(costs, timed=measured.timed(plan, shape, repr(description), learnt))
     notes = (*settled.notes, *without_bfloat16(machine.card(device), plan, model))
     decided = (settled.names, notes, room.device_free)
     copied = checkpoint_copies(plan, model, device=device) if run.saves_before(steps) else ()

@@ -7,10 +7,8 @@ here imports torch."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +16,6 @@ import yaml
 
 from blockwalk.plan.parsing import NoAliases, did_you_mean, hints_of, parse_bytes
 from blockwalk.plan.table import LOOSE
-from blockwalk.plan.work import Sizes
 from blockwalk.program.settling import PINNED
 from blockwalk.system import card as cards
 from blockwalk.system.atomic_files import read_yaml, reading
@@ -61,30 +58,6 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """Seconds of one operation by its size, as measured at some sizes: a power law between two, the
-    last rate above them, the first's seconds below."""
-
-    points: tuple[tuple[float, float], ...]
-    """(size, seconds), sizes in ascending order."""
-
-    def seconds(self, size: float) -> float:
-        """Return seconds of one operation."""
-        if size <= self.points[0][0]:
-            return self.points[0][1]
-        for (small, small_seconds), (large, large_seconds) in pairwise(self.points):
-            if size <= large:
-                share = math.log(size / small) / math.log(large / small)
-                return float(small_seconds * (large_seconds / small_seconds) ** share)
-        largest, seconds = self.points[-1]
-        return seconds * size / largest
-
-    def total(self, sizes: Sizes) -> float:
-        """Return seconds of many operations."""
-        return sum(count * self.seconds(size) for size, count in sizes)
-
-
-@dataclass(frozen=True, slots=True)
 class Hardware:
     """One kind of node, and how many there are.
 
@@ -108,27 +81,9 @@ class Hardware:
     memory_bandwidth: float = 1e12
     """Bytes/s of the device's own memory."""
     op_seconds: float = 0.0
-    """Seconds to start an op's work: kernel launches, Python."""
-    products: Mapping[str, Curve] = field(default_factory=dict)
-    """Seconds of a matrix product by its FLOPs, by dtype; where it is not given, ``flops`` says it
-    for every size."""
-    thin: Mapping[str, Curve] = field(default_factory=dict)
-    """Seconds of a product with a side of 8, an adapter's, by its FLOPs, by dtype; else
-    ``products``."""
-    passes: Mapping[str, Curve] = field(default_factory=dict)
-    """Seconds of an element-wise operation by the bytes that it reads and writes, by the dtype of
-    its result, and "in place" over what was just written; else ``memory_bandwidth``."""
+    """Seconds to start an op's work: :data:`BLOCK_OPS` launches, Python."""
     attention: Mapping[str, float] = field(default_factory=dict)
     """FLOP/s of fused attention, by dtype; else ``flops``."""
-    update_rate: Mapping[str, float] = field(default_factory=dict)
-    """Elements/s of an update rule, by its name, and of a 16-bit parameter's float32 copy ("lift",
-    "round"); else by the bytes that are touched."""
-    start_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of an operation that moves nothing, and of starting one of a module's, by kind of
-    walk: Python."""
-    fresh_bandwidth: float = 0.0
-    """Bytes/s at which memory that the process has just been given is first touched; 0: it takes no
-    time."""
     process_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes that a process holds beside its tensors when a model is open, by kind of walk:
     interpreter and libraries; without it tensors alone are foreseen."""
@@ -233,7 +188,6 @@ _READERS: dict[Any, Callable[[Any], Any]] = {
     int: parse_bytes,
     float: float,
     Link: lambda link: Link(float(link["bandwidth"]), float(link.get("latency", 0.0))),
-    Curve: lambda points: Curve(tuple((float(size), float(seconds)) for size, seconds in points)),
 }
 """Readers of figures by the type of their field; a field that maps names to figures takes that of
 the figures."""
@@ -301,8 +255,6 @@ def with_facts(machine: Hardware, facts: Facts) -> Hardware:
         "decode_rates": facts.decode_rate,
     }
     changes |= {name: figure for name, figure in figures.items() if figure}
-    if facts.norm_bytes_per_s:
-        changes["update_rate"] = {**machine.update_rate, "norm": facts.norm_bytes_per_s / 4}
     if machine.measured:  # doctor's memory is what others leave of the card's
         changes.pop("device_bytes", None)
     source = f"{MEASURED} benchmarks/gpu.sh; the rest: {machine.source}"
@@ -316,7 +268,8 @@ def _from_mapping(path: Path, raw: dict[Any, Any]) -> Hardware:
     for key, value in raw.items():
         if key not in hints:
             raise ValueError(
-                f"{path}: unknown key {key!r}{did_you_mean(str(key), list(hints), LOOSE)}"
+                f"{path}: unknown key {key!r}{did_you_mean(str(key), list(hints), LOOSE)}; where"
+                " an earlier version wrote the file, run blockwalk doctor again"
             )
         if hints[key] in _READERS:
             values[key] = _READERS[hints[key]](value)
@@ -384,10 +337,6 @@ def _unmeasured(device: str, card: Card) -> Hardware:
 def save(hardware: Hardware, path: str | Path) -> None:
     """Write a description that :func:`load` reads back to an equal value."""
     value = dataclasses.asdict(hardware)
-    for key in ("products", "thin", "passes"):
-        value[key] = {
-            dtype: [list(point) for point in curve["points"]] for dtype, curve in value[key].items()
-        }
     Path(path).write_text(
         yaml.safe_dump(value, sort_keys=False, allow_unicode=True), encoding="utf-8"
     )

@@ -16,20 +16,14 @@ from blockwalk.plan.model_spec import ModelSpec, UnitSpec
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.work import NOTHING, Work
-from blockwalk.program.costs import Costs
+from blockwalk.program.costs import Costs, TimedOp
 from blockwalk.program.flat_layout import hosts_node_slice
 from blockwalk.program.handover import RECEIVES, SENDS
 from blockwalk.program.program import COMPUTES, Bytes, Lane, Op, OpKind, Pool, Program
 from blockwalk.program.state_sizes import compute_dtype, epilogue_reads, updates_on_host
 from blockwalk.simulate.hardware import Hardware, Link
-from blockwalk.simulate.process_memory import found_for, walk_kind
 
 NO_COSTS = Costs()
-
-REFAULTED = 0.3
-"""The fraction of a streamed block's heap that page-faults again, counted when the heap was trimmed
-every third or fourth block (:mod:`blockwalk.system.heap`, ``docs/tricks.md``). Trims are rarer
-since, and it was not counted again."""
 
 STAGES = (*SENDS.values(), *RECEIVES.values())
 """The lanes between neighbouring stages of a pipeline."""
@@ -42,24 +36,21 @@ HOST_MEMORY = 2e10
 """Bytes/s of a processor's memory behind an accelerator, where it updates what lies there. A guess:
 no hardware file has it."""
 
-UPDATE_STARTS = 12
-"""Operations that the update of one parameter starts."""
-
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Seconds of an op on a machine.
 
-    A compute op takes its products, its element-wise passes and its starts, each at the machine's
-    rate for their size, and the decoding and perturbing of the weights that it reads."""
+    A compute op takes the seconds that its like took on this machine, where ``costs`` has them.
+    Else they are a roofline's: its FLOPs, its bytes and its start, each at one rate of the machine,
+    and the decoding and perturbing of the weights that it reads."""
 
     plan: Plan
     model: ModelSpec
     hardware: Hardware
     costs: Costs = NO_COSTS
     program: Program | None = None
-    _start: float = field(init=False, repr=False, default=0.0)
-    """Seconds to start one operation."""
+    _timed: Mapping[TimedOp, float] = field(init=False, repr=False, default_factory=dict)
     _lost: Mapping[int, float] = field(init=False, repr=False, default_factory=dict)
     """Seconds that each op of a unit loses, on a processor, to the copies of its lanes, which take
     a core."""
@@ -72,9 +63,7 @@ class CostModel:
             object.__setattr__(self, "_lost", self._losses(self.program))
         if self.program is not None and self._accumulates_on_host:
             object.__setattr__(self, "_accumulated", self._sums_on_host(self.program))
-        if self.program is not None and self.hardware.start_seconds:
-            kind = walk_kind(self.plan, self.program, self.model)
-            object.__setattr__(self, "_start", found_for(kind, self.hardware.start_seconds))
+        object.__setattr__(self, "_timed", dict(self.costs.timed))
 
     def _losses(self, program: Program) -> dict[int, float]:
         copied: Counter[int] = Counter()
@@ -151,39 +140,19 @@ class CostModel:
     def work_seconds(self, work: Work) -> float:
         """Return seconds of operations in the compute dtype, one after the other."""
         hw = self.hardware
-        attention = work.attention / (hw.attention.get(self.dtype) or hw.flops_of(self.dtype))
-        starts = work.all * self._start
-        return self._products(work) + self._passes(work) + attention + starts
-
-    def _products(self, work: Work) -> float:
-        """Return seconds of matrix products: by their sizes where those were measured."""
-        hw = self.hardware
-        curve = hw.products.get(self.dtype)
-        if curve is None:
-            return (work.flops - work.attention) / hw.flops_of(self.dtype)
-        thin = hw.thin.get(self.dtype, curve)
-        return curve.total(work.products) + thin.total(work.thin_products)
-
-    def _passes(self, work: Work) -> float:
-        """Return seconds of element-wise passes: by their sizes where those were measured."""
-        hw = self.hardware
-        curve = hw.passes.get(self.dtype)
-        if curve is None:
-            return work.touched / hw.memory_bandwidth
-        float32 = hw.passes.get("float32", curve)
-        in_place = hw.passes.get("in place", curve)
-        return (
-            curve.total(work.passes)
-            + float32.total(work.float32_passes)
-            + in_place.total(work.in_place)
-        )
+        flops = hw.flops_of(self.dtype)
+        attention = work.attention / hw.attention.get(self.dtype, flops)
+        return work.products / flops + attention + work.touched / hw.memory_bandwidth
 
     # ---- the compute lane ------------------------------------------------------------------------
 
     def _compute(self, op: Op) -> float:
         hw = self.hardware
+        seconds = self._seconds_of_like(op)
+        if seconds is not None:
+            return seconds + self._sent(op)
         if op.kind in COMPUTES:
-            return self._walks(op)
+            return self._walks(op) + self._sent(op)
         if op.kind is OpKind.UPDATE and self.plan.estimator.facts.ledger:
             return self._ledger_update(op)
         if op.kind is OpKind.UPDATE:
@@ -191,10 +160,28 @@ class CostModel:
         if op.kind in (OpKind.PERTURB, OpKind.UPDATE_ALL):
             return self.model.numel(trainable=True) / hw.noise_rate
         if op.kind is OpKind.NORM:
-            trained = self.model.numel(trainable=True)
-            rate = hw.update_rate.get("norm")
-            return trained / rate if rate else 4 * trained / hw.memory_bandwidth
+            return 4 * self.model.numel(trainable=True) / hw.memory_bandwidth
         return 0.0
+
+    def _seconds_of_like(self, op: Op) -> float | None:
+        """Return seconds that an op of the kind took on this machine with a unit of the kind. Where
+        a block was timed with a kept graph alone, or without one alone, its backward has a forward
+        more or less."""
+        if not self._timed:
+            return None
+        kind = self.model.units[op.unit].kind
+        seconds = self._timed.get((op.kind, kind, op.keep_graph))
+        if seconds is not None:
+            return seconds
+        seconds = self._timed.get((op.kind, kind, not op.keep_graph))
+        if seconds is None or op.kind is not OpKind.BACKWARD:
+            return seconds
+        forward = self._timed.get((OpKind.FORWARD, kind, not op.keep_graph), 0.0)
+        return max(seconds - forward, 0.0) if op.keep_graph else seconds + forward
+
+    def _sent(self, op: Op) -> float:
+        """Return seconds of what an op sends to other ranks while it computes."""
+        return sum(self._between_ranks(sent.lane, sent.nbytes) for sent in op.sent)
 
     def _ledger_update(self, op: Op) -> float:
         """Return seconds of applying entries of a ledger to a unit, or to a rank's slice of it:
@@ -204,7 +191,7 @@ class CostModel:
         if op.lane is Lane.INTRA:  # each rank its slice, before the gather
             elements /= self.plan.parameter_ranks
         seconds = elements / hw.noise_rate * self.plan.zo.queries
-        seconds += self._narrowed("round", elements)
+        seconds += self._narrowed(elements)
         if not self.plan.update_rule.linear:
             seconds += self._updated(elements)
         return hw.op_seconds + max(op.entries, 1) * seconds
@@ -229,9 +216,7 @@ class CostModel:
                 seconds += hw.reads(tier.link).seconds(states)
                 seconds += hw.writes(tier.link).seconds(states)
             return seconds
-        starts = UPDATE_STARTS * len(unit.part(True)) * self._start
-        rate = "round" if self.plan.update.rounding == "stochastic" else "lift"
-        seconds = hw.op_seconds + starts + self._updated(elements) + self._narrowed(rate, elements)
+        seconds = hw.op_seconds + self._updated(elements) + self._narrowed(elements)
         return seconds + copied / hw.memory_bandwidth
 
     def work(self, op: Op) -> Work:
@@ -254,31 +239,12 @@ class CostModel:
         work = self.work(op)
         prologue = op.kind in (OpKind.PROLOGUE, OpKind.PROLOGUE_BACKWARD)
         if work == NOTHING and not prologue:
-            work = Work(((op.flops, 1),), ((TRAFFIC * op.transient, 1),))
+            work = Work(op.flops, touched=TRAFFIC * op.transient)
         seconds = self.hardware.op_seconds + self.work_seconds(work)
-        seconds += self._lost.get(op.unit, 0.0) + self._memory(op)
-        seconds += sum(self._between_ranks(sent.lane, sent.nbytes) for sent in op.sent)
-        return seconds if prologue else seconds + self._faults(op) + self._weights(op)
-
-    def _memory(self, op: Op) -> float:
-        """Return seconds of memory that an op writes for others: of a forward what a graph in file
-        maps saves, which is copied there; of others gradients, which are made anew, in part where a
-        graph was."""
-        hw = self.hardware
-        if op.kind is OpKind.FORWARD:
-            return 2 * _of_pool(op.takes, Pool.MAPPED) / hw.memory_bandwidth
-        if not hw.fresh_bandwidth:
-            return 0.0
-        fresh = _of_pool(op.takes, Pool.DEVICE) - _of_pool(op.frees, Pool.DEVICE)
-        return max(fresh, 0) / hw.fresh_bandwidth
-
-    def _faults(self, op: Op) -> float:
-        """Return seconds of the page faults of a streamed block's heap, where steps walk back."""
-        hw = self.hardware
-        streamed = self.program is not None and self.program.streamed
-        if not (hw.fresh_bandwidth and streamed and self.plan.estimator.facts.walks_back):
-            return 0.0
-        return REFAULTED * hw.slack.get("streamed", 0.0) * op.transient / hw.fresh_bandwidth
+        seconds += self._lost.get(op.unit, 0.0)
+        if op.kind is OpKind.FORWARD:  # a graph in file maps is copied there
+            seconds += 2 * _of_pool(op.takes, Pool.MAPPED) / self.hardware.memory_bandwidth
+        return seconds if prologue else seconds + self._weights(op)
 
     def _weights(self, op: Op) -> float:
         """Return seconds of reading a unit's weights: decoded as often as they are read, and
@@ -286,9 +252,7 @@ class CostModel:
         hw = self.hardware
         unit = self.reads(op.unit)
         walks_back = self.plan.estimator.facts.walks_back
-        seconds = 0.0
-        if self.dtype not in hw.products:
-            seconds += unit.numel() * DTYPE_BYTES[self.dtype] / hw.memory_bandwidth
+        seconds = unit.numel() * DTYPE_BYTES[self.dtype] / hw.memory_bandwidth
         if codes := unit.decoded(self.plan.frozen.codec):
             seconds += self._readings(op) * codes / hw.decodes(self.plan.frozen.codec)
         draws = self.plan.noise.drawn_in_forwards and not walks_back
@@ -333,22 +297,18 @@ class CostModel:
 
     def _updated(self, elements: float) -> float:
         """Return seconds of the update rule on so many elements."""
-        name = self.plan.optimizer.name
-        if rate := self.hardware.update_rate.get(name):
-            return elements / rate
         return self._touched(elements) / self.hardware.memory_bandwidth
 
     def _touched(self, elements: float) -> float:
         """Count the bytes that the update rule reads and writes for so many elements."""
         return 4 * (3 + 2 * len(self.plan.update_rule.states)) * elements
 
-    def _narrowed(self, rate: str, elements: float) -> float:
+    def _narrowed(self, elements: float) -> float:
         """Return seconds to lift a 16-bit master's elements to float32 a chunk at a time, and to
-        write them back: as they are (``lift``) or rounded stochastically (``round``)."""
+        write them back."""
         codec = self.plan.trainable.codec
         size = 1 if codec.encoded else DTYPE_BYTES[codec.dtype_of(self.dtype)]
-        bandwidth = self.hardware.memory_bandwidth / (2 * (size + 4))
-        return elements / self.hardware.update_rate.get(rate, bandwidth) if size < 4 else 0.0
+        return 2 * (size + 4) * elements / self.hardware.memory_bandwidth if size < 4 else 0.0
 
     # ---- the links -------------------------------------------------------------------------------
 

@@ -187,14 +187,16 @@ def prepare(run: RunConfig) -> PreparedRun:
         if held_out.tokenizer is not None:
             require_all_blocks(plan, "data.eval, whose answers are generated,")
     visit = held_out.visit(plan.mesh.stage_ranks // plan.mesh.context) if held_out else None
-    foreseen = foresee(run, fullest, costs, visit, total)
+    learnt = float(rows.in_loss.mean())
+    foreseen = foresee(run, fullest, costs, visit, total, learnt=learnt)
     counts = {name: getattr(foreseen.plan, name) for name in ("resident", "together")}
     stages = {"pipeline.blocks": list(foreseen.plan.pipeline.blocks)}
     plan = override(plan, {**counts, **stages, **foreseen.choices()})
     usual = foreseen.simulated()
     if usual is not None:
         average = Shape(micro_batch, math.ceil(lengths_T.mean()))
-        usual = foresee(replace(run, plan=plan, named=None), average, costs).simulated()
+        usual_run = replace(run, plan=plan, named=None)
+        usual = foresee(usual_run, average, costs, learnt=learnt).simulated()
     return PreparedRun(
         tokenizer_files=files,
         shown=shown,

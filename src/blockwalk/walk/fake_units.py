@@ -33,7 +33,7 @@ from blockwalk.plan.noise_kinds import NOISES, NoiseFacts
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.row_order import RowOrder
 from blockwalk.plan.sizes import UPDATE_ELEMENTS, decoded_bytes
-from blockwalk.plan.work import NOTHING, Work, elementwise, sizes
+from blockwalk.plan.work import NOTHING, Work
 from blockwalk.program.costs import Costs, UnitCost
 from blockwalk.program.program import Shape
 from blockwalk.program.state_sizes import epilogue_reads
@@ -272,9 +272,7 @@ def _prologue(bench: _Bench, device: str, padded: bool) -> tuple[Prologue, UnitC
         forward_flops=meter.work.flops,
         backward_flops=0,
         forward=meter.work,
-        backward=elementwise(
-            sizes([(3 * trained * bench.dtype.itemsize, 1)]), bench.dtype.itemsize
-        ),
+        backward=Work(touched=3 * trained * bench.dtype.itemsize),
     )
 
 

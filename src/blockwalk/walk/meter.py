@@ -4,8 +4,6 @@ the work that is done."""
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from blockwalk.numerics.causal_attention import pairs
-from blockwalk.plan.work import THIN, Work, sizes
+from blockwalk.plan.work import Work
 
 _aten = torch.ops.aten
 _CPU_ATTENTION = {
@@ -53,12 +51,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     live: int = 0
     peak: int = 0
+    products: int = 0
     attention: int = 0
-    starts: int = 0
-    products: Counter[int] = field(default_factory=Counter)
-    thin_products: Counter[int] = field(default_factory=Counter)
-    passes: Counter[int] = field(default_factory=Counter)
-    float32_passes: Counter[int] = field(default_factory=Counter)
+    touched: int = 0
     _known: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -105,28 +100,16 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def work(self) -> Work:
         """The operations done under the meter so far."""
-        return Work(
-            sizes(self.products.items()),
-            sizes(self.passes.items()),
-            self.attention,
-            self.starts,
-            sizes(self.thin_products.items()),
-            sizes(self.float32_passes.items()),
-        )
+        return Work(self.products, self.attention, self.touched)
 
     def _count(self, func: Any, inputs: set[int], args: Any, kwargs: Any, out: Any) -> None:
         packet = func._overloadpacket
         if packet is _aten.addmm_:
-            self._product(args[1:3])[flop_registry[_aten.addmm](*args, **kwargs, out_val=out)] += 1
+            self.products += flop_registry[_aten.addmm](*args, **kwargs, out_val=out)
         elif packet is _aten._grouped_mm:  # rows by experts, or experts by rows in backward
-            self.products[2 * args[0].numel() * args[1].shape[-1]] += 1
+            self.products += 2 * args[0].numel() * args[1].shape[-1]
         elif packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=out)
-            batch = 1
-            if packet in (_aten.bmm, _aten.baddbmm):
-                batch = args[-1].shape[0]
-            matrices = [arg for arg in args if isinstance(arg, Tensor)][-2:]
-            self._product(matrices)[flops // batch] += batch
+            self.products += flop_registry[packet](*args, **kwargs, out_val=out)
         elif packet in _CPU_ATTENTION:
             factor = _CPU_ATTENTION[packet]
             # the backward's first argument is the gradient of the output
@@ -143,18 +126,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             view = not func._schema.is_mutable and all(
                 id(t.untyped_storage()) in inputs for t in outputs
             )
-            if view or packet in _UNTOUCHED:
-                self.starts += 1
-            else:
+            if not view and packet not in _UNTOUCHED:
                 written = {} if packet is _aten.copy_ else {id(t): t for t in outputs}
-                in_float32 = any(t.dtype == torch.float32 for t in outputs)
-                passes = self.float32_passes if in_float32 else self.passes
-                passes[sum(map(_touched, [*_tensors((args, kwargs)), *written.values()]))] += 1
-
-    def _product(self, matrices: Sequence[Tensor]) -> Counter[int]:
-        """Return the counter in which the product of two matrices is counted."""
-        sides = [side for matrix in matrices for side in matrix.shape[-2:]]
-        return self.thin_products if min(sides) < THIN else self.products
+                self.touched += sum(map(_touched, [*_tensors((args, kwargs)), *written.values()]))
 
 
 def _touched(tensor: Tensor) -> int:

@@ -1,8 +1,9 @@
-"""Costs of each kind of unit while it computes: transient bytes and FLOPs for one shape, without
-any weight.
+"""Costs of each kind of unit while it computes: transient bytes, FLOPs and seconds for one shape,
+without any weight of the model.
 
 One block of each kind is run on fake tensors (:mod:`blockwalk.walk.fake_units`), once for every
-shape and every distinct set of traits of a plan; the answer is kept in the cache folder."""
+shape and every distinct set of traits of a plan, and on this machine's clock
+(:mod:`blockwalk.walk.timed_units`); the answers are kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ from blockwalk.numerics.codecs.layout import dtype_of, name_of
 from blockwalk.numerics.device import chosen
 from blockwalk.plan import row_order, work
 from blockwalk.plan import sizes as chunks
-from blockwalk.plan.choices import Adapters
+from blockwalk.plan.choices import Adapters, OptimizerSettings
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.parsing import from_plain
 from blockwalk.plan.placement import Codec
@@ -56,7 +57,7 @@ from blockwalk.ranks import exchange
 from blockwalk.system import cache
 from blockwalk.system.deferred_imports import deferred_imports
 from blockwalk.system.paths import StrPath
-from blockwalk.walk import fake_units
+from blockwalk.walk import fake_units, timed_units
 from blockwalk.walk import meter as metering
 from blockwalk.walk.fake_units import Traits, measure
 
@@ -104,6 +105,7 @@ class UnitCosts:
         self._digest = _digest(self.config, lora, device, padded, cut)
         self._cuts: dict[torch.dtype, CutModel] = {}
         self._known: dict[str, Costs] = {}
+        self._timing_failed = False
 
     @property
     def stored(self) -> torch.dtype:
@@ -130,6 +132,43 @@ class UnitCosts:
             kept = cache.read_json(f"costs-{key}", partial(from_plain, Costs))
             self._known[key] = kept or self._measured(key, traits, shape)
         return self._known[key]
+
+    def timed(
+        self, plan: Plan, shape: Shape, machine: str, learnt: float = 1.0
+    ) -> timed_units.Timed:
+        """Return the seconds of each kind of op on this machine's processor, measured once and
+        kept until doctor measures the machine again; none, with a warning, where they cannot be
+        had: that is not kept.
+
+        Args:
+            plan: for ranks it is timed without the others, each rank by itself.
+            shape: of one micro-batch.
+            machine: words of doctor's description: seconds are measured anew where they differ.
+            learnt: the part of the tokens that have a label.
+        """
+        of_file = self._stored_codec is not None  # its codes are of no rows that we can write
+        if self.device != "cpu" or plan.mesh.context > 1 or of_file or self._timing_failed:
+            return ()
+        plan = replace(plan, seed=0, optimizer=OptimizerSettings(plan.optimizer.name))
+        learnt = round(learnt, 1)
+        facts = (self._digest, plan, shape, learnt, machine, torch.get_num_threads(), _TIMED)
+        key = cache.key(repr(facts).encode())
+        parse: Callable[[Any], timed_units.Timed] = partial(from_plain, timed_units.Timed)
+        kept = cache.read_json(f"seconds-{key}", parse)
+        if kept is not None:
+            return kept
+        kinds = frozenset(unit.kind for unit in self.spec().units)
+        stored = name_of(self.stored)
+        request = timed_units.Request(self.config, stored, kinds, self._lora, plan, shape, learnt)
+        log.warning(timed_units.BEGINS, self.config.model_type, shape.batch, shape.sequence)
+        try:
+            timed = timed_units.measure(request)
+        except ValueError as error:
+            log.warning("seconds are foreseen by doctor's rates alone: %s", error)
+            self._timing_failed = True
+            return ()
+        cache.write_json(f"seconds-{key}", timed)
+        return timed
 
     @deferred_imports()  # fake tensors ask symbolic shapes about plain ones
     def _measured(self, key: str, traits: Traits, shape: Shape) -> Costs:
@@ -282,6 +321,9 @@ _ROOMS = (
     unit_costs,
 )
 _SOURCES = cache.source_key(*(room.__file__ for room in _ROOMS), __file__)
+_TIMED = cache.source_key(
+    timed_units.__file__, str(Path(timed_units.__file__).with_name("timed_walk.py"))
+)
 
 
 def _folder_digest(folder: Any) -> str:
