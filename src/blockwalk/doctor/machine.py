@@ -30,6 +30,7 @@ from blockwalk.numerics.row_tiles import multiplied_in
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import ByDevice
 from blockwalk.simulate.hardware import BLOCK_OPS, MEASURED, Hardware, Link, kind_of
+from blockwalk.system.load import OtherLoad, of_other_ranks
 from blockwalk.system.paths import StrPath
 from blockwalk.system.process_memory import host_memory
 
@@ -55,8 +56,6 @@ def measure(
         walk: on a CPU, run small walks as well: what a process holds beside its tensors.
         say: told what is measured next.
     """
-    load = os.getloadavg()[0]
-    cores = os.cpu_count() or 1
     say("products, memory, noise and decoding ...")
     began = time.perf_counter()
     device = device_of_rank()
@@ -69,7 +68,9 @@ def measure(
         "op_seconds": lambda: _launch(device),
         **{name_of(dtype): partial(_flops, device, dtype) for dtype in _DTYPES},
     }
-    rates: dict[str, Any] = medians(probes)
+    with OtherLoad(beside=of_other_ranks(torch.get_num_threads())) as load:
+        rates: dict[str, Any] = medians(probes)
+        busy = load.busy()
     flops = {name_of(dtype): rates.pop(name_of(dtype)) for dtype in _DTYPES}
     bandwidth = rates["memory_bandwidth"]
     if kind == "cuda":
@@ -104,13 +105,12 @@ def measure(
         **beside,
     )
     warnings = list(_warnings(hardware, limited, pageable))
-    if load > cores / 2:
-        busy = (
-            f"{load:.1f} processes were computing on {cores} cores when this began: what is"
-            " foreseen from these figures is of a busy machine; run doctor again when nothing else"
-            " runs"
+    if busy:
+        warnings.insert(
+            0,
+            f"{busy} beside this: what is foreseen from these figures is of a busy machine; run"
+            " doctor again when nothing else runs",
         )
-        warnings.insert(0, busy)
     seconds = time.perf_counter() - began
     return Findings(hardware, tuple(warnings), cached, pageable, links.collectives, seconds)
 

@@ -71,10 +71,13 @@ def foresee(
         else:
             of_stages = compile_ranks(plan, model, StepKind.EVALUATE, of_part, **arguments)
             held_out = max(of_stages, key=process_memory.tensors)
+    notes = (*settled.notes, *without_bfloat16(machine.card(device), plan, model))
     description = machine.this_machine(device)
     if description.measured:
-        costs = replace(costs, timed=measured.timed(plan, shape, repr(description), learnt))
-    notes = (*settled.notes, *without_bfloat16(machine.card(device), plan, model))
+        try:
+            costs = replace(costs, timed=measured.timed(plan, shape, repr(description), learnt))
+        except ValueError as error:
+            notes = (*notes, f"note: seconds are foreseen by doctor's rates alone: {error}")
     decided = (settled.names, notes, room.device_free)
     copied = checkpoint_copies(plan, model, device=device) if run.saves_before(steps) else ()
     return Forecast(plan, model, programs, device, costs, held_out, *decided, copied)

@@ -196,7 +196,10 @@ def prepare(run: RunConfig) -> PreparedRun:
     if usual is not None:
         average = Shape(micro_batch, math.ceil(lengths_T.mean()))
         usual_run = replace(run, plan=plan, named=None)
-        usual = foresee(usual_run, average, costs, learnt=learnt).simulated()
+        usual_forecast = foresee(usual_run, average, costs, learnt=learnt)
+        usual = usual_forecast.simulated()
+        notes_of_both = dict.fromkeys((*foreseen.notes, *usual_forecast.notes))
+        foreseen = replace(foreseen, notes=tuple(notes_of_both))
     return PreparedRun(
         tokenizer_files=files,
         shown=shown,

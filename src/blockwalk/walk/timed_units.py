@@ -6,19 +6,26 @@ plan in a process of its own (:mod:`blockwalk.walk.timed_walk`)."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from blockwalk.plan.parsing import from_plain
 from blockwalk.plan.plan import Plan
 from blockwalk.program.costs import TimedOp
-from blockwalk.program.program import OpKind, Shape
+from blockwalk.program.program import Shape
 from blockwalk.ranks.launch import OF_A_RANK
+from blockwalk.system.load import LEAST, OtherLoad, of_other_ranks
+
+log = logging.getLogger(__name__)
 
 Timed = tuple[tuple[TimedOp, float], ...]
 
@@ -49,14 +56,28 @@ class Request:
     shape: Shape
     learnt: float
     """The part of the tokens that have a label."""
+    threads: int
+    """Threads that compute."""
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """One step of the walk."""
+
+    start: float
+    """Seconds of :func:`time.monotonic`."""
+    end: float
+    ops: Timed
 
 
 def measure(request: Request) -> Timed:
-    """Return the seconds of each kind of op, timed in a process of its own.
+    """Return the seconds of each kind of op, timed in a process of its own: the middle ones of the
+    steps beside which nothing else computed.
 
     Raises:
         ValueError: the model's shallow instance cannot be walked, lacks a kind of unit, or is too
-            large for this machine; or another process cannot have its configuration.
+            large for this machine; another process cannot have its configuration; or others
+            computed (:mod:`blockwalk.system.load`), all the time or in every step.
     """
     try:
         sent = pickle.dumps(request)
@@ -64,19 +85,39 @@ def measure(request: Request) -> Timed:
         raise ValueError(
             f"another process cannot have the model's configuration: {error}"
         ) from None
+    with OtherLoad(beside=of_other_ranks(request.threads)) as load:
+        time.sleep(LEAST)
+        if busy := load.busy():
+            raise ValueError(busy)
+        log.warning(BEGINS, request.config.model_type, request.shape.batch, request.shape.sequence)
+        steps = _walked(sent, load)
+        reasons = [load.busy(step.start, step.end) for step in steps]
+    quiet = [dict(step.ops) for step, busy in zip(steps, reasons, strict=True) if not busy]
+    if not quiet:
+        raise ValueError(f"{reasons[-1]} in each step that was timed")
+    return tuple((key, median(step[key] for step in quiet if key in step)) for key in quiet[-1])
+
+
+def _walked(request: bytes, load: OtherLoad) -> tuple[TimedStep, ...]:
+    """Return the steps that a process of its own took."""
+    environment = {name: fact for name, fact in os.environ.items() if name not in OF_A_RANK}
     with tempfile.TemporaryDirectory(prefix="blockwalk-timed-") as folder:
         file = Path(folder) / "request"
-        file.write_bytes(sent)
+        file.write_bytes(request)
         command = [sys.executable, "-W", "ignore", "-m", "blockwalk.walk.timed_walk", str(file)]
-        environment = {name: fact for name, fact in os.environ.items() if name not in OF_A_RANK}
-        try:
-            process = subprocess.run(
-                command, capture_output=True, text=True, env=environment, timeout=LIMIT, check=True
-            )
-        except subprocess.TimeoutExpired:
-            raise ValueError(f"a step of a shallow instance takes over {LIMIT:.0f} s") from None
-        except subprocess.CalledProcessError as error:
-            lines = error.stderr.strip().splitlines()
-            raise ValueError(lines[-1] if lines else "its process was ended") from None
-    seconds = json.loads(process.stdout.splitlines()[-1])
-    return tuple(((OpKind(kind), unit, kept), time) for (kind, unit, kept), time in seconds)
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            load.belongs(process.pid)
+            try:
+                printed, errors = process.communicate(timeout=LIMIT)
+            except subprocess.TimeoutExpired:
+                raise ValueError(f"a step of a shallow instance takes over {LIMIT:.0f} s") from None
+            finally:
+                process.kill()
+    if process.returncode:
+        lines = errors.strip().splitlines()
+        raise ValueError(lines[-1] if lines else "its process was ended")
+    steps: tuple[TimedStep, ...]
+    steps = from_plain(tuple[TimedStep, ...], json.loads(printed.splitlines()[-1]))
+    return steps

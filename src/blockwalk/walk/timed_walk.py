@@ -11,10 +11,10 @@ import pickle
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from blockwalk.plan.losses import IGNORE
 from blockwalk.program.costs import TimedOp
 from blockwalk.program.program import COMPUTES, OpKind
 from blockwalk.system.process_memory import free_memory
-from blockwalk.walk.timed_units import Request
+from blockwalk.walk.timed_units import Request, TimedStep
 from blockwalk.walk.walker import Walker
 
 LEAST_STEPS = 3
@@ -40,8 +40,10 @@ BYTES_OF_A_WEIGHT = 20
 """Bytes that a step may hold for a parameter: itself and its file, copy, gradient and moments."""
 
 
-def _walk(request: Request, folder: Path) -> dict[TimedOp, float]:
-    """Return the seconds of each kind of op, timed in this process; files go to ``folder``."""
+def _walk(request: Request, folder: Path) -> list[TimedStep]:
+    """Return the steps with the seconds of each kind of op, timed in this process; files go to
+    ``folder``."""
+    torch.set_num_threads(request.threads)
     plan = request.plan
     # Ranks time their own work at the same time, each without the others.
     alone = plan if plan.mesh.world == 1 else replace(plan, mesh=MeshSettings())
@@ -53,14 +55,9 @@ def _walk(request: Request, folder: Path) -> dict[TimedOp, float]:
     ):
         if missing := request.kinds - {unit.kind for unit in walker.spec.units}:
             raise ValueError(f"a shallow instance has no {', '.join(sorted(missing))}")
-        steps = list(_steps(walker, request))
-    # A rank updates slices, and here there are none.
-    sliced = plan.mesh.world > 1
-    return {
-        key: median(step[key] for step in steps if key in step)
-        for key in steps[-1]
-        if not (sliced and key[0] is OpKind.UPDATE)
-    }
+        # A rank updates slices, and here there are none.
+        timed = (*COMPUTES, OpKind.UPDATE) if plan.mesh.world == 1 else COMPUTES
+        return list(_steps(walker, request, timed))
 
 
 def _make(request: Request, folder: Path) -> None:
@@ -97,7 +94,7 @@ def _adapters(adapters: Any) -> Any:
     return PeftConfig.from_pretrained(os.fspath(adapters))
 
 
-def _steps(walker: Walker, request: Request) -> Iterator[dict[TimedOp, float]]:
+def _steps(walker: Walker, request: Request, timed: Collection[OpKind]) -> Iterator[TimedStep]:
     """Take steps, and yield the seconds of each kind of op in one: of all but the first, which
     finds nothing as a long run does."""
     plan = walker.plan
@@ -108,26 +105,29 @@ def _steps(walker: Walker, request: Request) -> Iterator[dict[TimedOp, float]]:
     labels[:, : round((1 - request.learnt) * shape.sequence)] = IGNORE
     batch = {"input_ids": ids, "labels": labels}
     walker.step(batch)
-    began = time.perf_counter()
+    began = time.monotonic()
     steps = 0
     seconds = 0.0
     while steps == 0 or (
         seconds < MOST_SECONDS and (steps < LEAST_STEPS or seconds < LEAST_SECONDS)
     ):
         walker.timeline = []
+        start = time.monotonic()
         walker.step(batch)
+        end = time.monotonic()
         by_kind = defaultdict[TimedOp, list[float]](list)
         for _, ops in walker.timeline:
-            for op, start, end in ops:
-                if op.kind in COMPUTES or op.kind is OpKind.UPDATE:
+            for op, op_start, op_end in ops:
+                if op.kind in timed:
                     kind = walker.spec.units[op.unit].kind
-                    by_kind[op.kind, kind, op.keep_graph].append(end - start)
-        yield {key: fmean(times) for key, times in by_kind.items()}
+                    by_kind[op.kind, kind, op.keep_graph].append(op_end - op_start)
+        means = tuple((key, fmean(times)) for key, times in by_kind.items())
+        yield TimedStep(start, end, means)
         steps += 1
-        seconds = time.perf_counter() - began
+        seconds = end - began
 
 
 if __name__ == "__main__":
     request_file = Path(sys.argv[1])
-    timed = _walk(pickle.loads(request_file.read_bytes()), request_file.parent)
-    print(json.dumps(list(timed.items())))
+    steps = _walk(pickle.loads(request_file.read_bytes()), request_file.parent)
+    print(json.dumps([asdict(step) for step in steps]))

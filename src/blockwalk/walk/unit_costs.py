@@ -11,6 +11,7 @@ import copy
 import inspect
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass, replace
 from functools import lru_cache, partial
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+import blockwalk
 from blockwalk.cutting import block_tiles
 from blockwalk.cutting.adapters import adapt
 from blockwalk.cutting.cut_model import CutModel
@@ -40,6 +42,7 @@ from blockwalk.numerics import (
 )
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
 from blockwalk.numerics.device import chosen
+from blockwalk.numerics.native import processor
 from blockwalk.plan import row_order, work
 from blockwalk.plan import sizes as chunks
 from blockwalk.plan.choices import Adapters, OptimizerSettings
@@ -55,6 +58,7 @@ from blockwalk.program.program import Shape
 from blockwalk.program.state_sizes import computes_in
 from blockwalk.ranks import exchange
 from blockwalk.system import cache
+from blockwalk.system.cores import usable_cores
 from blockwalk.system.deferred_imports import deferred_imports
 from blockwalk.system.paths import StrPath
 from blockwalk.walk import fake_units, timed_units
@@ -105,7 +109,7 @@ class UnitCosts:
         self._digest = _digest(self.config, lora, device, padded, cut)
         self._cuts: dict[torch.dtype, CutModel] = {}
         self._known: dict[str, Costs] = {}
-        self._timing_failed = False
+        self._untimed = ""
 
     @property
     def stored(self) -> torch.dtype:
@@ -137,36 +141,48 @@ class UnitCosts:
         self, plan: Plan, shape: Shape, machine: str, learnt: float = 1.0
     ) -> timed_units.Timed:
         """Return the seconds of each kind of op on this machine's processor, measured once and
-        kept until doctor measures the machine again; none, with a warning, where they cannot be
-        had: that is not kept.
+        kept until doctor measures the machine again; none where they are not timed at all.
 
         Args:
             plan: for ranks it is timed without the others, each rank by itself.
             shape: of one micro-batch.
             machine: words of doctor's description: seconds are measured anew where they differ.
             learnt: the part of the tokens that have a label.
+
+        Raises:
+            ValueError: they cannot be had now, which is not kept, and is not tried again by this
+                object.
         """
         of_file = self._stored_codec is not None  # its codes are of no rows that we can write
-        if self.device != "cpu" or plan.mesh.context > 1 or of_file or self._timing_failed:
+        if self.device != "cpu" or plan.mesh.context > 1 or of_file:
             return ()
         plan = replace(plan, seed=0, optimizer=OptimizerSettings(plan.optimizer.name))
         learnt = round(learnt, 1)
-        facts = (self._digest, plan, shape, learnt, machine, torch.get_num_threads(), _TIMED)
+        threads = torch.get_num_threads()
+        facts = (self._digest, plan, shape, learnt, machine, threads, *_speeds())
         key = cache.key(repr(facts).encode())
         parse: Callable[[Any], timed_units.Timed] = partial(from_plain, timed_units.Timed)
         kept = cache.read_json(f"seconds-{key}", parse)
         if kept is not None:
             return kept
+        if self._untimed:
+            raise ValueError(self._untimed)
         kinds = frozenset(unit.kind for unit in self.spec().units)
-        stored = name_of(self.stored)
-        request = timed_units.Request(self.config, stored, kinds, self._lora, plan, shape, learnt)
-        log.warning(timed_units.BEGINS, self.config.model_type, shape.batch, shape.sequence)
+        request = timed_units.Request(
+            config=self.config,
+            stored=name_of(self.stored),
+            kinds=kinds,
+            adapters=self._lora,
+            plan=plan,
+            shape=shape,
+            learnt=learnt,
+            threads=threads,
+        )
         try:
             timed = timed_units.measure(request)
         except ValueError as error:
-            log.warning("seconds are foreseen by doctor's rates alone: %s", error)
-            self._timing_failed = True
-            return ()
+            self._untimed = str(error)
+            raise
         cache.write_json(f"seconds-{key}", timed)
         return timed
 
@@ -321,9 +337,20 @@ _ROOMS = (
     unit_costs,
 )
 _SOURCES = cache.source_key(*(room.__file__ for room in _ROOMS), __file__)
-_TIMED = cache.source_key(
-    timed_units.__file__, str(Path(timed_units.__file__).with_name("timed_walk.py"))
-)
+
+
+_OF_LIBRARIES = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "TORCH_")
+"""Beginnings of the names of variables that libraries choose their code by."""
+
+
+@lru_cache
+def _speeds() -> tuple[str, ...]:
+    """Return what seconds depend on beside a machine's description, whose cache folder others may
+    share: processor, cores, what is said to libraries, and all of this package."""
+    package = Path(blockwalk.__file__).parent
+    sources = sorted(path for end in ("py", "c") for path in package.rglob(f"*.{end}"))
+    said = sorted(item for item in os.environ.items() if item[0].startswith(_OF_LIBRARIES))
+    return processor(), str(usable_cores()), str(said), cache.source_key(*map(str, sources))
 
 
 def _folder_digest(folder: Any) -> str:

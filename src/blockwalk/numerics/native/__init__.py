@@ -141,7 +141,7 @@ def _build(name: str) -> ctypes.CDLL | None:
     source = Path(__file__).with_name(f"{name}.c")
     compiler = _compiler()
     if compiler is None:
-        flags = set(_processor().split())
+        flags = set(processor().split())
         levels = [level for level, needs in LEVELS.items() if flags.issuperset(needs.split())]
         brought = (source.with_name(f"{name}-{level}.so") for level in levels)
         if library_of_wheel := next(filter(Path.exists, brought), None):
@@ -151,7 +151,7 @@ def _build(name: str) -> ctypes.CDLL | None:
     parts = (
         source.read_bytes(),
         " ".join(FLAGS).encode(),
-        _processor().encode(),
+        processor().encode(),
         _version(compiler).encode(),
     )
     digest = hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
@@ -223,7 +223,7 @@ def _version(compiler: tuple[str, ...]) -> str:
 
 
 @functools.cache
-def _processor() -> str:
+def processor() -> str:
     """Return the processor's facts that ``-march=native`` depends on: a cache folder may be shared
     by machines of different processors."""
     text = f"{platform.system()} {platform.machine()}"
