@@ -72,8 +72,6 @@ class LossCost:
     """Bytes of a loss without gradient, beside its buffers."""
     gradient_buffers: int
     """Bytes beside the buffers while the gradient is made."""
-    rows: int
-    """Rows that the head's product is made with, of all chunks together."""
     forward: Work
     """The operations of a loss without gradient."""
     with_gradient: Work
@@ -152,7 +150,6 @@ def by_chunks(call: LossCall) -> LossCost:
         gradient_buffers=n * width * float_size + max(peaks),
         gradient=call.tokens * width * size,
         head_rows=v * width * size,
-        rows=call.product_rows(n),
         head_reads=-(-call.tokens // n),
         forward=_chunks_work(call, n, v, gradient=False),
         with_gradient=_chunks_work(call, n, v, gradient=True),
@@ -171,21 +168,21 @@ def _chunks_work(call: LossCall, n: int, v: int, *, gradient: bool) -> Work:
     below = 3 * 2 * logits  # minus the maximum, at least _NEGLIGIBLE, exp
     capped = (4 * 2 + 3) * logits if call.soft_cap else 0
     touched = lift + 2 * logits + below + capped
-    products = 1
+    product = 2 * call.product_rows(n) * call.vocab_size * width
+    products = product
 
     def added(rows: int) -> int:
         """Bytes of adding a product [rows, D] up in float32, where it is made in 16 bits."""
         return rows * width * (size + 4 * float_size) if lift else 0
 
     if gradient and not call.trains_head:
-        products += 1
+        products += product
         touched += lift + added(n) + 2 * n * width * float_size
     elif gradient:
-        products += 3
+        products += 2 * product + 2 * call.tokens * call.vocab_size * width
         touched += 2 * lift + below + 2 * logits + capped + added(n) + added(v)
     once = 4 * call.tokens * width * float_size if gradient else 0
-    product = 2 * multiplied_rows(n, size, call.device) * v * width
-    return Work(product * products * chunks, touched=once + touched * chunks)
+    return Work(products, touched=once + touched * chunks)
 
 
 def token_chunk(vocab_size: int, itemsize: int, device: str) -> int:
@@ -221,7 +218,6 @@ def by_tokens(call: LossCall) -> LossCost:
         + (n + (part if call.trains_head else 0)) * width * (float_size + product_size),
         gradient=call.tokens * width * size,
         head_rows=part * width * size,
-        rows=rows,
         head_reads=2 * chunks,
         forward=Work(product, touched=forward),
         with_gradient=Work(product * (2 + call.trains_head), touched=forward + backward),
@@ -241,7 +237,6 @@ def whole_logits(call: LossCall) -> LossCost:
     return LossCost(
         copies=count * (size + 2 * float_size),
         gradient_buffers=count * (2 * size + 3 * float_size),
-        rows=call.tokens,
         forward=forward,
         with_gradient=forward + backward,
     )

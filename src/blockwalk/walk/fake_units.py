@@ -419,11 +419,7 @@ def _epilogue(
     cost = bench.loss.cost(call)
     norm = _final_norm(bench, prologue, tile) if bench.loss.by_chunks else _Norm()
     copies = bench.copies(reads)
-    forward_flops = 2 * cost.rows * spec.hidden_size * spec.vocab_size
-    backward_flops = forward_flops
-    if trains_head:
-        of_head = 2 * call.tokens * spec.hidden_size * spec.vocab_size
-        backward_flops = 2 * forward_flops + of_head
+    forward_flops = cost.forward.flops
     if not bench.backprop:
         # buffers are kept from op to op: scratch
         return UnitCost(
@@ -438,7 +434,7 @@ def _epilogue(
         forward_transient=max(forward + cost.copies, norm.peak - norm.hidden_bytes),
         backward_transient=max(at_loss, at_end, norm.peak) + copies,
         forward_flops=forward_flops,
-        backward_flops=backward_flops,
+        backward_flops=cost.with_gradient.flops - forward_flops,
         forward=norm.work + cost.with_gradient,
     )
 
