@@ -2,7 +2,7 @@
 process tree.
 
     python benchmarks/real_model.py --model SmolLM2-135M-Instruct --data gsm8k_train.jsonl [--rows
-    mebp mezo] [--check] python benchmarks/real_model.py --dimensions Qwen2.5-0.5B --batch 1 --steps
+    mebp mezo] [--runs 5] [--check] python benchmarks/real_model.py --dimensions Qwen2.5-0.5B --batch 1 --steps
     60 --peak 450 [--check]
 
 Each row is ``blockwalk train`` in a process of its own, tokenizer and data included. Counted is
@@ -16,15 +16,19 @@ from __future__ import annotations
 import json
 import math
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import Bound, finish, parser
 
 PEAK_MB = 520
 GROWTH = 0.03
@@ -162,8 +166,6 @@ def made(name: str, longest: int) -> tuple[Path, Path]:
 
 
 def main() -> None:
-    from benchmarks.common import Bound, finish, parser
-
     options = parser(__doc__)
     options.add_argument("--model", help="a checkpoint's folder, a .gguf file or a hub name")
     options.add_argument("--data", help="records with prompt and completion, or messages")
@@ -172,6 +174,10 @@ def main() -> None:
         help="in place of both: a model's name, for random weights at its dimensions",
     )
     options.add_argument("--steps", type=int, default=300)
+    options.add_argument("--runs", type=int, default=1, help="of each row, one after the other")
+    options.add_argument(
+        "--join", nargs="*", default=[], metavar="FILE", help="runs that --json wrote earlier"
+    )
     options.add_argument("--batch", type=int, default=4)
     options.add_argument("--max_length", type=int, default=512)
     options.add_argument("--rows", nargs="+", choices=ROWS, default=["mebp"])
@@ -187,38 +193,47 @@ def main() -> None:
     if arguments.dimensions:
         arguments.model, arguments.data = made(arguments.dimensions, arguments.max_length)
     bounds = []
-    figures = {}
+    figures: dict[str, list[dict[str, Any]]] = {}
+    for path in arguments.join:
+        for row, runs in json.loads(Path(path).read_text())["figures"].items():
+            figures.setdefault(row, []).extend(runs)
     titles = (
         f"{'peak MB':>9}{f'to step {SETTLED}':>12}{'foreseen':>10}{'s a step':>10}{'foreseen':>10}"
     )
     print(f"{'':8}{titles}{'tokens/s':>10}{'last loss':>11}")
     with tempfile.TemporaryDirectory() as folder:
         for row in arguments.rows:
-            found = run(row, arguments, Path(folder))
-            figures[row] = vars(found)
-            columns = f"{row:8}{found.peak:9.0f}{found.settled:12.0f}{found.foreseen:10.0f}"
-            columns += f"{found.seconds:10.2f}{found.foreseen_seconds:10.2f}"
-            print(f"{columns}{found.tokens_per_second:10.1f}{found.loss:11.4f}")
-            bounds.append(
-                Bound(
-                    f"{row}: growth of the peak after step {SETTLED}",
-                    found.peak / found.settled - 1,
-                    GROWTH,
-                )
-            )
-            if row == "mebp":
-                bounds.append(Bound("mebp: peak, MB", found.peak, arguments.peak))
-                bounds.append(
-                    Bound(
-                        "mebp: forecast of memory off by",
-                        abs(found.foreseen / found.peak - 1),
-                        0.08,
-                    )
-                )
-                if not math.isnan(found.foreseen_seconds):
-                    off = abs(found.foreseen_seconds / found.seconds - 1)
-                    bounds.append(Bound("mebp: forecast of seconds off by", off, 0.15))
+            runs = figures.setdefault(row, [])
+            for _ in range(arguments.runs):
+                of_run = Path(folder) / str(len(runs))
+                of_run.mkdir()
+                runs.append(vars(run(row, arguments, of_run)))
+            for found in runs:
+                columns = f"{row:8}{found['peak']:9.0f}{found['settled']:12.0f}"
+                columns += f"{found['foreseen']:10.0f}{found['seconds']:10.2f}"
+                columns += f"{found['foreseen_seconds']:10.2f}{found['tokens_per_second']:10.1f}"
+                print(f"{columns}{found['loss']:11.4f}")
+            bounds += bounds_of(row, runs, arguments.peak)
     finish(arguments, figures, bounds)
+
+
+def bounds_of(row: str, runs: list[dict[str, Any]], peak_MB: float) -> Iterator[Bound]:
+    """What a row's runs are held to: growth and peak of the worst, forecasts' middle error."""
+    growth = max(found["peak"] / found["settled"] for found in runs) - 1
+    yield Bound(f"{row}: growth of the peak after step {SETTLED}", growth, GROWTH)
+    if row != "mebp":
+        return
+    yield Bound("mebp: peak, MB", max(found["peak"] for found in runs), peak_MB)
+    yield Bound("mebp: forecast of memory off by", off(runs, "foreseen", "peak"), 0.06)
+    timed = [found for found in runs if not math.isnan(found["foreseen_seconds"])]
+    if timed:
+        error = off(timed, "foreseen_seconds", "seconds")
+        yield Bound("mebp: forecast of seconds off by", error, 0.10)
+
+
+def off(runs: list[dict[str, Any]], foreseen: str, found: str) -> float:
+    """The middle error of a forecast."""
+    return statistics.median(abs(figures[foreseen] / figures[found] - 1) for figures in runs)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from blockwalk.program.program import OpKind, Pool, Shape, StepKind
 from blockwalk.report.forecast import Forecast
 from blockwalk.report.step_forecast import StepForecast
 from blockwalk.simulate import hardware
+from blockwalk.system import load
 from blockwalk.system.process_memory import process_bytes
 from blockwalk.train import config, prepared_run
+from blockwalk.walk import timed_units
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import tiny_model
@@ -224,6 +227,58 @@ def test_an_evaluation_is_foreseen_as_it_visits_blocks(
     assert sum(op.kind is OpKind.LOSS for op in found.visit.ops) == micro_batches
     assert (found.fullest is found.visit) == (batches > 1)
     assert ("an evaluation's peak" in str(found)) == (batches > 1)
+
+
+def test_beside_other_work_seconds_are_those_of_rates_and_a_note_says_so(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a load that is put on by hand, and the step on paper of a machine that is described
+    alike and that nothing is timed on. Load that rises between the two shapes is told as well."""
+    monkeypatch.chdir(tmp_path)
+    laptop = hardware.load("laptop")
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"text": "a" * n}) + "\n" for n in [400, *[20] * 31])
+    )
+    run = config.from_mapping(
+        {
+            "model": str(tiny_run.model),
+            "data.train": "data.jsonl",
+            "batch_size": 4,
+            "output_dir": "run",
+            "max_steps": 8,
+        }
+    )
+    hardware.save(laptop, "hardware.yaml")
+    by_rates = prepared_run.prepare(run)
+    assert by_rates.usual is not None
+    source = f"{hardware.MEASURED} a test {tmp_path}"  # what earlier tests kept is of others
+    hardware.save(replace(laptop, source=source), "hardware.yaml")
+    cores = os.cpu_count() or 1
+    monkeypatch.setattr(load, "computing", lambda _: cores)
+    busy = prepared_run.prepare(run)
+    assert busy.usual is not None
+    assert busy.usual.seconds == by_rates.usual.seconds
+    (note,) = (note for note in busy.foreseen.notes if "rates alone" in note)
+    says(note, f"{cores}.0 {cores} cores")
+    assert f"  {note}" in busy.foreseen.lines()
+
+    prologue: timed_units.Timed = (((OpKind.PROLOGUE, "prologue", False), 1000.0),)
+    answers: list[timed_units.Timed | ValueError] = [prologue, ValueError("a load of 77.0")]
+
+    def measure(_: timed_units.Request) -> timed_units.Timed:
+        answer = answers.pop(0)
+        if isinstance(answer, ValueError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(timed_units, "measure", measure)
+    rising = prepared_run.prepare(run)
+    longest = rising.foreseen.simulated()
+    assert longest is not None
+    assert rising.usual is not None
+    assert longest.seconds > 1000 > rising.usual.seconds
+    (note,) = (note for note in rising.foreseen.notes if "rates alone" in note)
+    says(note, "77.0")
 
 
 def test_blocks_that_do_not_stay_do_not_stay_in_a_usual_step(

@@ -10,14 +10,16 @@ from blockwalk.doctor import machine as probe
 from blockwalk.doctor import walks as probe_walk
 from blockwalk.doctor.walks import WalkMemory
 from blockwalk.simulate import hardware
-from blockwalk.system import process_memory
+from blockwalk.system import load, process_memory
 
 
 def test_doctor_measures_and_writes_what_plan_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One round of each rate; the middle one of several is a closed form, below."""
+    """One round of each rate; the middle one of several is a closed form, below. Others that
+    compute are told by their number."""
     monkeypatch.setattr(probe, "ROUNDS", 1)
+    monkeypatch.setattr(load, "computing", lambda _: 1000)
     found = probe.measure(tmp_path, walk=False)
     total = int(Path("/proc/meminfo").read_text().partition("MemTotal:")[2].split()[0]) * 1024
     machine = found.hardware
@@ -36,6 +38,7 @@ def test_doctor_measures_and_writes_what_plan_reads(
         > 0
     )
     assert not list(tmp_path.iterdir()), "what was written to measure the disk is gone"
+    assert "1000.0 threads" in found.warnings[0]
     hardware.save(machine, tmp_path / "hardware.yaml")
     assert hardware.load(tmp_path / "hardware.yaml") == machine
 
