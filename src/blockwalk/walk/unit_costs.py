@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-import blockwalk
 from blockwalk.cutting import block_tiles
 from blockwalk.cutting.adapters import adapt
 from blockwalk.cutting.cut_model import CutModel
@@ -347,7 +346,7 @@ _OF_LIBRARIES = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "
 def _speeds() -> tuple[str, ...]:
     """Return what seconds depend on beside a machine's description, whose cache folder others may
     share: processor, cores, what is said to libraries, and all of this package."""
-    package = Path(blockwalk.__file__).parent
+    package = Path(__file__).parents[1]
     sources = sorted(path for end in ("py", "c") for path in package.rglob(f"*.{end}"))
     said = sorted(item for item in os.environ.items() if item[0].startswith(_OF_LIBRARIES))
     return processor(), str(usable_cores()), str(said), cache.source_key(*map(str, sources))
