@@ -1,9 +1,10 @@
 """A real model on real data: private memory over many steps of varying lengths, summed over the
 process tree.
 
-    python benchmarks/real_model.py --model SmolLM2-135M-Instruct --data gsm8k_train.jsonl [--rows
-    mebp mezo] [--runs 5] [--check] python benchmarks/real_model.py --dimensions Qwen2.5-0.5B --batch 1 --steps
-    60 --peak 450 [--check]
+    python benchmarks/real_model.py --model SmolLM2-135M-Instruct --data gsm8k_train.jsonl
+    [--rows mebp mezo] [--runs 5] [--join FILE ...] [--json FILE] [--check]
+    python benchmarks/real_model.py --dimensions Qwen2.5-0.5B --batch 1 --steps 60 --peak 450
+    [--check]
 
 Each row is ``blockwalk train`` in a process of its own, tokenizer and data included. Counted is
 RssAnon + RssShmem + Swap + PTE of all processes of the tree at each instant; the peak after step 20
