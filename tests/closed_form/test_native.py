@@ -156,7 +156,7 @@ def test_kernels_of_wheels_answer_as_those_compiled_here(tmp_path: Path) -> None
     """Every level of this processor's kind that it has; ARM's under an emulator, where both are
     installed."""
     compiler = native._compiler()
-    known = set(native._processor().split())
+    known = set(native.processor().split())
     if compiler is None:
         pytest.skip("no C compiler")
     expected = checksums(tmp_path, "native", *compiler)
@@ -173,7 +173,7 @@ def test_a_wheel_brings_kernels_where_there_is_no_compiler(
 ) -> None:
     """Oracle: what the library of this processor's best level answers; another level's lies beside
     it."""
-    known = set(native._processor().split())
+    known = set(native.processor().split())
     compiler = native._compiler()
     there = [level for level, has in native.LEVELS.items() if known.issuperset(has.split())]
     if compiler is None or not there:
