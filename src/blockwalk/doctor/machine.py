@@ -30,7 +30,7 @@ from blockwalk.numerics.row_tiles import multiplied_in
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import ByDevice
 from blockwalk.simulate.hardware import BLOCK_OPS, MEASURED, Hardware, Link, kind_of
-from blockwalk.system.load import OtherLoad, of_other_ranks
+from blockwalk.system.load import busy_now, of_other_ranks
 from blockwalk.system.paths import StrPath
 from blockwalk.system.process_memory import host_memory
 
@@ -68,9 +68,10 @@ def measure(
         "op_seconds": lambda: _launch(device),
         **{name_of(dtype): partial(_flops, device, dtype) for dtype in _DTYPES},
     }
-    with OtherLoad(beside=of_other_ranks(torch.get_num_threads())) as load:
-        rates: dict[str, Any] = medians(probes)
-        busy = load.busy()
+    ranks_threads = of_other_ranks(torch.get_num_threads())
+    busy = busy_now(ranks_threads)
+    rates: dict[str, Any] = medians(probes)
+    busy = busy or busy_now(ranks_threads)
     flops = {name_of(dtype): rates.pop(name_of(dtype)) for dtype in _DTYPES}
     bandwidth = rates["memory_bandwidth"]
     if kind == "cuda":
@@ -108,8 +109,8 @@ def measure(
     if busy:
         warnings.insert(
             0,
-            f"{busy} beside this: what is foreseen from these figures is of a busy machine; run"
-            " doctor again when nothing else runs",
+            f"{busy} before or after this: what is foreseen from these figures is of a busy"
+            " machine; run doctor again when nothing else runs",
         )
     seconds = time.perf_counter() - began
     return Findings(hardware, tuple(warnings), cached, pageable, links.collectives, seconds)

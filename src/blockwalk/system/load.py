@@ -30,7 +30,8 @@ def computing(own: Iterable[int]) -> float:
         running = int(_LOAD.read_text(encoding="ascii").split()[3].partition("/")[0])
     except OSError:
         return os.getloadavg()[0]
-    return max(running - sum(map(_computing, own)), 0)
+    # below 0 where one of them began to run in between: looks are averaged
+    return running - sum(map(_computing, own))
 
 
 def _computing(process: int) -> int:
@@ -38,21 +39,19 @@ def _computing(process: int) -> int:
     threads = 0
     for stat in Path(f"/proc/{process}/task").glob("*/stat"):
         try:
-            # the state follows the name, which may hold anything
-            threads += (
-                stat.read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][0] == "R"
-            )
-        except (OSError, ValueError):  # it has ended
+            words = stat.read_bytes()
+        except OSError:  # it has ended
             continue
+        # the state follows the name, which may hold anything
+        threads += words.rpartition(b") ")[2].startswith(b"R")
     return threads
 
 
 class OtherLoad:
     """The threads of other processes that compute while this is open, sampled by a thread.
 
-    >>> with OtherLoad() as load:
-    ...     time.sleep(0.1)
-    ...     busy = load.busy()
+    Own threads must be idle meanwhile, or another process's (:meth:`belongs`): those that wait for
+    Python's lock are seen to run and not to run.
 
     Args:
         beside: threads of others that are meant to compute at the same time, as a run's other ranks
@@ -94,6 +93,13 @@ class OtherLoad:
     def _sample(self) -> None:
         while not self._stop.wait(EVERY):
             self._looks.append((time.monotonic(), computing(self._own)))
+
+
+def busy_now(beside: int = 0) -> str:
+    """Return what speaks against a timing now, in words, as :meth:`OtherLoad.busy` does."""
+    with OtherLoad(beside) as load:
+        time.sleep(LEAST)
+        return load.busy()
 
 
 def of_other_ranks(threads: int) -> int:
