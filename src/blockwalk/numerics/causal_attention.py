@@ -149,7 +149,7 @@ def _scratch(query_BHSD: Tensor, spans: Sequence[Span], *, is_backward: bool) ->
     width = query_BHSD.shape[-1]
     pitch = width + -width % _STEP
     if is_backward:
-        floats = 3 * tokens * pitch + tokens + 5 * _TILE * pitch + 2 * _TILE**2
+        floats = 3 * tokens * pitch + tokens + 5 * _TILE * pitch + 3 * _TILE**2
     else:
         floats = 2 * (tokens + _TILE) * pitch + 2 * _TILE * pitch + _TILE**2 + 2 * _TILE
     threads = _threads(len(_pieces(spans, is_backward=is_backward)), query_BHSD.shape[1])

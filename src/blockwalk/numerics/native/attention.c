@@ -20,12 +20,15 @@
 
 #if defined(__AVX512F__)
 #define LANES 16
+#define LANE_NUMBERS ((ivec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})
 #define ROWS 8                               /* of a block of the product that is kept in registers */
 #elif defined(__AVX2__)
 #define LANES 8
+#define LANE_NUMBERS ((ivec){0, 1, 2, 3, 4, 5, 6, 7})
 #define ROWS 4
 #else
 #define LANES 4
+#define LANE_NUMBERS ((ivec){0, 1, 2, 3})
 #define ROWS 4
 #endif
 
@@ -90,6 +93,19 @@ INLINE vec most(vec a, vec b) {
     return (vec)(((ivec)a & first) | ((ivec)b & ~first));
 }
 
+/* Lane i + n of x in lane i, around the end. */
+INLINE vec turned_by(vec x, int n) { return __builtin_shuffle(x, (LANE_NUMBERS + n) & (LANES - 1)); }
+
+INLINE float sum_of(vec x) {
+    for (int apart = LANES / 2; apart; apart /= 2) x += turned_by(x, apart);
+    return x[0];
+}
+
+/* The first `count` lanes, and noughts. */
+INLINE vec up_to(vec x, int64_t count) {
+    return (vec)((ivec)x & (LANE_NUMBERS < (int32_t)count - (ivec){0}));
+}
+
 /* 2^x for x <= 0, nought below the normal numbers: the nearest integer goes to the exponent, the rest to a polynomial
  * (Taylor's, 1.2e-7 at one half). What is not a number stays so. */
 INLINE vec exp2_(vec x) {
@@ -106,53 +122,57 @@ INLINE vec exp2_(vec x) {
     return (vec)(((ivec)y + ((ivec)shifted << 23)) & ~nought);
 }
 
-/* --- products of tiles ---------------------------------------------------------------------------------------------- */
+/* --- operands ------------------------------------------------------------------------------------------------------- */
 
-/* c[rows, columns] = (or +=) a[rows, inner] * b[inner, columns], a block of ROWS rows and `wide` vectors in registers. */
-INLINE void block(int wide, const float *a, int64_t a_row, int64_t a_inner, const float *b, int64_t b_row, float *c,
-                  int64_t c_row, int64_t inner, int adds) {
-    vec sums[ROWS][2];
-    for (int r = 0; r < ROWS; r++)
-        for (int w = 0; w < wide; w++) sums[r][w] = adds ? at(c + r * c_row + w * LANES) : all(0.0f);
-    for (int64_t k = 0; k < inner; k++) {
-        vec row[2];
-        for (int w = 0; w < wide; w++) row[w] = at(b + k * b_row + w * LANES);
-        for (int r = 0; r < ROWS; r++) {
-            const vec factor = all(a[r * a_row + k * a_inner]);
-            for (int w = 0; w < wide; w++) sums[r][w] = fma_(factor, row[w], sums[r][w]);
-        }
-    }
-    for (int r = 0; r < ROWS; r++)
-        for (int w = 0; w < wide; w++) put(c + r * c_row + w * LANES, sums[r][w]);
+/* An operand lies in units of four bytes: PAIR numbers that are neighbours in the sum of a product. A processor that adds up
+ * pairs of bfloat16 numbers (vdpbf16ps) takes them as they come, and what is computed here rounded to them; elsewhere a unit
+ * is a float. UNITS(n) is how many n numbers take; n is a multiple of STEP. */
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define PAIR 2
+#else
+#define PAIR 1
+#endif
+#define UNITS(n) ((n) / PAIR)
+
+/* One unit in every lane. */
+INLINE vec spread(const float *unit) {
+    int32_t bits;
+    memcpy(&bits, unit, 4);
+    return (vec)(bits - (ivec){0});
 }
 
-INLINE void blocks(const float *a, int64_t a_row, int64_t a_inner, const float *b, int64_t b_row, float *c, int64_t c_row,
-                   int64_t rows, int64_t columns, int64_t inner, int adds) {
-    for (int64_t column = 0; column < columns;) {
-        const int wide = columns - column >= 2 * LANES ? 2 : 1;
-        for (int64_t row = 0; row < rows; row += ROWS) {
-            const float *from = a + row * a_row;
-            float *to = c + row * c_row + column;
-            if (wide == 2) block(2, from, a_row, a_inner, b + column, b_row, to, c_row, inner, adds);
-            else block(1, from, a_row, a_inner, b + column, b_row, to, c_row, inner, adds);
-        }
-        column += wide * LANES;
-    }
+/* c and the products of two vectors of units. */
+INLINE vec dot(vec a, vec b, vec c) {
+#if PAIR == 2
+    return (vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#else
+    return fma_(a, b, c);
+#endif
 }
 
-/* a's rows lie one after the other; or, transposed, its columns. */
-static void product(const float *a, int64_t a_row, const float *b, int64_t b_row, float *c, int64_t c_row, int64_t rows,
-                    int64_t columns, int64_t inner, int adds) {
-    if (adds) blocks(a, a_row, 1, b, b_row, c, c_row, rows, columns, inner, 1);
-    else blocks(a, a_row, 1, b, b_row, c, c_row, rows, columns, inner, 0);
+/* LANES numbers of one row, as UNITS(LANES) units. */
+INLINE void put_row(float *units, vec numbers) {
+#if PAIR == 2
+    const __m256i halves = (__m256i)_mm512_cvtneps_pbh((__m512)numbers);
+    memcpy(units, &halves, sizeof halves);
+#else
+    put(units, numbers);
+#endif
 }
 
-static void add_transposed(const float *a, int64_t a_inner, const float *b, int64_t b_row, float *c, int64_t c_row,
-                           int64_t rows, int64_t columns, int64_t inner) {
-    blocks(a, 1, a_inner, b, b_row, c, c_row, rows, columns, inner, 1);
+/* Numbers of two rows that are neighbours in the sum, as LANES units; where a unit has one number the second row lies `next`
+ * units on. */
+INLINE void put_rows(float *units, int64_t next, vec upper, vec lower) {
+#if PAIR == 2
+    const __m512i upper_bits = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)upper));
+    const __m512i lower_bits = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)lower));
+    put(units, (vec)_mm512_or_si512(upper_bits, _mm512_slli_epi32(lower_bits, 16)));
+    (void)next;
+#else
+    put(units, upper);
+    put(units + next, lower);
+#endif
 }
-
-/* --- tokens to float32 and back ------------------------------------------------------------------------------------- */
 
 INLINE uint16_t *token(const job_t *job, int tensor, int64_t row, int64_t head, int64_t number) {
     const int64_t *strides = job->strides + 3 * tensor;
@@ -160,20 +180,52 @@ INLINE uint16_t *token(const job_t *job, int tensor, int64_t row, int64_t head, 
     return job->tensors[tensor] + row * strides[0] + own * strides[1] + number * strides[2];
 }
 
-/* Tokens [first, end) to rows of FILLED(width) floats, times `factor`, and zeros up to FILLED(end - first). */
-static void widen(const job_t *job, int tensor, int64_t row, int64_t head, int64_t first, int64_t end, float factor,
-                  float *out) {
+/* Tokens [first, end) to rows of FILLED(width) numbers, and zeros up to FILLED(end - first). */
+static void take(const job_t *job, int tensor, int64_t row, int64_t head, int64_t first, int64_t end, float *units) {
     const int64_t width = job->width, pitch = FILLED(width), count = end - first;
-    for (int64_t i = 0; i < count; i++, out += pitch) {
+    memset(units, 0, (size_t)(FILLED(count) * UNITS(pitch)) * sizeof *units);
+    for (int64_t i = 0; i < count; i++, units += UNITS(pitch)) {
         const uint16_t *from = token(job, tensor, row, head, first + i);
-        for (int64_t d = 0; d < width; d++) out[d] = bits_to_float((uint32_t)from[d] << 16) * factor;
-        for (int64_t d = width; d < pitch; d++) out[d] = 0.0f;
+#if PAIR == 2
+        memcpy(units, from, (size_t)width * sizeof *from);
+#else
+        for (int64_t d = 0; d < width; d++) units[d] = bits_to_float((uint32_t)from[d] << 16);
+#endif
     }
-    memset(out, 0, (size_t)((FILLED(count) - count) * pitch) * sizeof *out);
 }
 
-static void narrow(const job_t *job, int tensor, int64_t row, int64_t head, int64_t first, int64_t end, float factor,
-                   const float *values) {
+/* Rows [count, pitch] to [pitch / PAIR, TILE]: for sums over features. */
+static void turn(const float *units, float *out, int64_t count, int64_t pitch) {
+    const int64_t width = UNITS(pitch), step = UNITS(STEP);
+    for (int64_t d = 0; d < width; d += step)
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t e = d; e < d + step; e++) out[e * TILE + i] = units[i * width + e];
+}
+
+/* Rows [count, pitch] to [count / PAIR, pitch] units: for sums over tokens. Where a unit is a number they are that as they
+ * lie, and stay there. Answers where they are. */
+static const float *pair_rows(const float *units, float *out, int64_t count, int64_t pitch) {
+#if PAIR == 2
+    const uint16_t *from = (const uint16_t *)units;
+    for (int64_t i = 0; i < count; i += 2, from += 2 * pitch)
+        for (int64_t d = 0; d < pitch; d += LANES, out += LANES) {
+            __m256i upper, lower;
+            memcpy(&upper, from + d, sizeof upper);
+            memcpy(&lower, from + pitch + d, sizeof lower);
+            put(out, (vec)_mm512_or_si512(_mm512_cvtepu16_epi32(upper),
+                                          _mm512_slli_epi32(_mm512_cvtepu16_epi32(lower), 16)));
+        }
+    return out - UNITS(count) * pitch;
+#else
+    (void)out;
+    (void)count;
+    (void)pitch;
+    return units;
+#endif
+}
+
+static void give(const job_t *job, int tensor, int64_t row, int64_t head, int64_t first, int64_t end, float factor,
+                 const float *values) {
     const int64_t width = job->width, pitch = FILLED(width);
     for (int64_t i = 0; i < end - first; i++, values += pitch) {
         uint16_t *to = token(job, tensor, row, head, first + i);
@@ -181,11 +233,68 @@ static void narrow(const job_t *job, int tensor, int64_t row, int64_t head, int6
     }
 }
 
-/* [count, pitch] to [pitch, TILE]. */
-static void transpose(const float *in, float *out, int64_t count, int64_t pitch) {
-    for (int64_t d = 0; d < pitch; d += STEP)
-        for (int64_t i = 0; i < count; i++)
-            for (int64_t e = d; e < d + STEP; e++) out[e * TILE + i] = in[i * pitch + e];
+/* --- products of tiles ---------------------------------------------------------------------------------------------- */
+
+/* c[rows, columns] (+)= a[rows, inner] * b[inner, columns] over the units [from, inner), a block of ROWS rows and `wide`
+ * vectors in registers; what is not added to is multiplied by `factor`. */
+INLINE void block(int wide, const float *a, int64_t a_row, int64_t a_inner, const float *b, int64_t b_row, float *c,
+                  int64_t c_row, int64_t from, int64_t inner, int adds, float factor) {
+    vec sums[ROWS][2];
+    for (int r = 0; r < ROWS; r++)
+        for (int w = 0; w < wide; w++) sums[r][w] = adds ? at(c + r * c_row + w * LANES) : all(0.0f);
+    for (int64_t k = from; k < inner; k++) {
+        vec row[2];
+        for (int w = 0; w < wide; w++) row[w] = at(b + k * b_row + w * LANES);
+        for (int r = 0; r < ROWS; r++) {
+            const vec unit = spread(a + r * a_row + k * a_inner);
+            for (int w = 0; w < wide; w++) sums[r][w] = dot(unit, row[w], sums[r][w]);
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int w = 0; w < wide; w++) {
+            if (!adds) sums[r][w] *= all(factor);
+            put(c + r * c_row + w * LANES, sums[r][w]);
+        }
+}
+
+/* What the diagonal of a tile lets be left out: nothing; columns of the answer behind a block's last row; summands behind it;
+ * summands before its first row. */
+enum { WHOLE = 0, COLUMNS_UP_TO_ROW = 1, SUMMANDS_UP_TO_ROW = 2, SUMMANDS_FROM_ROW = 3 };
+
+INLINE void blocks(int part, const float *a, int64_t a_row, int64_t a_inner, const float *b, int64_t b_row, float *c,
+                   int64_t c_row, int64_t rows, int64_t columns, int64_t inner, int adds, float factor) {
+    for (int64_t column = 0; column < columns;) {
+        const int wide = columns - column >= 2 * LANES ? 2 : 1;
+        for (int64_t row = part == COLUMNS_UP_TO_ROW ? column / ROWS * ROWS : 0; row < rows; row += ROWS) {
+            const int64_t first = part == SUMMANDS_FROM_ROW ? row / PAIR : 0;
+            const int64_t end = part == SUMMANDS_UP_TO_ROW ? UNITS(row + ROWS) : UNITS(inner);
+            const float *from = a + row * a_row;
+            float *to = c + row * c_row + column;
+            if (wide == 2) block(2, from, a_row, a_inner, b + column, b_row, to, c_row, first, end, adds, factor);
+            else block(1, from, a_row, a_inner, b + column, b_row, to, c_row, first, end, adds, factor);
+        }
+        column += wide * LANES;
+    }
+}
+
+/* Scores [queries, keys] of rows [queries, pitch] and keys [pitch / PAIR, TILE], times a factor. */
+static void scores_of(const float *a, const float *keys, float *out, int64_t rows, int64_t columns, int64_t pitch,
+                      int diagonal, float factor) {
+    blocks(diagonal ? COLUMNS_UP_TO_ROW : WHOLE, a, UNITS(pitch), 1, keys, TILE, out, TILE, rows, columns, pitch, 0, factor);
+}
+
+/* out [queries, pitch] += weights [queries, keys] * values [keys / PAIR, pitch]. */
+static void add_of_keys(const float *weights, const float *values, float *out, int64_t rows, int64_t keys, int64_t pitch,
+                        int diagonal) {
+    if (diagonal) blocks(SUMMANDS_UP_TO_ROW, weights, TILE, 1, values, pitch, out, pitch, rows, pitch, keys, 1, 1.0f);
+    else blocks(WHOLE, weights, TILE, 1, values, pitch, out, pitch, rows, pitch, keys, 1, 1.0f);
+}
+
+/* out [keys, pitch] += weights [queries / PAIR, keys] turned * values [queries / PAIR, pitch]. */
+static void add_of_queries(const float *weights, const float *values, float *out, int64_t keys, int64_t rows, int64_t pitch,
+                           int diagonal) {
+    if (diagonal) blocks(SUMMANDS_FROM_ROW, weights, 1, TILE, values, pitch, out, pitch, keys, pitch, rows, 1, 1.0f);
+    else blocks(WHOLE, weights, 1, TILE, values, pitch, out, pitch, keys, pitch, rows, 1, 1.0f);
 }
 
 /* --- forward -------------------------------------------------------------------------------------------------------- */
@@ -193,32 +302,38 @@ static void transpose(const float *in, float *out, int64_t count, int64_t pitch)
 INLINE float highest(const float *x, int64_t n) {
     vec best = at(x);
     for (int64_t i = LANES; i < n; i += LANES) best = most(best, at(x + i));
-    float answer = best[0];
-    for (int i = 1; i < LANES; i++) answer = best[i] > answer ? best[i] : answer;
-    return answer;
+    for (int apart = LANES / 2; apart; apart /= 2) best = most(best, turned_by(best, apart));
+    return best[0];
 }
 
-/* Floats that a task needs for a document whose last query has so many tokens before it, itself among them. */
-int64_t blockwalk_attention_floats(int64_t tokens, int64_t width, int backward) {
-    const int64_t pitch = FILLED(width), filled = FILLED(tokens);
-    if (backward) return 3 * filled * pitch + filled + 5 * TILE * pitch + 2 * TILE * TILE;
-    return 2 * (filled + TILE) * pitch + 2 * TILE * pitch + TILE * TILE + 2 * TILE;
+/* A line of scores to a line of 2^(score - level), as units, at the same place; answers their sum. */
+INLINE float weigh(float *line, int64_t columns, float level) {
+    vec total = all(0.0f);
+    for (int64_t c = 0; c < columns; c += LANES) {
+        const vec weight = exp2_(at(line + c) - all(level));
+        put_row(line + UNITS(c), weight);
+        total += weight;
+    }
+    return sum_of(total);
 }
 
 static void forward(const job_t *job, const int64_t *piece, int64_t head, float *scratch) {
     const int64_t row = piece[0], begin = piece[1], end = piece[3], pitch = FILLED(job->width);
     const int64_t keys = FILLED(end - begin);
-    float *turned = scratch, *values = turned + (keys + TILE) * pitch, *queries = values + (keys + TILE) * pitch;
-    float *out = queries + TILE * pitch, *scores = out + TILE * pitch, *peak = scores + TILE * TILE, *sum = peak + TILE;
-    for (int64_t j = begin; j < end; j += TILE) {                            /* a tile of keys lies as [pitch, TILE] */
+    float *turned = scratch, *paired = turned + UNITS((keys + TILE) * pitch);
+    float *queries = paired + UNITS((keys + TILE) * pitch), *out = queries + UNITS(TILE * pitch);
+    float *scores = out + TILE * pitch, *peak = scores + TILE * TILE, *sum = peak + TILE;
+    for (int64_t j = begin; j < end; j += TILE) {
         const int64_t stop = j + TILE < end ? j + TILE : end;
-        widen(job, KEY, row, head, j, stop, 1.0f, queries);
-        transpose(queries, turned + (j - begin) * pitch, FILLED(stop - j), pitch);
+        take(job, KEY, row, head, j, stop, queries);
+        turn(queries, turned + UNITS((j - begin) * pitch), FILLED(stop - j), pitch);
+        float *place = paired + UNITS((j - begin) * pitch);
+        take(job, VALUE, row, head, j, stop, PAIR == 1 ? place : queries);
+        pair_rows(queries, place, FILLED(stop - j), pitch);
     }
-    widen(job, VALUE, row, head, begin, end, 1.0f, values);
     for (int64_t i = piece[2]; i < end; i += TILE) {
         const int64_t until = i + TILE < end ? i + TILE : end, rows = FILLED(until - i);
-        widen(job, QUERY, row, head, i, until, job->scale * LOG2_E, queries);
+        take(job, QUERY, row, head, i, until, queries);
         memset(out, 0, (size_t)(rows * pitch) * sizeof *out);
         for (int64_t r = 0; r < rows; r++) {
             peak[r] = -1e30f;
@@ -226,21 +341,16 @@ static void forward(const job_t *job, const int64_t *piece, int64_t head, float 
         }
         for (int64_t j = begin; j < until; j += TILE) {
             const int64_t stop = j + TILE < until ? j + TILE : until, columns = FILLED(stop - j);
-            product(queries, pitch, turned + (j - begin) * pitch, TILE, scores, TILE, rows, columns, pitch, 0);
+            const int diagonal = j == i;
+            scores_of(queries, turned + UNITS((j - begin) * pitch), scores, rows, columns, pitch, diagonal,
+                      job->scale * LOG2_E);
             for (int64_t r = 0; r < rows; r++) {
                 float *line = scores + r * TILE;
-                for (int64_t c = i + r < j ? 0 : i + r - j + 1; c < columns; c++) line[c] = -1e30f;
-                const float best = highest(line, columns);
+                const int64_t reach = diagonal ? FILLED(r + 1) : columns;
+                for (int64_t c = i + r < j ? 0 : i + r - j + 1; c < reach; c++) line[c] = -1e30f;
+                const float best = highest(line, reach);
                 const float now = best > peak[r] ? best : peak[r];
-                const vec level = all(now);
-                vec total = all(0.0f);
-                for (int64_t c = 0; c < columns; c += LANES) {
-                    const vec weight = exp2_(at(line + c) - level);
-                    put(line + c, weight);
-                    total += weight;
-                }
-                float added = 0.0f;
-                for (int l = 0; l < LANES; l++) added += total[l];
+                const float added = weigh(line, reach, now);
                 if (now != peak[r]) {
                     const vec less = exp2_(all(peak[r] - now));
                     sum[r] *= less[0];
@@ -249,70 +359,93 @@ static void forward(const job_t *job, const int64_t *piece, int64_t head, float 
                 }
                 sum[r] += added;
             }
-            product(scores, TILE, values + (j - begin) * pitch, pitch, out, pitch, rows, pitch, columns, 1);
+            add_of_keys(scores, paired + UNITS((j - begin) * pitch), out, rows, columns, pitch, diagonal);
         }
         float *log_sums = job->log_sums + (row * job->heads + head) * job->tokens + i;
         for (int64_t r = 0; r < until - i; r++) {
             log_sums[r] = peak[r] + __builtin_log2f(sum[r]);
-            narrow(job, OUT, row, head, i + r, i + r + 1, 1.0f / sum[r], out + r * pitch);
+            give(job, OUT, row, head, i + r, i + r + 1, 1.0f / sum[r], out + r * pitch);
         }
     }
 }
 
 /* --- backward ------------------------------------------------------------------------------------------------------- */
 
+/* The sum of a query's answer times the answer's gradient. */
+static float delta_of(const uint16_t *out, const uint16_t *grad, int64_t width) {
+    float sums[LANES] = {0}, rest = 0.0f;
+    int64_t d = 0;
+    for (; d + LANES <= width; d += LANES)
+        for (int l = 0; l < LANES; l++)
+            sums[l] += bits_to_float((uint32_t)out[d + l] << 16) * bits_to_float((uint32_t)grad[d + l] << 16);
+    for (; d < width; d++) rest += bits_to_float((uint32_t)out[d] << 16) * bits_to_float((uint32_t)grad[d] << 16);
+    return rest + sum_of(at(sums));
+}
+
 static void backward(const job_t *job, const int64_t *piece, int64_t head, float *scratch) {
     const int64_t row = piece[0], begin = piece[1], end = piece[3], pitch = FILLED(job->width);
-    const int64_t width = job->width, filled = FILLED(end - begin);
-    float *queries = scratch, *grads = queries + filled * pitch, *of_queries = grads + filled * pitch;
-    float *deltas = of_queries + filled * pitch, *keys = deltas + filled, *keys_turned = keys + TILE * pitch;
-    float *values_turned = keys_turned + TILE * pitch, *of_keys = values_turned + TILE * pitch;
+    const int64_t filled = FILLED(end - begin), all_rows = UNITS(filled * pitch), tile_rows = UNITS(TILE * pitch);
+    float *queries = scratch, *grads = queries + all_rows, *of_queries = grads + all_rows;
+    float *deltas = of_queries + filled * pitch, *keys = deltas + filled, *keys_turned = keys + tile_rows;
+    float *values_turned = keys_turned + tile_rows, *of_keys = values_turned + tile_rows;
     float *of_values = of_keys + TILE * pitch, *weights = of_values + TILE * pitch, *of_scores = weights + TILE * TILE;
+    float *by_keys = PAIR == 1 ? of_scores : of_scores + TILE * TILE;       /* the gradients of scores for sums over keys */
+    float *pairs = by_keys + TILE * TILE;
     const float *log_sums = job->log_sums + (row * job->heads + head) * job->tokens + begin;
-    widen(job, QUERY, row, head, begin, end, job->scale * LOG2_E, queries);
-    widen(job, GRAD, row, head, begin, end, 1.0f, grads);
+    take(job, QUERY, row, head, begin, end, queries);
+    take(job, GRAD, row, head, begin, end, grads);
+    const float *paired_queries = pair_rows(queries, pairs, filled, pitch);
+    const float *paired_grads = pair_rows(grads, pairs + all_rows, filled, pitch);
+    float *place_of_keys = pairs + 2 * all_rows;
     memset(of_queries, 0, (size_t)(filled * pitch) * sizeof *of_queries);
     for (int64_t i = 0; i < filled; i++) {
-        deltas[i] = 0.0f;
-        if (i >= end - begin) continue;
-        const uint16_t *out = token(job, OUT, row, head, begin + i);
-        float sums[LANES] = {0};
-        int64_t d = 0;
-        for (; d + LANES <= width; d += LANES)
-            for (int l = 0; l < LANES; l++)
-                sums[l] += bits_to_float((uint32_t)out[d + l] << 16) * grads[i * pitch + d + l];
-        for (; d < width; d++) deltas[i] += bits_to_float((uint32_t)out[d] << 16) * grads[i * pitch + d];
-        for (int l = 0; l < LANES; l++) deltas[i] += sums[l];
+        const int64_t number = begin + i;
+        deltas[i] = number < end ? delta_of(token(job, OUT, row, head, number), token(job, GRAD, row, head, number),
+                                            job->width) : 0.0f;
     }
     for (int64_t j = begin; j < end; j += TILE) {
         const int64_t stop = j + TILE < end ? j + TILE : end, columns = FILLED(stop - j);
-        widen(job, VALUE, row, head, j, stop, 1.0f, keys);
-        transpose(keys, values_turned, columns, pitch);
-        widen(job, KEY, row, head, j, stop, 1.0f, keys);
-        transpose(keys, keys_turned, columns, pitch);
+        take(job, VALUE, row, head, j, stop, keys);
+        turn(keys, values_turned, columns, pitch);
+        take(job, KEY, row, head, j, stop, keys);
+        turn(keys, keys_turned, columns, pitch);
+        const float *paired_keys = pair_rows(keys, place_of_keys, columns, pitch);
         memset(of_keys, 0, (size_t)(2 * TILE * pitch) * sizeof *of_keys);                /* of_values lie behind them */
         for (int64_t i = j; i < end; i += TILE) {
             const int64_t at_i = i - begin, rows = FILLED((i + TILE < end ? i + TILE : end) - i);
-            const float *query = queries + at_i * pitch, *grad = grads + at_i * pitch;
-            product(query, pitch, keys_turned, TILE, weights, TILE, rows, columns, pitch, 0);
-            product(grad, pitch, values_turned, TILE, of_scores, TILE, rows, columns, pitch, 0);
-            for (int64_t r = 0; r < rows; r++) {
+            const int diagonal = i == j;
+            scores_of(queries + UNITS(at_i * pitch), keys_turned, weights, rows, columns, pitch, diagonal,
+                      job->scale * LOG2_E);
+            scores_of(grads + UNITS(at_i * pitch), values_turned, of_scores, rows, columns, pitch, diagonal, 1.0f);
+            for (int64_t r = 0; r < rows; r += 2) {
+                const int64_t reach = diagonal ? FILLED(r + 2) : columns;
                 float *line = weights + r * TILE, *of_line = of_scores + r * TILE;
-                const vec level = all(i + r < end ? log_sums[at_i + r] : 0.0f), delta = all(deltas[at_i + r]);
-                for (int64_t c = 0; c < columns; c += LANES) put(line + c, exp2_(at(line + c) - level));
-                if (i == j)
-                    for (int64_t c = r + 1; c < columns; c++) line[c] = 0.0f;
-                for (int64_t c = 0; c < columns; c += LANES)
-                    put(of_line + c, at(line + c) * (at(of_line + c) - delta));
+                for (int64_t c = 0; c < reach; c += LANES) {
+                    vec weight[2], of_score[2];
+                    for (int64_t n = 0; n < 2; n++) {
+                        const int64_t query = at_i + r + n;
+                        const float level = i + r + n < end ? log_sums[query] : 0.0f;
+                        weight[n] = exp2_(at(line + n * TILE + c) - all(level));
+                        of_score[n] = weight[n] * (at(of_line + n * TILE + c) - all(deltas[query]));
+                        if (diagonal) {
+                            weight[n] = up_to(weight[n], r + n + 1 - c);
+                            of_score[n] = up_to(of_score[n], r + n + 1 - c);
+                        }
+                        put_row(by_keys + (r + n) * TILE + UNITS(c), of_score[n]);
+                    }
+                    put_rows(weights + UNITS(r) * TILE + c, TILE, weight[0], weight[1]);
+                    put_rows(of_scores + UNITS(r) * TILE + c, TILE, of_score[0], of_score[1]);
+                }
             }
-            add_transposed(weights, TILE, grad, pitch, of_values, pitch, columns, pitch, rows);
-            add_transposed(of_scores, TILE, query, pitch, of_keys, pitch, columns, pitch, rows);
-            product(of_scores, TILE, keys, pitch, of_queries + at_i * pitch, pitch, rows, pitch, columns, 1);
+            const float *values_of_grads = paired_grads + UNITS(at_i * pitch);
+            add_of_queries(weights, values_of_grads, of_values, columns, rows, pitch, diagonal);
+            add_of_queries(of_scores, paired_queries + UNITS(at_i * pitch), of_keys, columns, rows, pitch, diagonal);
+            add_of_keys(by_keys, paired_keys, of_queries + at_i * pitch, rows, columns, pitch, diagonal);
         }
-        narrow(job, GRAD_KEY, row, head, j, stop, LN_2, of_keys);              /* queries carry scale * log2(e) */
-        narrow(job, GRAD_VALUE, row, head, j, stop, 1.0f, of_values);
+        give(job, GRAD_KEY, row, head, j, stop, job->scale, of_keys);
+        give(job, GRAD_VALUE, row, head, j, stop, 1.0f, of_values);
     }
-    narrow(job, GRAD_QUERY, row, head, begin, end, job->scale, of_queries);
+    give(job, GRAD_QUERY, row, head, begin, end, job->scale, of_queries);
 }
 
 /* What every thread runs: take the next task until none is left. */
