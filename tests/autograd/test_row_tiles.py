@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from blockwalk.numerics import row_tiles
+from blockwalk.numerics import native_products, row_tiles
 from blockwalk.numerics.row_tiles import NarrowProducts
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
@@ -30,7 +30,10 @@ ROWS = (1, 8, 9, 31, 63, 64, 65, 100, 511, 513, 700)
 
 @pytest.fixture(params=["as this processor has it", "in 16 bits", "in float32"])
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor with instructions for 16-bit products, and one without."""
+    """A processor whose products are a kernel's of our own or as it is here, one with instructions
+    for 16-bit products in a library, and one without."""
+    if request.param == "in 16 bits":
+        monkeypatch.setattr(native_products, "is_there", lambda: False)
     kinds: dict[str, Callable[[torch.dtype], torch.dtype]] = {
         "in 16 bits": lambda dtype: dtype,
         "in float32": lambda dtype: torch.promote_types(dtype, torch.float32),
@@ -64,6 +67,67 @@ def test_products_are_those_of_the_whole_matrix(rows: int, columns: int) -> None
     _close(biased_PO, exact_PO + bias_O.double())
     other_PO = torch.randn(rows, columns).bfloat16()
     _close(row_tiles.sum_of_outer(a_PI, other_PO), a_PI.double().t() @ other_PO.double())
+
+
+def _laid(matrix: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same numbers row by row, column by column, or as a part of a wider matrix."""
+    if layout == "columns":
+        return matrix.t().contiguous().t()
+    wider = torch.full((matrix.shape[0] + 1, matrix.shape[1] + 3), float("nan"), dtype=matrix.dtype)
+    part = wider[1:, 1:-2] if layout == "part" else wider[1:, :-3].clone()
+    return part.copy_(matrix)
+
+
+@pytest.mark.skipif(not native_products.is_there(), reason="no pairs of bfloat16 are added up here")
+@pytest.mark.parametrize("of_b", ["rows", "columns", "part"])
+@pytest.mark.parametrize("of_a", ["rows", "columns", "part"])
+@pytest.mark.parametrize("sides", [(9, 1, 1), (13, 2, 33), (64, 35, 16), (300, 577, 70)])
+def test_the_kernels_product(sides: tuple[int, int, int], of_a: str, of_b: str) -> None:
+    """Oracle: float64; around each matrix there is nothing that may be read into a sum."""
+    rows, inner, columns = sides
+    torch.manual_seed(rows)
+    a_PI = torch.randn(rows, inner).bfloat16()
+    b_IO = torch.randn(inner, columns).bfloat16()
+    bias_O = torch.randn(columns).bfloat16()
+    out_PO = _laid(torch.zeros(rows, columns).bfloat16(), "part")
+    laid = (_laid(a_PI, of_a), _laid(b_IO, of_b), out_PO)
+    assert native_products.fits(*laid)
+    exact_PO = a_PI.double() @ b_IO.double()
+    native_products.product(*laid, bias_O)
+    _close(out_PO, exact_PO + bias_O.double())
+    native_products.product(*laid, alpha=0.5, adds=True)
+    _close(out_PO, 1.5 * exact_PO + bias_O.double(), rounding=2**-7)
+    assert out_PO._base is not None
+    assert int(out_PO._base.isnan().sum()) == out_PO._base.numel() - out_PO.numel()
+
+
+@pytest.mark.skipif(not native_products.is_there(), reason="no pairs of bfloat16 are added up here")
+def test_a_row_has_its_bits_whatever_lies_beside_it() -> None:
+    """Oracle: the same rows and columns alone, by one thread."""
+    torch.manual_seed(0)
+    a_PI = torch.randn(600, 200).bfloat16()
+    b_IO = torch.randn(200, 130).bfloat16()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        whole_PO = row_tiles.product(a_PI, b_IO)
+        torch.set_num_threads(1)
+        for top, bottom, left, right in ((0, 9, 0, 130), (37, 411, 5, 50), (590, 600, 129, 130)):
+            part_PO = row_tiles.product(a_PI[top:bottom], b_IO[:, left:right])
+            assert torch.equal(part_PO, whole_PO[top:bottom, left:right])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_the_kernel_does_not_make_is_left_to_torch() -> None:
+    """Oracle: the cases, by their definition."""
+    a_PI = torch.randn(32, 16).bfloat16()
+    b_IO = torch.randn(16, 24).bfloat16()
+    out_PO = torch.empty(32, 24).bfloat16()
+    assert not native_products.fits(a_PI.half(), b_IO.half(), out_PO.half())
+    assert not native_products.fits(a_PI[:8], b_IO, out_PO[:8])
+    assert not native_products.fits(a_PI, b_IO, out_PO.t().contiguous().t())
+    assert not native_products.fits(a_PI.to("meta"), b_IO.to("meta"), out_PO.to("meta"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

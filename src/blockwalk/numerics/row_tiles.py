@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from blockwalk.numerics import causal_attention
+from blockwalk.numerics import causal_attention, native_products
 from blockwalk.numerics.wide_attention import by_heads, goes_by_heads
 from blockwalk.plan.sizes import (
     ROW_TILE,
@@ -104,6 +104,9 @@ def mm(a_PI: Tensor, b_IO: Tensor, out_PO: Tensor, bias_O: Tensor | None = None)
     if widened(a_PI):
         _in_float32(a_PI, b_IO, out_PO, bias_O)
         return
+    if native_products.fits(a_PI, b_IO, out_PO):
+        native_products.product(a_PI, b_IO, out_PO, bias_O)
+        return
     for a_pI, out_pO in _tiles(a_PI, out_PO):
         if bias_O is None:
             torch.mm(a_pI, b_IO, out=out_pO)
@@ -123,6 +126,9 @@ def add_product(out_PO: Tensor, a_PI: Tensor, b_IO: Tensor, alpha: float = 1.0) 
     if widened(a_PI):
         _in_float32(a_PI, b_IO, out_PO, out_PO, alpha)
         return
+    if native_products.fits(a_PI, b_IO, out_PO):
+        native_products.product(a_PI, b_IO, out_PO, alpha=alpha, adds=True)
+        return
     for a_pI, out_pO in _tiles(a_PI, out_PO, reads=True):
         out_pO.addmm_(a_pI, b_IO, alpha=alpha)
 
@@ -130,8 +136,10 @@ def add_product(out_PO: Tensor, a_PI: Tensor, b_IO: Tensor, alpha: float = 1.0) 
 def sum_of_outer(a_PI: Tensor, b_PO: Tensor) -> Tensor:
     """aᵀ·b, [I, O]: a sum over the rows, by tiles where one side is thin, over rows filled up with
     zeros elsewhere."""
-    if not keeps_shapes(a_PI):
-        return product(a_PI.t(), b_PO)
+    out_IO = a_PI.new_empty(a_PI.shape[1], b_PO.shape[1])
+    if not keeps_shapes(a_PI) or native_products.fits(a_PI.t(), b_PO, out_IO):
+        mm(a_PI.t(), b_PO, out_IO)
+        return out_IO
     if min(a_PI.shape[1], b_PO.shape[1]) > _THIN_SIDE:
         missing = filled(len(a_PI), a_PI.dtype) - len(a_PI)
         if missing:

@@ -79,6 +79,13 @@ ARGUMENTS = {
         *(_POINTER, _POINTER, _LONG),  # log-sums, memory for tiles, floats of it for a thread
         *(ctypes.c_float, _INT, _POINTER, _INT),  # scale, backward, the team, its threads
     ),
+    "blockwalk_product": (
+        *(_POINTER, _LONG, _INT),  # a, the distance of its rows, whether it lies turned
+        *(_POINTER, _LONG, _INT),  # b
+        *(_POINTER, _POINTER, _LONG),  # bias, out
+        *(_LONG, _LONG, _LONG, _LONG),  # rows, summands, columns, rows of a task
+        *(_POINTER, ctypes.c_float, _INT, _POINTER, _INT),  # memory, factor, adds, team, threads
+    ),
     "blockwalk_draws": (_POINTER, _INT, _LONG, _LONG, _WORD, _WORD, _POINTER, _INT),
 }
 """The arguments of each function of the kernels; none answers anything."""

@@ -1,0 +1,210 @@
+/* Products of bfloat16 matrices on a processor that adds up pairs of such numbers (vdpbf16ps), for
+ * numerics/native_products.py; elsewhere this file is empty.
+ *
+ * The answer's columns are taken WIDE at a time. Their part of b, a panel, is packed into the thread's memory as the
+ * instruction reads it: a unit is two numbers that are neighbours in the sum. Rows of a go over it, ROWS at a time in
+ * registers. A sum is float32, in one order over its whole length, whatever lies beside it; the answer is rounded once.
+ *
+ * Nothing is allocated and nothing is kept.
+ */
+
+#ifdef __AVX512BF16__
+
+#include <immintrin.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define WIDE 32
+#define ROWS 14
+#define INLINE static inline __attribute__((always_inline))
+
+typedef void (*parallel_fn)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
+
+typedef struct {
+    const uint16_t *numbers;
+    int64_t pitch;                           /* numbers from one row to the next */
+    int turned;                              /* rows are what the product calls columns */
+} matrix_t;
+
+typedef struct {
+    matrix_t a, b;
+    const uint16_t *bias;
+    uint16_t *out;
+    int64_t out_pitch, rows, inner, columns;
+    int64_t chunk;                           /* rows of a task, a multiple of WIDE unless it is all */
+    uint32_t *scratch;                       /* of each thread two panels */
+    int64_t next_task, next_thread;
+    float alpha;
+    int adds;
+} job_t;
+
+INLINE int64_t pairs_of(const job_t *job) { return (job->inner + 1) / 2; }
+
+/* --- panels --------------------------------------------------------------------------------------------------------- */
+
+/* Up to 16 rows of 16 units to 16 rows of the panel. */
+INLINE void turn(const uint16_t *from, int64_t pitch, uint32_t *to, int rows) {
+    __m512i r[16], t[16];
+    for (int i = 0; i < 16; i++) r[i] = i < rows ? _mm512_loadu_si512(from + i * pitch) : _mm512_setzero_si512();
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; i++) {
+        _mm512_storeu_si512(to + i * WIDE, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+        _mm512_storeu_si512(to + (i + 4) * WIDE, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
+        _mm512_storeu_si512(to + (i + 8) * WIDE, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+        _mm512_storeu_si512(to + (i + 12) * WIDE, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+    }
+}
+
+/* Rows of pairs as they lie: [count, inner] to [pairs, WIDE] units. */
+static void pack_rows(const uint16_t *from, int64_t pitch, int64_t count, int64_t inner, uint32_t *panel) {
+    const int64_t turned = inner & ~31;
+    for (int64_t half = 0; half < count; half += LANES, from += LANES * pitch, panel += LANES) {
+        const int rows = count - half < LANES ? (int)(count - half) : LANES;
+        for (int64_t i = 0; i < turned; i += 32) {
+            if (rows == LANES) turn(from + i, pitch, panel + i / 2 * WIDE, LANES);
+            else turn(from + i, pitch, panel + i / 2 * WIDE, rows);
+        }
+        for (int64_t i = turned; i < inner; i += 2)
+            for (int row = 0; row < LANES; row++) {
+                uint32_t unit = 0;
+                if (row < rows) memcpy(&unit, from + row * pitch + i, i + 1 < inner ? 4 : 2);
+                panel[i / 2 * WIDE + row] = unit;
+            }
+    }
+}
+
+/* Rows of which two make pairs: [inner, count] to [pairs, WIDE] units. */
+static void pack_columns(const uint16_t *from, int64_t pitch, int64_t count, int64_t inner, uint32_t *panel) {
+    const __mmask32 some = count >= WIDE ? 0xFFFFFFFFu : (1u << count) - 1;
+    for (int64_t i = 0; i < inner; i += 2, from += 2 * pitch, panel += WIDE) {
+        const __m512i first = _mm512_maskz_loadu_epi16(some, from);
+        const __m512i second = _mm512_maskz_loadu_epi16(i + 1 < inner ? some : 0, from + pitch);
+        for (int half = 0; half < 2; half++) {
+            const __m256i low = half ? _mm512_extracti64x4_epi64(first, 1) : _mm512_castsi512_si256(first);
+            const __m256i high = half ? _mm512_extracti64x4_epi64(second, 1) : _mm512_castsi512_si256(second);
+            const __m512i units = _mm512_or_si512(_mm512_cvtepu16_epi32(low),
+                                                  _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+            _mm512_storeu_si512(panel + half * LANES, units);
+        }
+    }
+}
+
+/* --- products ------------------------------------------------------------------------------------------------------- */
+
+INLINE __m512 widened(const uint16_t *numbers, __mmask16 some) {
+    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, numbers)), 16);
+}
+
+/* One unit of each of `rows` rows, `bytes` of it, times the panel's. */
+INLINE void step(__m512 sums[ROWS][2], int rows, int vectors, const uint16_t *a, int64_t row_step, const uint32_t *panel,
+                 size_t bytes) {
+    __m512bh of_b[2];
+    for (int v = 0; v < vectors; v++) of_b[v] = (__m512bh)_mm512_loadu_si512(panel + v * LANES);
+    for (int r = 0; r < rows; r++) {
+        int32_t unit = 0;
+        memcpy(&unit, a + r * row_step, bytes);
+        const __m512bh of_a = (__m512bh)_mm512_set1_epi32(unit);
+        for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], of_a, of_b[v]);
+    }
+}
+
+/* `rows` rows of the answer in a panel's columns. Units of a lie `unit_step` numbers apart, its rows `row_step`. */
+INLINE void block(const job_t *job, int rows, int vectors, const uint16_t *a, int64_t row_step, int64_t unit_step,
+                  const uint32_t *panel, int64_t row, int64_t column) {
+    const int64_t whole = job->a.turned ? pairs_of(job) : job->inner / 2;            /* a packed row is filled up */
+    __m512 sums[ROWS][2];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < whole; k++)
+        step(sums, rows, vectors, a + k * unit_step, row_step, panel + k * WIDE, 4);
+    if (whole < pairs_of(job))
+        step(sums, rows, vectors, a + whole * unit_step, row_step, panel + whole * WIDE, 2);
+    for (int v = 0; v < vectors; v++) {
+        const int64_t place = column + v * LANES, left = job->columns - place;
+        const __mmask16 some = left >= LANES ? 0xFFFF : (__mmask16)((1u << left) - 1);
+        const __m512 bias = job->bias ? widened(job->bias + place, some) : _mm512_setzero_ps();
+        for (int r = 0; r < rows; r++) {
+            uint16_t *to = job->out + (row + r) * job->out_pitch + place;
+            const __m512 sum = _mm512_mul_ps(sums[r][v], _mm512_set1_ps(job->alpha));
+            const __m512 answer = _mm512_add_ps(sum, job->adds ? widened(to, some) : bias);
+            _mm256_mask_storeu_epi16(to, some, (__m256i)_mm512_cvtneps_pbh(answer));
+        }
+    }
+}
+
+INLINE void blocks(const job_t *job, int vectors, const uint16_t *a, int64_t row_step, int64_t unit_step,
+                   const uint32_t *panel, int64_t first, int64_t end, int64_t column) {
+    int64_t row = first;
+    for (; row + ROWS <= end; row += ROWS, a += ROWS * row_step)
+        block(job, ROWS, vectors, a, row_step, unit_step, panel, row, column);
+    for (; row + 4 <= end; row += 4, a += 4 * row_step)
+        block(job, 4, vectors, a, row_step, unit_step, panel, row, column);
+    for (; row < end; row++, a += row_step) block(job, 1, vectors, a, row_step, unit_step, panel, row, column);
+}
+
+/* Rows [first, end) of the answer in the columns of a panel. */
+static void rows_of(const job_t *job, const uint32_t *panel, uint32_t *panel_of_a, int64_t first, int64_t end,
+                    int64_t column) {
+    const int narrow = job->columns - column <= LANES;
+    const matrix_t *a = &job->a;
+    if (!a->turned) {
+        if (narrow) blocks(job, 1, a->numbers + first * a->pitch, a->pitch, 2, panel, first, end, column);
+        else blocks(job, 2, a->numbers + first * a->pitch, a->pitch, 2, panel, first, end, column);
+        return;
+    }
+    for (int64_t row = first; row < end; row += WIDE) {
+        const int64_t stop = row + WIDE < end ? row + WIDE : end;
+        const uint16_t *packed = (const uint16_t *)panel_of_a;
+        pack_columns(a->numbers + row, a->pitch, stop - row, job->inner, panel_of_a);
+        if (narrow) blocks(job, 1, packed, 2, 2 * WIDE, panel, row, stop, column);
+        else blocks(job, 2, packed, 2, 2 * WIDE, panel, row, stop, column);
+    }
+}
+
+/* What every thread runs: take the next panel in the next rows until none is left. */
+static void body(void *data) {
+    job_t *job = data;
+    const int64_t units = pairs_of(job) * WIDE, panels = (job->columns + WIDE - 1) / WIDE;
+    uint32_t *panel = job->scratch + 2 * units * __atomic_fetch_add(&job->next_thread, 1, __ATOMIC_RELAXED);
+    for (;;) {
+        const int64_t task = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED);
+        const int64_t first = task / panels * job->chunk, column = task % panels * WIDE;
+        if (first >= job->rows) return;
+        const int64_t end = first + job->chunk < job->rows ? first + job->chunk : job->rows;
+        const int64_t count = job->columns - column < WIDE ? job->columns - column : WIDE;
+        const matrix_t *b = &job->b;
+        if (b->turned) pack_rows(b->numbers + column * b->pitch, b->pitch, count, job->inner, panel);
+        else pack_columns(b->numbers + column, b->pitch, count, job->inner, panel);
+        rows_of(job, panel, panel + units, first, end, column);
+    }
+}
+
+/* out[rows, columns] = alpha * a[rows, inner] * b[inner, columns] + (out, or bias, or nothing). A matrix lies turned where its
+ * columns are the rows of its memory. */
+void blockwalk_product(const uint16_t *a, int64_t a_pitch, int a_turned, const uint16_t *b, int64_t b_pitch, int b_turned,
+                       const uint16_t *bias, uint16_t *out, int64_t out_pitch, int64_t rows, int64_t inner, int64_t columns,
+                       int64_t chunk, uint32_t *scratch, float alpha, int adds, parallel_fn parallel, int threads) {
+    job_t job = {{a, a_pitch, a_turned}, {b, b_pitch, b_turned}, bias, out, out_pitch, rows, inner, columns, chunk, scratch,
+                 0, 0, alpha, adds};
+    if (parallel == NULL || threads < 2) body(&job);
+    else parallel(body, &job, (unsigned)threads, 0);
+}
+
+#endif
