@@ -10,6 +10,8 @@ P rows, I summands, O outputs.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -25,21 +27,30 @@ they stay in a core's cache."""
 _TASKS = 4
 """Tasks of each thread, at least, where the rows are enough for them."""
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+"""Classes of tensors whose data lie where they say."""
 
+
+@functools.cache
 def is_there() -> bool:
     """Return whether this machine has the kernel."""
     library = native.load("products")
     return library is not None and hasattr(library, "blockwalk_product")
 
 
+def makes(dtype: torch.dtype) -> bool:
+    """Return whether products of numbers of a processor in ``dtype`` are the kernel's."""
+    return dtype == torch.bfloat16 and is_there()
+
+
 def fits(a_PI: Tensor, b_IO: Tensor, out_PO: Tensor) -> bool:
     """Return whether the kernel is there and makes this product: of matrices with data in bfloat16,
     each row by row or column by column, of more than a few rows."""
     matrices = (a_PI, b_IO, out_PO)
-    if any(type(m) is not Tensor or m.dtype != torch.bfloat16 or not m.is_cpu for m in matrices):
+    if any(type(m) not in _PLAIN or not m.is_cpu or not makes(m.dtype) for m in matrices):
         return False
     lies_well = out_PO.stride(1) == 1 and 1 in a_PI.stride() and 1 in b_IO.stride()
-    return lies_well and len(out_PO) > UNTILED_ROWS and 0 not in a_PI.shape and is_there()
+    return lies_well and len(out_PO) > UNTILED_ROWS and 0 not in a_PI.shape
 
 
 def product(

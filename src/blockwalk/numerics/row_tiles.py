@@ -1,10 +1,13 @@
-"""Products of 16-bit matrices on a processor: in tiles of a few fixed numbers of rows, or in
-float32.
+"""Products of 16-bit matrices on a processor: by our kernel, in tiles of a few fixed numbers of
+rows, or in float32.
 
-oneDNN compiles a program for every shape of a 16-bit product and keeps it: 0.3 to 0.6 MB for each
-of a block's thirty products, and 3.4 MB more for attention's backward, at every new length of a
-batch. Here the rows of a product are split into tiles whose sizes come from one short list, the
-last one filled up with zeros, so that no batch brings a new shape. Rows are independent of one
+Where a processor adds up pairs of bfloat16 numbers a kernel of our own makes their products
+(:mod:`blockwalk.numerics.native_products`), of any number of rows.
+
+Elsewhere oneDNN compiles a program for every shape of a 16-bit product and keeps it: 0.3 to 0.6 MB
+for each of a block's thirty products, and 3.4 MB more for attention's backward, at every new length
+of a batch. There the rows of a product are split into tiles whose sizes come from one short list,
+the last one filled up with zeros, so that no batch brings a new shape. Rows are independent of one
 another in a product, so no sum is split; where the sum itself runs over the tokens, the tiles' sums
 are added up in float32. Numbers in float32, and other devices, are left as they are: their
 libraries keep nothing.
@@ -84,8 +87,10 @@ def narrow(tensor: Tensor) -> bool:
 
 
 def keeps_shapes(tensor: Tensor) -> bool:
-    """Return whether a product of this tensor costs memory for each new shape."""
-    return narrow(tensor) and multiplied_in(tensor.dtype) == tensor.dtype
+    """Return whether a product of this tensor costs memory for each new shape: a library makes it,
+    in 16 bits."""
+    by_library = narrow(tensor) and multiplied_in(tensor.dtype) == tensor.dtype
+    return by_library and not native_products.makes(tensor.dtype)
 
 
 def widened(tensor: Tensor) -> bool:
@@ -96,7 +101,8 @@ def widened(tensor: Tensor) -> bool:
 def rows_of(tensor: Tensor, rows: int) -> int:
     """Return the number of rows that a matrix of ``tensor``'s kind has with its last tile filled
     up; one made so needs no copies."""
-    return multiplied_rows(rows, tensor.itemsize, tensor.device.type)
+    tiled = keeps_shapes(tensor)
+    return multiplied_rows(rows, tensor.itemsize, tensor.device.type) if tiled else rows
 
 
 def mm(a_PI: Tensor, b_IO: Tensor, out_PO: Tensor, bias_O: Tensor | None = None) -> None:
@@ -136,10 +142,8 @@ def add_product(out_PO: Tensor, a_PI: Tensor, b_IO: Tensor, alpha: float = 1.0) 
 def sum_of_outer(a_PI: Tensor, b_PO: Tensor) -> Tensor:
     """aᵀ·b, [I, O]: a sum over the rows, by tiles where one side is thin, over rows filled up with
     zeros elsewhere."""
-    out_IO = a_PI.new_empty(a_PI.shape[1], b_PO.shape[1])
-    if not keeps_shapes(a_PI) or native_products.fits(a_PI.t(), b_PO, out_IO):
-        mm(a_PI.t(), b_PO, out_IO)
-        return out_IO
+    if not keeps_shapes(a_PI):
+        return product(a_PI.t(), b_PO)
     if min(a_PI.shape[1], b_PO.shape[1]) > _THIN_SIDE:
         missing = filled(len(a_PI), a_PI.dtype) - len(a_PI)
         if missing:

@@ -44,6 +44,8 @@ class LossCall:
     """True where the head, or B of its LoRA, has a gradient."""
     widened: bool = False
     """True where products are made of float32 copies."""
+    untiled: bool = False
+    """True where a 16-bit product on a processor is made of its rows alone, in no tiles."""
 
     @property
     def tokens(self) -> int:
@@ -57,11 +59,12 @@ class LossCall:
 
     def product_rows(self, chunk: int) -> int:
         """Return the rows that products of all tokens are made with, so many tokens at a time."""
-        full, remainder = (
-            multiplied_rows(rows, self.itemsize, self.device)
-            for rows in (chunk, self.tokens % chunk)
-        )
+        full, remainder = map(self.multiplied, (chunk, self.tokens % chunk))
         return self.tokens // chunk * full + remainder
+
+    def multiplied(self, rows: int) -> int:
+        """Return the rows that one product of ``rows`` rows is made with."""
+        return rows if self.untiled else multiplied_rows(rows, self.itemsize, self.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -415,6 +415,7 @@ def _epilogue(
         hidden_size=spec.hidden_size + lora_rank,
         trains_head=trains_head,
         widened=row_tiles.widened(torch.empty(0, dtype=bench.dtype)),
+        untiled=not row_tiles.keeps_shapes(torch.empty(0, dtype=bench.dtype)),
     )
     cost = bench.loss.cost(call)
     norm = _final_norm(bench, prologue, tile) if bench.loss.by_chunks else _Norm()
