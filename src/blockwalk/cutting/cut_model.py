@@ -33,6 +33,7 @@ from blockwalk.cutting.calls import (
     rebuild,
     tensors_of,
 )
+from blockwalk.cutting.fused_chains import fuse_chains
 from blockwalk.cutting.ownership import Part
 from blockwalk.cutting.parts_of_rows import attention_of_parts, masks_of_rows
 from blockwalk.cutting.recording import Recording
@@ -109,6 +110,7 @@ class CutModel(BoundUnits):
             if getattr(module, "gradient_checkpointing", False):
                 # the walk recomputes blocks itself
                 module.__dict__["gradient_checkpointing"] = False
+        fuse_chains(model)
         self.anatomy = anatomy
         self._call_block: Callable[..., Any] = _call
         self._told = False

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from blockwalk.cutting.fused_chains import unfuse_chains
 from blockwalk.cutting.lora_forward import unfuse
 from blockwalk.cutting.saved_adapters import save_adapter
 from blockwalk.engine.home import Home, Job
@@ -100,6 +101,7 @@ class Engine:
                     " device, or keep the model in the compute dtype"
                 )
         unfuse(self.module)
+        unfuse_chains(self.module)
         self.cut.compile_blocks()
 
     def begin(self, shape: Shape) -> None:

@@ -86,6 +86,10 @@ ARGUMENTS = {
         *(_LONG, _LONG, _LONG, _LONG),  # rows, summands, columns, rows of a task
         *(_POINTER, ctypes.c_float, _INT, _POINTER, _INT),  # memory, factor, adds, team, threads
     ),
+    "blockwalk_chain": (
+        *(_INT, *(_POINTER,) * 6),  # kind; two inputs, a gradient, two outs, a number a row
+        *(_LONG, _LONG, ctypes.c_float, _POINTER, _INT),  # rows, width, eps, the team, its threads
+    ),
     "blockwalk_draws": (_POINTER, _INT, _LONG, _LONG, _WORD, _WORD, _POINTER, _INT),
 }
 """The arguments of each function of the kernels; none answers anything."""
@@ -157,6 +161,7 @@ def _build(name: str) -> ctypes.CDLL | None:
         return None
     parts = (
         source.read_bytes(),
+        *(header.read_bytes() for header in sorted(source.parent.glob("*.h"))),
         " ".join(FLAGS).encode(),
         processor().encode(),
         _version(compiler).encode(),

@@ -10,17 +10,10 @@
 
 #ifdef __AVX512BF16__
 
-#include <immintrin.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
-#define LANES 16
 #define WIDE 32
 #define ROWS 14
-#define INLINE static inline __attribute__((always_inline))
-
-typedef void (*parallel_fn)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
 
 typedef struct {
     const uint16_t *numbers;
@@ -108,6 +101,7 @@ static void pack_columns(const uint16_t *from, int64_t pitch, int64_t count, int
 
 /* --- products ------------------------------------------------------------------------------------------------------- */
 
+/* Up to 16 numbers as floats. */
 INLINE __m512 widened(const uint16_t *numbers, __mmask16 some) {
     return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, numbers)), 16);
 }

@@ -1,0 +1,152 @@
+"""The norms and feed-forward layers of a model whose element-wise operations are one pass each on a
+processor (:mod:`blockwalk.numerics.chains`), without code of any model's own.
+
+A norm is one by a trial of its class: its own forward, on random numbers in bfloat16, answers what
+:func:`~blockwalk.numerics.chains.rms_norm` answers, but for rounding. So is a feed-forward layer of
+three linear layers and an activation, by their names. Others, other numbers and other devices keep
+their own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blockwalk.numerics import chains
+
+_EPS = ("variance_epsilon", "eps")
+"""Names under which norms keep the number that they add to the mean of squares."""
+_LINEARS = ("gate_proj", "up_proj", "down_proj")
+"""The names of a feed-forward layer's linear layers; ``act_fn`` is its activation's."""
+_WIDTH = 24
+_ROUNDED = 2**-7
+"""The relative distance of a trial's answers: bfloat16's rounding a few times. That of silu and
+gelu is 0.1."""
+
+
+def fuse_chains(model: nn.Module) -> None:
+    """Let norms and feed-forward layers of a model compute their chains in one pass each, where
+    they get bfloat16 on a processor."""
+    for module in model.modules():
+        if "forward" in module.__dict__:
+            continue
+        eps = _eps(module)
+        kind: Any = type(module)
+        if eps is not None and _is_norm(kind, eps):
+            module.__dict__["forward"] = partial(_norm, module, module.forward, eps)
+        elif _is_feed_forward(module):
+            module.__dict__["forward"] = partial(_feed_forward, module, module.forward)
+
+
+def unfuse_chains(model: nn.Module) -> None:
+    """Let a model's modules answer by their own code again."""
+    for module in model.modules():
+        if getattr(module.__dict__.get("forward"), "func", None) in (_norm, _feed_forward):
+            del module.__dict__["forward"]
+
+
+def _norm(module: Any, original: Callable[..., Tensor], eps: float, x: Tensor) -> Tensor:
+    return chains.rms_norm(x, module.weight, eps) if _fits(x, module.weight) else original(x)
+
+
+def _feed_forward(module: Any, original: Callable[..., Tensor], x: Tensor) -> Tensor:
+    if not _fits(x):
+        return original(x)
+    answer: Tensor = module.down_proj(chains.swiglu(module.gate_proj(x), module.up_proj(x)))
+    return answer
+
+
+def _fits(*tensors: Tensor) -> bool:
+    return chains.fits(*tensors) and not torch.compiler.is_compiling()
+
+
+def _eps(module: nn.Module) -> float | None:
+    """Return the number that a norm adds to the mean of squares; None of what is no such norm: it
+    has one vector, and nothing else."""
+    if module._modules or module._buffers or list(module._parameters) != ["weight"]:
+        return None
+    weight = module._parameters["weight"]
+    if weight is None or weight.dim() != 1:
+        return None
+    values = [getattr(module, name) for name in _EPS if hasattr(module, name)]
+    return values[0] if len(values) == 1 and isinstance(values[0], float) else None
+
+
+def _is_feed_forward(module: nn.Module) -> bool:
+    parts = module._modules
+    if set(parts) != {*_LINEARS, "act_fn"}:
+        return False
+    return _is_gated(type(module), type(parts["act_fn"]))  # type: ignore[arg-type]
+
+
+@lru_cache
+def _is_norm(kind: type[nn.Module], eps: float) -> bool:
+    """Return whether a class of norms is RMSNorm as Llama's, by trial."""
+    alone = _bare(kind)
+    weight_D = _drawn(_WIDTH)
+    alone.weight = nn.Parameter(weight_D, requires_grad=False)
+    for name in _EPS:
+        setattr(alone, name, eps)
+    inputs = [_drawn(5, _WIDTH) * size for size in (1.0, 10 * eps**0.5)]
+    return _agree(alone.forward, lambda x: chains.rms_norm(x, weight_D, eps), inputs)
+
+
+@lru_cache
+def _is_gated(kind: type[nn.Module], activation: type[nn.Module]) -> bool:
+    """Return whether a class of feed-forward layers is SwiGLU between three linear layers, by
+    trial."""
+    alone = _bare(kind)
+    layers = {name: nn.Linear(_WIDTH, _WIDTH, bias=False) for name in _LINEARS}
+    for name, layer in layers.items():
+        layer.weight = nn.Parameter(_drawn(_WIDTH, _WIDTH) / _WIDTH**0.5, requires_grad=False)
+        setattr(alone, name, layer)
+    gate, up, down = layers.values()
+
+    def own(x: Tensor) -> Tensor:
+        alone.act_fn = activation()
+        return alone.forward(x)  # type: ignore[no-any-return]
+
+    return _agree(own, lambda x: down(chains.swiglu(gate(x), up(x))), [_drawn(5, _WIDTH)])
+
+
+def _bare(kind: type[nn.Module]) -> Any:
+    """Return a module of a class without what its constructor makes."""
+    alone = kind.__new__(kind)
+    nn.Module.__init__(alone)
+    return alone
+
+
+def _drawn(*shape: int) -> Tensor:
+    """Return normal numbers in bfloat16, always the same."""
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+
+def _agree(
+    function: Callable[[Tensor], Any], fused: Callable[[Tensor], Tensor], inputs: list[Tensor]
+) -> bool:
+    """Return whether two functions have the same answers and gradients, but for rounding."""
+    if not chains.fits(*inputs):
+        return False
+    # whatever a class raises here is the reason to leave it as it is
+    try:
+        for x in inputs:
+            found = _with_gradient(function, x)
+            for one, other in zip(found, _with_gradient(fused, x), strict=True):
+                distance = (one.double() - other.double()).norm()
+                if one.dtype != other.dtype or not distance <= _ROUNDED * other.double().norm():
+                    return False
+    except Exception:
+        return False
+    return True
+
+
+def _with_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        leaf = x.clone().requires_grad_()
+        answer = function(leaf)
+        (gradient,) = torch.autograd.grad(answer, leaf, answer.detach())
+    return answer.detach(), gradient

@@ -1,0 +1,122 @@
+/* Chains of element-wise operations on bfloat16 numbers in one pass each, for numerics/chains.py: RMSNorm, and SwiGLU. What
+ * a chain's operations round to bfloat16 is rounded here, and a sum has one order: the bits are every processor's.
+ *
+ * Rows are shared out over the threads of torch's own team. Nothing is allocated and nothing is kept.
+ */
+
+#include <math.h>
+
+#include "vectors.h"
+
+#define SUMS 16                              /* that a row is added up in */
+
+typedef struct {
+    const uint16_t *a, *b, *grad;
+    uint16_t *out, *other;
+    float *scales;                           /* of each row 1 / sqrt(mean square + eps) */
+    int64_t rows, width;
+    float eps;
+    int kind;
+    int64_t next;
+} job_t;
+
+enum { NORM = 0, NORM_BACKWARD = 1, GATE = 2, GATE_BACKWARD = 3 };
+
+INLINE float total(const float *sums) {
+    float sum = 0.0f;
+    for (int l = 0; l < SUMS; l++) sum += sums[l];
+    return sum;
+}
+
+INLINE float rounded(float x) { return from_bf16(to_bf16(x)); }
+
+/* out = b * (a * scale), as LlamaRMSNorm: the product in brackets is rounded, and then its own with the weight b. */
+static void norm(const uint16_t *restrict a, const uint16_t *restrict b, uint16_t *restrict out, float *scale, int64_t width,
+                 float eps) {
+    float sums[SUMS] = {0};
+    int64_t d = 0;
+    for (; d + SUMS <= width; d += SUMS)
+        for (int l = 0; l < SUMS; l++) sums[l] += from_bf16(a[d + l]) * from_bf16(a[d + l]);
+    for (; d < width; d++) sums[d % SUMS] += from_bf16(a[d]) * from_bf16(a[d]);
+    const float factor = 1.0f / sqrtf(total(sums) / (float)width + eps);
+    *scale = factor;
+    for (d = 0; d < width; d++) out[d] = to_bf16(from_bf16(b[d]) * rounded(from_bf16(a[d]) * factor));
+}
+
+/* The gradient of a: g = grad * b, and g * scale - a * scale^3 * mean(g * a). */
+static void norm_backward(const uint16_t *restrict a, const uint16_t *restrict b, const uint16_t *restrict grad,
+                          uint16_t *restrict out, float scale, int64_t width) {
+    float sums[SUMS] = {0};
+    int64_t d = 0;
+    for (; d + SUMS <= width; d += SUMS)
+        for (int l = 0; l < SUMS; l++)
+            sums[l] += rounded(from_bf16(grad[d + l]) * from_bf16(b[d + l])) * from_bf16(a[d + l]);
+    for (; d < width; d++) sums[d % SUMS] += rounded(from_bf16(grad[d]) * from_bf16(b[d])) * from_bf16(a[d]);
+    const float shift = scale * scale * scale * (total(sums) / (float)width);
+    for (d = 0; d < width; d++)
+        out[d] = to_bf16(rounded(from_bf16(grad[d]) * from_bf16(b[d])) * scale - from_bf16(a[d]) * shift);
+}
+
+/* 1 / (1 + e^-x), of e^-|x|: 2 to the nearest integer by the exponent, to the rest by Taylor's polynomial. */
+INLINE float sigmoid(float x) {
+    const float exponent = fabsf(x) * -LOG2_E, least = exponent < -126.0f ? -126.0f : exponent;
+    const float shifted = least + 12582912.0f;                                                        /* 1.5 * 2^23 */
+    const float part = least - (shifted - 12582912.0f);
+    float y = 1.540353e-4f * part + 1.333356e-3f;
+    y = y * part + 9.618129e-3f;
+    y = y * part + 5.550411e-2f;
+    y = y * part + 2.402265e-1f;
+    y = y * part + 6.931472e-1f;
+    y = y * part + 1.0f;
+    uint32_t bits, power;
+    memcpy(&bits, &y, 4);
+    memcpy(&power, &shifted, 4);
+    y = bits_to_float(bits + (power << 23));
+    return (x < 0.0f ? y : 1.0f) / (1.0f + y);
+}
+
+/* out = silu(a) * b. */
+static void gate(const uint16_t *restrict a, const uint16_t *restrict b, uint16_t *restrict out, int64_t width) {
+    for (int64_t d = 0; d < width; d++) {
+        const float x = from_bf16(a[d]);
+        out[d] = to_bf16(rounded(x * sigmoid(x)) * from_bf16(b[d]));
+    }
+}
+
+/* The gradients of a and b. */
+static void gate_backward(const uint16_t *restrict a, const uint16_t *restrict b, const uint16_t *restrict grad,
+                          uint16_t *restrict of_a, uint16_t *restrict of_b, int64_t width) {
+    for (int64_t d = 0; d < width; d++) {
+        const float x = from_bf16(a[d]), g = from_bf16(grad[d]), part = sigmoid(x);
+        of_b[d] = to_bf16(g * rounded(x * part));
+        of_a[d] = to_bf16(rounded(g * from_bf16(b[d])) * (part * (1.0f + x * (1.0f - part))));
+    }
+}
+
+/* What every thread runs: take the next rows until none are left. */
+static void body(void *data) {
+    job_t *job = data;
+    const int64_t width = job->width, at_once = 16384 / width + 1;
+    for (;;) {
+        const int64_t first = __atomic_fetch_add(&job->next, at_once, __ATOMIC_RELAXED);
+        if (first >= job->rows) return;
+        const int64_t end = first + at_once < job->rows ? first + at_once : job->rows;
+        for (int64_t row = first; row < end; row++) {
+            const int64_t place = row * width;
+            const uint16_t *a = job->a + place, *b = job->b + place, *grad = job->grad + place;
+            uint16_t *out = job->out + place;
+            if (job->kind == NORM) norm(a, job->b, out, job->scales + row, width, job->eps);
+            else if (job->kind == NORM_BACKWARD) norm_backward(a, job->b, grad, out, job->scales[row], width);
+            else if (job->kind == GATE) gate(a, b, out, width);
+            else gate_backward(a, b, grad, out, job->other + place, width);
+        }
+    }
+}
+
+/* Matrices [rows, width], all without gaps; a norm's b is its weight [width]. */
+void blockwalk_chain(int kind, const uint16_t *a, const uint16_t *b, const uint16_t *grad, uint16_t *out, uint16_t *other,
+                     float *scales, int64_t rows, int64_t width, float eps, parallel_fn parallel, int threads) {
+    job_t job = {a, b, grad, out, other, scales, rows, width, eps, kind, 0};
+    if (parallel == NULL || threads < 2 || rows < 2) body(&job);
+    else parallel(body, &job, (unsigned)threads, 0);
+}

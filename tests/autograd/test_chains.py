@@ -1,0 +1,146 @@
+"""Oracle: transformers' own norms and feed-forward layers in float64, differentiated by torch.
+
+Modules: numerics/chains.py, cutting/fused_chains.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from blockwalk.cutting.fused_chains import fuse_chains, unfuse_chains
+from blockwalk.numerics import chains
+
+pytestmark = pytest.mark.skipif(not chains.is_there(), reason="there is no C compiler here")
+ROUNDED = 6e-3
+"""The relative distance of numbers that are rounded to bfloat16 twice (2e-3 each), with room."""
+NORM, NORM_BACKWARD = "blockwalk::rms_norm", "blockwalk::rms_norm_backward"
+GATE, GATE_BACKWARD = "blockwalk::swiglu", "blockwalk::swiglu_backward"
+
+
+def config(**settings: object) -> LlamaConfig:
+    return LlamaConfig(hidden_size=40, intermediate_size=72, num_attention_heads=4, **settings)
+
+
+def norm() -> nn.Module:
+    module = LlamaRMSNorm(40, eps=1e-5)
+    nn.init.normal_(module.weight)
+    return module
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "norm": norm,
+    "feed-forward": lambda: LlamaMLP(config()),
+    "feed-forward with biases": lambda: LlamaMLP(config(mlp_bias=True)),
+}
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape).to(torch.bfloat16)
+
+
+def ran(module: nn.Module, x: Tensor, grad: Tensor) -> tuple[list[Tensor], set[str]]:
+    """The answer and the gradients of input and parameters, and what torch dispatched."""
+    leaf = x.clone().requires_grad_()
+    with torch.profiler.profile() as profiled:
+        answer = module(leaf)
+        grads = torch.autograd.grad(answer, [leaf, *module.parameters()], grad)
+    names = {event.name for event in profiled.events() if event.name.startswith("blockwalk")}
+    return [answer.detach(), *grads], names
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (2, 7, 40), (700, 40)])
+@pytest.mark.parametrize("name", MODULES)
+def test_answers_and_gradients(name: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(len(shape))
+    module = MODULES[name]().to(torch.bfloat16)
+    exact = copy.deepcopy(module).double()
+    fuse_chains(module)
+    x = 3 * drawn(*shape)
+    grad = drawn(*shape)
+    found, names = ran(module, x, grad)
+    wanted, _ = ran(exact, x.double(), grad.double())
+    assert names == ({NORM, NORM_BACKWARD} if name == "norm" else {GATE, GATE_BACKWARD})
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == torch.bfloat16
+        # the parts of a feed-forward layer round their products too
+        assert (one.double() - other).norm() <= 2 * ROUNDED * other.norm()
+
+
+def test_extreme_numbers() -> None:
+    """Oracle: the definitions, in float64; what is not a number stays so, in its row alone."""
+    gate = torch.tensor([[-1e4, -90.0, -20.0, -0.0, 1e-30, 20.0, 90.0, 1e30]]).to(torch.bfloat16)
+    up = torch.ones_like(gate)
+    exact = torch.nn.functional.silu(gate.double())
+    assert torch.allclose(chains.swiglu(gate, up).double(), exact, rtol=2**-7, atol=1e-30)
+    rows = drawn(3, 40)
+    rows[1, 7] = float("nan")
+    normed = chains.rms_norm(rows, drawn(40), 1e-6)
+    assert normed.isnan().all(-1).tolist() == [False, True, False]
+    assert not normed[[0, 2]].isnan().any()
+
+
+def test_bits_depend_on_neither_threads_nor_neighbours() -> None:
+    """Oracle: the same rows alone, by one thread."""
+    x, other, weight_D = drawn(900, 72), drawn(900, 72), drawn(72)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        whole = (chains.rms_norm(x, weight_D, 1e-5), chains.swiglu(x, other))
+        torch.set_num_threads(1)
+        rows = slice(333, 341)
+        alone = (chains.rms_norm(x[rows], weight_D, 1e-5), chains.swiglu(x[rows], other[rows]))
+    finally:
+        torch.set_num_threads(threads)
+    for one, part in zip(whole, alone, strict=True):
+        assert torch.equal(one[rows], part)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Gemma2RMSNorm(40),
+        nn.LayerNorm(40, bias=False),
+        LlamaMLP(config(hidden_act="gelu")),
+        norm().double(),
+    ],
+    ids=["1 + weight", "with a mean", "another activation", "other numbers"],
+)
+def test_what_is_no_such_chain_keeps_its_code(module: nn.Module) -> None:
+    """Oracle: the module's own bits."""
+    if next(module.parameters()).dtype != torch.float64:
+        module.to(torch.bfloat16)
+    own = copy.deepcopy(module)
+    fuse_chains(module)
+    x = torch.randn(9, 40, dtype=next(module.parameters()).dtype)
+    assert torch.equal(module(x), own(x))
+
+
+def test_fused_modules_have_their_code_back() -> None:
+    """Oracle: the class's own bits."""
+    module = norm().to(torch.bfloat16)
+    own = copy.deepcopy(module)
+    fuse_chains(module)
+    assert "forward" in module.__dict__
+    unfuse_chains(module)
+    assert "forward" not in module.__dict__
+    x = drawn(9, 40)
+    assert torch.equal(module(x), own(x))
+
+
+def test_gemmas_layer_is_no_swiglu() -> None:
+    """Oracle: its own bits, of gelu."""
+    from transformers import Gemma2Config
+
+    module = Gemma2MLP(Gemma2Config(hidden_size=40, intermediate_size=72)).to(torch.bfloat16)
+    own = copy.deepcopy(module)
+    fuse_chains(module)
+    x = drawn(9, 40)
+    assert torch.equal(module(x), own(x))
