@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
 from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from blockwalk.cutting.fused_chains import fuse_chains, unfuse_chains
 from blockwalk.numerics import chains
@@ -72,6 +72,58 @@ def test_answers_and_gradients(name: str, shape: tuple[int, ...]) -> None:
         assert one.dtype == torch.bfloat16
         # the parts of a feed-forward layer round their products too
         assert (one.double() - other).norm() <= 2 * ROUNDED * other.norm()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rotary_positions(rows: int) -> None:
+    """The attention of a model, whose positions are one row's or each row's own."""
+    torch.manual_seed(rows)
+    settings = config(num_key_value_heads=2)
+    settings._attn_implementation = "sdpa"
+    module = LlamaAttention(settings, 0).to(torch.bfloat16)
+    exact = copy.deepcopy(module).double()
+    fuse_chains(module)
+    x, grad = drawn(3, 70, 40), drawn(3, 70, 40)
+    cosine, sine = drawn(rows, 70, 10), drawn(rows, 70, 10)
+    found, names = ran(alone_of(module, cosine, sine), x, grad)
+    wanted, _ = ran(alone_of(exact, cosine.double(), sine.double()), x.double(), grad.double())
+    assert names == {"blockwalk::rotary"}
+    for one, other in zip(found, wanted, strict=True):
+        # products and attention round too
+        assert (one.double() - other).norm() <= 4 * ROUNDED * other.norm()
+
+
+def alone_of(attention: nn.Module, cosine: Tensor, sine: Tensor) -> nn.Module:
+    """Attention as a function of its hidden state."""
+
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, x: Tensor) -> Tensor:
+            answer: Tensor = self.attention(x, (cosine, sine), None, is_causal=True)[0]
+            return answer
+
+    return Alone()
+
+
+def test_rotary_gradients_are_the_transpose() -> None:
+    """Oracle: the definition in float64, element by element."""
+    torch.manual_seed(0)
+    x = drawn(2, 3, 5, 8).requires_grad_()
+    cosine, sine = drawn(2, 5, 8), drawn(2, 5, 8)
+    grad = drawn(2, 3, 5, 8)
+    out = chains.rotary(x, cosine, sine)
+    out.backward(grad)
+    leaf = x.detach().double().requires_grad_()
+    turned = torch.cat((-leaf[..., 4:], leaf[..., :4]), -1)
+    exact = leaf * cosine[:, None].double() + turned * sine[:, None].double()
+    exact.backward(grad.double())
+    for one, other in ((out, exact), (x.grad, leaf.grad)):
+        assert one is not None
+        assert other is not None
+        assert (one.double() - other).norm() <= ROUNDED * other.norm()
 
 
 def test_extreme_numbers() -> None:

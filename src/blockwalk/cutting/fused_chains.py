@@ -1,15 +1,17 @@
-"""The norms and feed-forward layers of a model whose element-wise operations are one pass each on a
-processor (:mod:`blockwalk.numerics.chains`), without code of any model's own.
+"""The norms, feed-forward layers and rotary positions of a model whose element-wise operations are
+one pass each on a processor (:mod:`blockwalk.numerics.chains`), without code of any model's own.
 
 A norm is one by a trial of its class: its own forward, on random numbers in bfloat16, answers what
 :func:`~blockwalk.numerics.chains.rms_norm` answers, but for rounding. So is a feed-forward layer of
-three linear layers and an activation, by their names. Others, other numbers and other devices keep
-their own code."""
+three linear layers and an activation, by their names, and the function that attention calls to turn
+queries and keys by their positions. Others, other numbers and other devices keep their own
+code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ _EPS = ("variance_epsilon", "eps")
 """Names under which norms keep the number that they add to the mean of squares."""
 _LINEARS = ("gate_proj", "up_proj", "down_proj")
 """The names of a feed-forward layer's linear layers; ``act_fn`` is its activation's."""
+_ROTARY = "apply_rotary_pos_emb"
+"""The name that models call their rotary positions by."""
 _WIDTH = 24
 _ROUNDED = 2**-7
 """The relative distance of a trial's answers: bfloat16's rounding a few times. That of silu and
@@ -39,12 +43,16 @@ def fuse_chains(model: nn.Module) -> None:
             module.__dict__["forward"] = partial(_norm, module, module.forward, eps)
         elif _is_feed_forward(module):
             module.__dict__["forward"] = partial(_feed_forward, module, module.forward)
+        elif (turns := _rotary_of(kind.forward)) is not None:
+            module.__dict__["forward"] = MethodType(turns, module)
 
 
 def unfuse_chains(model: nn.Module) -> None:
     """Let a model's modules answer by their own code again."""
     for module in model.modules():
-        if getattr(module.__dict__.get("forward"), "func", None) in (_norm, _feed_forward):
+        forward = module.__dict__.get("forward")
+        function = getattr(forward, "func", getattr(forward, "__func__", None))
+        if function in (_norm, _feed_forward, _rotary_of(type(module).forward)) and function:
             del module.__dict__["forward"]
 
 
@@ -110,6 +118,76 @@ def _is_gated(kind: type[nn.Module], activation: type[nn.Module]) -> bool:
         return alone.forward(x)  # type: ignore[no-any-return]
 
     return _agree(own, lambda x: down(chains.swiglu(gate(x), up(x))), [_drawn(5, _WIDTH)])
+
+
+class _Names(dict[str, Any]):
+    """The names that a function of a module sees, one of them another's: those of the module as
+    they are when they are asked for."""
+
+    def __init__(self, names: dict[str, Any], **others: Any) -> None:
+        super().__init__(others, __builtins__=names["__builtins__"])
+        self._names = names
+
+    def __missing__(self, name: str) -> Any:
+        return self._names[name]
+
+
+@lru_cache
+def _rotary_of(forward: Any) -> FunctionType | None:
+    """Return a class's forward whose rotary positions are one pass; None of a forward that has
+    none, or others than Llama's, by trial."""
+    if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
+        return None
+    own = forward.__globals__.get(_ROTARY)
+    if own is None or not _is_rotary(own):
+        return None
+    names = _Names(forward.__globals__, **{_ROTARY: partial(_turned, own)})
+    closure = forward.__closure__
+    fused = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, closure)
+    fused.__kwdefaults__ = forward.__kwdefaults__
+    return fused
+
+
+def _turned(
+    own: Callable[..., tuple[Tensor, Tensor]],
+    query: Tensor,
+    key: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    *arguments: Any,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Answer as a model's own function of queries and keys [B, H, S, D]."""
+    positions = (cosine, sine)
+    told = arguments or options
+    well = all(_lies_well(tensor, cosine) for tensor in (query, key)) and cosine.dim() == 3
+    if told or not well or not _fits(query, key, *positions) or cosine.requires_grad:
+        return own(query, key, cosine, sine, *arguments, **options)
+    cosine, sine = (part.contiguous() for part in positions)
+    return chains.rotary(query, cosine, sine), chains.rotary(key, cosine, sine)
+
+
+def _lies_well(tensor: Tensor, cosine: Tensor) -> bool:
+    width = tensor.shape[-1]
+    return (
+        tensor.dim() == 4 and tensor.stride(-1) == 1 and cosine.shape[-1] == width and not width % 2
+    )
+
+
+@lru_cache
+def _is_rotary(function: Callable[..., Any]) -> bool:
+    """Return whether a function turns queries and keys as Llama's, by trial."""
+    cosine, sine, more = (
+        _drawn(2, 5, _WIDTH),
+        _drawn(2, 5, _WIDTH).flip(1),
+        _drawn(2, 1, 5, _WIDTH),
+    )
+
+    def both(turn: Callable[..., Any], query: Tensor) -> Tensor:
+        return torch.cat(turn(query, more, cosine, sine), 1)
+
+    query = _drawn(2, 3, 5, _WIDTH).flip(2)
+    return _agree(partial(both, function), partial(both, partial(_turned, function)), [query])
 
 
 def _bare(kind: type[nn.Module]) -> Any:

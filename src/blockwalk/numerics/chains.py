@@ -1,15 +1,17 @@
 """Chains of element-wise operations on bfloat16 numbers, in one pass each on a processor: RMSNorm
-as Llama's, and SwiGLU.
+and rotary positions as Llama's, and SwiGLU.
 
-A model's own code makes seven passes of the one and two of the other, forward, and more backward;
-most write memory that nobody has touched, and a graph keeps what they made in between: three
-tensors in float32 of a norm. Here a graph keeps the chain's inputs, and one number a row.
+A model's own code makes seven passes of a norm, five of rotary positions and two of SwiGLU,
+forward, and more backward; most write memory that nobody has touched, and a graph keeps what they
+made in between: three tensors in float32 of a norm. Here a graph keeps the chain's inputs, and one
+number a row.
 
-P rows, D features.
+P rows, B batch, H heads, S sequence, D features.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import Any
 
@@ -27,6 +29,7 @@ LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)
 LIBRARY.define("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scales) -> Tensor")
 LIBRARY.define("swiglu(Tensor gate, Tensor up) -> Tensor")
 LIBRARY.define("swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)")
+LIBRARY.define("rotary(Tensor x, Tensor cosine, Tensor sine, bool back) -> Tensor")
 
 
 @functools.cache
@@ -51,6 +54,26 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate), rounded, times ``up``, of one shape."""
     out: Tensor = _Gate.apply(gate, up)  # type: ignore[no-untyped-call]
     return out
+
+
+def rotary(x_BHSD: Tensor, cosine_BSD: Tensor, sine_BSD: Tensor) -> Tensor:
+    """Return x·cosine + (−second half of x, first half)·sine; its features lie side by side, and
+    their number is even."""
+    out: Tensor = _Rotary.apply(x_BHSD, cosine_BSD, sine_BSD)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return torch.ops.blockwalk.rotary(x, cosine, sine, False)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        return torch.ops.blockwalk.rotary(grad, *ctx.saved_tensors, True), None, None
 
 
 class _Norm(torch.autograd.Function):
@@ -141,6 +164,32 @@ def _swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Te
     return grads
 
 
+def _rotary_empty(x_BHSD: Tensor, *_: Any) -> Tensor:
+    batch, heads, tokens, width = x_BHSD.shape
+    return x_BHSD.new_empty((batch, tokens, heads, width)).transpose(1, 2)
+
+
+def _rotary(x_BHSD: Tensor, cosine_BSD: Tensor, sine_BSD: Tensor, back: bool) -> Tensor:
+    out_BHSD = _rotary_empty(x_BHSD)
+    kernel = native.load("chains")
+    assert kernel is not None
+    of_batch = (len(x_BHSD), -1, -1)
+    cosine_BSD = cosine_BSD.expand(of_batch)
+    sine_BSD = sine_BSD.expand(of_batch)
+    strides = (
+        *(*x_BHSD.stride()[:3], *out_BHSD.stride()[:3]),
+        *(*cosine_BSD.stride()[:2], *sine_BSD.stride()[:2]),
+    )
+    kernel.blockwalk_rotary(
+        *(tensor.data_ptr() for tensor in (x_BHSD, cosine_BSD, sine_BSD, out_BHSD)),
+        (ctypes.c_int64 * len(strides))(*strides),
+        *(*x_BHSD.shape, back, native.team(), torch.get_num_threads()),
+    )
+    return out_BHSD
+
+
+LIBRARY.impl("rotary", _rotary, "CPU")
+LIBRARY.impl("rotary", _rotary_empty, "Meta")
 LIBRARY.impl("rms_norm", _rms_norm, "CPU")
 LIBRARY.impl("rms_norm", _rms_norm_empty, "Meta")
 LIBRARY.impl("rms_norm_backward", _rms_norm_backward, "CPU")

@@ -90,6 +90,11 @@ ARGUMENTS = {
         *(_INT, *(_POINTER,) * 6),  # kind; two inputs, a gradient, two outs, a number a row
         *(_LONG, _LONG, ctypes.c_float, _POINTER, _INT),  # rows, width, eps, the team, its threads
     ),
+    "blockwalk_rotary": (
+        *(_POINTER,) * 5,  # x, cosine, sine, out, strides
+        *(_LONG,) * 4,  # rows, heads, tokens, features
+        *(_INT, _POINTER, _INT),  # backward, the team, its threads
+    ),
     "blockwalk_draws": (_POINTER, _INT, _LONG, _LONG, _WORD, _WORD, _POINTER, _INT),
 }
 """The arguments of each function of the kernels; none answers anything."""

@@ -1,5 +1,6 @@
-/* Chains of element-wise operations on bfloat16 numbers in one pass each, for numerics/chains.py: RMSNorm, and SwiGLU. What
- * a chain's operations round to bfloat16 is rounded here, and a sum has one order: the bits are every processor's.
+/* Chains of element-wise operations on bfloat16 numbers in one pass each, for numerics/chains.py: RMSNorm, SwiGLU, and
+ * rotary positions. What a chain's operations round to bfloat16 is rounded here, and a sum has one order: the bits are every
+ * processor's.
  *
  * Rows are shared out over the threads of torch's own team. Nothing is allocated and nothing is kept.
  */
@@ -91,6 +92,58 @@ static void gate_backward(const uint16_t *restrict a, const uint16_t *restrict b
         of_b[d] = to_bf16(g * rounded(x * part));
         of_a[d] = to_bf16(rounded(g * from_bf16(b[d])) * (part * (1.0f + x * (1.0f - part))));
     }
+}
+
+/* out = x * cosine + (-second half, first half) * sine; turned back, its transpose: the gradient of x. */
+INLINE void rotate(const uint16_t *restrict x, const uint16_t *restrict cosine, const uint16_t *restrict sine,
+                   uint16_t *restrict out, int64_t half, int back) {
+    for (int64_t d = 0; d < half; d++) {
+        const float first = from_bf16(x[d]), second = from_bf16(x[d + half]);
+        const float to_first = rounded(second * from_bf16(sine[back ? d + half : d]));
+        const float to_second = rounded(first * from_bf16(sine[back ? d : d + half]));
+        const float own = rounded(first * from_bf16(cosine[d])), other = rounded(second * from_bf16(cosine[d + half]));
+        out[d] = to_bf16(back ? own + to_first : own - to_first);
+        out[d + half] = to_bf16(back ? other - to_second : other + to_second);
+    }
+}
+
+typedef struct {
+    const uint16_t *x, *cosine, *sine;
+    uint16_t *out;
+    const int64_t *strides;                  /* rows, heads, tokens of x; the same of out; rows and tokens of cosine, of sine */
+    int64_t rows, heads, tokens, width;
+    int back;
+    int64_t next;
+} turn_t;
+
+static void turn_body(void *data) {
+    turn_t *job = data;
+    const int64_t *of = job->strides, at_once = 16384 / (job->width * job->heads) + 1;
+    for (;;) {
+        const int64_t first = __atomic_fetch_add(&job->next, at_once, __ATOMIC_RELAXED);
+        if (first >= job->rows * job->tokens) return;
+        const int64_t end = first + at_once < job->rows * job->tokens ? first + at_once : job->rows * job->tokens;
+        for (int64_t place = first; place < end; place++) {
+            const int64_t row = place / job->tokens, token = place % job->tokens;
+            const uint16_t *x = job->x + row * of[0] + token * of[2];
+            const uint16_t *cosine = job->cosine + row * of[6] + token * of[7];
+            const uint16_t *sine = job->sine + row * of[8] + token * of[9];
+            uint16_t *out = job->out + row * of[3] + token * of[5];
+            for (int64_t head = 0; head < job->heads; head++) {
+                if (job->back) rotate(x + head * of[1], cosine, sine, out + head * of[4], job->width / 2, 1);
+                else rotate(x + head * of[1], cosine, sine, out + head * of[4], job->width / 2, 0);
+            }
+        }
+    }
+}
+
+/* x and out [rows, heads, tokens, width], cosine and sine [rows, tokens, width], features side by side. */
+void blockwalk_rotary(const uint16_t *x, const uint16_t *cosine, const uint16_t *sine, uint16_t *out, const int64_t *strides,
+                      int64_t rows, int64_t heads, int64_t tokens, int64_t width, int back, parallel_fn parallel,
+                      int threads) {
+    turn_t job = {x, cosine, sine, out, strides, rows, heads, tokens, width, back, 0};
+    if (parallel == NULL || threads < 2) turn_body(&job);
+    else parallel(turn_body, &job, (unsigned)threads, 0);
 }
 
 /* What every thread runs: take the next rows until none are left. */
