@@ -59,8 +59,11 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("options", CASES, ids=lambda o: f"{o.name}-{o.weight_decay}")
-def test_fifty_steps_are_those_of_torch_optim_to_the_last_bit(options: OptimizerSettings) -> None:
+def test_fifty_steps_are_those_of_torch_optim_to_the_last_bit(
+    options: OptimizerSettings, together: bool
+) -> None:
     """Oracle: torch.optim (foreach=False, fused=False), parameters and states, under a schedule
     that moves the rate."""
     torch.manual_seed(1)
@@ -75,7 +78,11 @@ def test_fifty_steps_are_those_of_torch_optim_to_the_last_bit(options: Optimizer
         optimizer.param_groups[0]["lr"] = rate(step)
         for param, peer, state in zip(ours, theirs, states, strict=True):
             peer.grad = torch.randn_like(param) * 10.0 ** float(torch.randint(-6, 3, ()))
-            rule.apply_(param, peer.grad.clone(), state, step=step + 1, lr=rate(step))
+            if not together:
+                rule.apply_(param, peer.grad.clone(), state, step=step + 1, lr=rate(step))
+        if together:
+            grads = [peer.grad.clone() for peer in theirs if peer.grad is not None]
+            rule.apply_together_(ours, grads, states, step=step + 1, lr=rate(step))
         optimizer.step()
     for param, peer, state in zip(ours, theirs, states, strict=True):
         assert torch.equal(param, peer.detach())

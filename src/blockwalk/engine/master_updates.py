@@ -20,7 +20,7 @@ from blockwalk.engine.home import Differentiated
 from blockwalk.engine.undo import Undo
 from blockwalk.numerics.device import host_buffers, is_cpu, recorded
 from blockwalk.numerics.noise.key import NoiseKey
-from blockwalk.numerics.updates import Rule
+from blockwalk.numerics.updates import UPDATE_CHUNK, Rule
 
 
 class MasterUpdates:
@@ -54,6 +54,7 @@ class MasterUpdates:
         if plan.update.at_turn:  # whether the step counts is known only at its end
             states = [(change.master, *change.moments.values()) for change in changes]
             self._undo.remember(unit, [tensor for tensors in states for tensor in tensors])
+        together = _Together(step)
         for change in changes:
             on_device = not is_cpu(change.gradient.device)
             if coefficient != 1.0 and on_device:
@@ -69,9 +70,13 @@ class MasterUpdates:
                 moments = {name: _range(moment, part) for name, moment in change.moments.items()}
                 master = _range(change.master, part)
                 piece = _range(gradient, part)
+                if together.takes(master):
+                    together.add((rule, rate, scale), master, piece, moments)
+                    continue
                 rule.apply_(
                     master, piece, moments, step=step, lr=rate, rounding=rounding, scale=scale
                 )
+        together.apply()
         self.home.changed(unit)
 
     def _parts(self, places: Sequence[tuple[int, str]]) -> list[tuple[Rule, slice | None]]:
@@ -171,6 +176,47 @@ class MasterUpdates:
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
         """Return the pieces of a checkpoint that this rank holds, or writes."""
         return self.home.pieces(to_write=to_write)
+
+
+class _Together:
+    """Small changes of one rule, rate and scale on a processor, applied at once."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._settings: tuple[Rule, float, float] | None = None
+        self._parts: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
+        self._elements = 0
+
+    def takes(self, master: Tensor) -> bool:
+        """Return whether a master is one of those: in float32, where stochastic rounding has
+        nothing to do, and less than a chunk."""
+        small = master.numel() < UPDATE_CHUNK
+        return small and master.dtype == torch.float32 and is_cpu(master.device)
+
+    def add(
+        self,
+        settings: tuple[Rule, float, float],
+        master: Tensor,
+        gradient: Tensor,
+        moments: dict[str, Tensor],
+    ) -> None:
+        """Add a change, after those that wait where they are of other settings or fill a chunk."""
+        if settings != self._settings or self._elements + master.numel() > UPDATE_CHUNK:
+            self.apply()
+        self._settings = settings
+        self._parts.append((master, gradient, moments))
+        self._elements += master.numel()
+
+    def apply(self) -> None:
+        """Apply the changes that wait."""
+        if self._settings is None:
+            return
+        rule, rate, scale = self._settings
+        masters, gradients, moments = zip(*self._parts, strict=True)
+        rule.apply_together_(masters, gradients, moments, step=self._step, lr=rate, scale=scale)
+        self._settings = None
+        self._parts = []
+        self._elements = 0
 
 
 def _range(tensor: Tensor, part: slice | None) -> Tensor:

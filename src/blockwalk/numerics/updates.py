@@ -113,6 +113,35 @@ class Rule:
                 gradient = torch.mul(gradient, scale, out=scratch[: len(gradient)])
             rule(self.settings, work, part, gradient, *kept, step=step, lr=lr)
 
+    def apply_together_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[Mapping[str, Tensor]],
+        *,
+        step: int,
+        lr: float,
+        scale: float = 1.0,
+    ) -> None:
+        """Apply one update to several parameters, side by side in one tensor each: of an adapter's
+        small matrices it is the starts of operations that cost.
+
+        Args:
+            params, grads, states: as :meth:`apply_` takes of one, all float32 on a processor.
+        """
+        names = self.facts.states
+        kept = [[state[name] for state in states] for name in names]
+        param_P, grad_P, *state_P = (
+            torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+            for tensors in (params, grads, *kept)
+        )
+        state = dict(zip(names, state_P, strict=True))
+        self.apply_(param_P, grad_P, state, step=step, lr=lr, scale=scale)
+        lengths = [param.numel() for param in params]
+        for tensors, flat_P in zip((params, *kept), (param_P, *state_P), strict=True):
+            flat = [tensor.detach().view(-1) for tensor in tensors]
+            torch._foreach_copy_(flat, list(torch.split(flat_P, lengths)))
+
 
 def sgd(
     settings: OptimizerSettings, work: Tensor, p: Tensor, g: Tensor, *, step: int, lr: float
