@@ -20,12 +20,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from blockwalk.numerics import native_products
 from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.numerics.row_tiles import multiplied_in
 from blockwalk.program.program import Lane
 
 DECODING = "blockwalk::decode "
 """The beginning of such an operation's name; the elements that it decodes follow."""
+PRODUCT = "blockwalk::product "
+"""The same of a product by our kernel; its rows, summands and columns follow."""
 OPERANDS = {
     "aten::mm": (0, 1),
     "aten::bmm": (0, 1),
@@ -110,7 +113,11 @@ def roofline(walker: Any, batch: Any) -> Roofline:
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     faults = after.ru_minflt - before.ru_minflt
     walker.timeline = []
-    with _decoding(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+    with (
+        _decoding(),
+        _multiplying(),
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled,
+    ):
         began_ns = time.time_ns()
         began = time.perf_counter()
         walker.step(batch)
@@ -188,6 +195,22 @@ def _decoding() -> Iterator[None]:
             setattr(EncodedWeight, name, function)
 
 
+@contextmanager
+def _multiplying() -> Iterator[None]:
+    """Record the calls of our kernel of products as operations."""
+    original = native_products.product
+
+    def recorded(a_PI: Any, b_IO: Any, *args: Any, **kwargs: Any) -> None:
+        with record_function(f"{PRODUCT}{a_PI.shape[0]} {a_PI.shape[1]} {b_IO.shape[1]}"):
+            original(a_PI, b_IO, *args, **kwargs)
+
+    native_products.product = recorded
+    try:
+        yield
+    finally:
+        native_products.product = original
+
+
 def _calls(profiled: Any) -> Iterator[Call]:
     """Yield the operations of the thread that ran most of them; their own seconds are what calls
     within them leave."""
@@ -247,7 +270,7 @@ def class_of(call: Call) -> str:
         return "decoding"
     if any(name in call.name for name in ATTENTION):
         return "attention"
-    if call.name in OPERANDS:
+    if call.name in OPERANDS or call.name.startswith(PRODUCT):
         return "thin products" if min(_sides(call)) < THIN else "products"
     if call.name in VIEWS or not any(map(math.prod, filter(None, call.shapes))):
         return "starts"
@@ -256,6 +279,8 @@ def class_of(call: Call) -> str:
 
 def _sides(call: Call) -> list[int]:
     """Return the sides of a product's matrices."""
+    if call.name.startswith(PRODUCT):
+        return [int(side) for side in call.name.removeprefix(PRODUCT).split()]
     return [side for place in OPERANDS[call.name] for side in call.shapes[place][-2:]]
 
 
@@ -284,6 +309,11 @@ class Attainable:
             return 2.5 * int(call.name.removeprefix(DECODING)) / self._bandwidth
         if name == "attention":
             return _attention_flops(call) / self._flops
+        if call.name.startswith(PRODUCT):
+            rows, inner, columns = _sides(call)
+            a = torch.ones(rows, inner, dtype=torch.bfloat16)
+            b = torch.ones(inner, columns, dtype=torch.bfloat16)
+            return _best(lambda: torch.matmul(a, b))
         tensors = {
             place: torch.ones(shape, dtype=_DTYPES[dtype])
             for place, (shape, dtype) in enumerate(zip(call.shapes, call.dtypes, strict=False))
