@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from blockwalk.numerics import row_tiles
-from blockwalk.numerics.codecs.codecs import has_kernel
+from blockwalk.numerics import native_products, row_tiles
+from blockwalk.numerics.codecs.codecs import NativeSource, has_kernel
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight, Experts, LowRankSum, Weight
 from blockwalk.numerics.device import is_cpu
@@ -270,11 +270,24 @@ def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool) -
         arguments = (a_PI, weight.buffer, bias, layout.codec, shape, layout.group_size, by_rows)
         torch.ops.blockwalk.product_(out_PO, *arguments)
         return out
+    if native_products.takes(a_PI, out_PO) and (source := _source(weight, by_rows=by_rows)):
+        native_products.product_of_codes(a_PI, *source, out_PO, bias, by_rows=by_rows)
+        return out
     for start, stop in pairwise(_borders(n_in, n_out, a_PI)):
         part_IO = weight.rows(start, stop).t() if by_rows else weight.columns(start, stop)
         part_O = None if bias is None else bias[start:stop]
         row_tiles.mm(a_PI, part_IO, out_PO[:, start:stop], part_O)
     return out
+
+
+def _source(weight: Weight, *, by_rows: bool) -> tuple[NativeSource, int] | None:
+    """Return what our kernel of products decodes a weight from, a panel at a time, and its first
+    row. Groups wider than a panel would be decoded again for each of the panels of their
+    columns."""
+    if not isinstance(weight, EncodedWeight):
+        return None
+    narrow = by_rows or weight.layout.group_size <= native_products.WIDE
+    return weight.source() if narrow else None
 
 
 def _multiply(

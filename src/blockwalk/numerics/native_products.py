@@ -10,7 +10,9 @@ P rows, I summands, O outputs.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +21,10 @@ from blockwalk.numerics import native
 from blockwalk.numerics.scratch import shared_arena
 from blockwalk.plan.sizes import UNTILED_ROWS
 
-_WIDE = 32
+if TYPE_CHECKING:
+    from blockwalk.numerics.codecs.codecs import NativeSource
+
+WIDE = 32
 """Columns of the kernel's panel."""
 _CHUNK = 256
 """Rows of a task: enough that packing a panel costs little beside its products, few enough that
@@ -46,11 +51,29 @@ def makes(dtype: torch.dtype) -> bool:
 def fits(a_PI: Tensor, b_IO: Tensor, out_PO: Tensor) -> bool:
     """Return whether the kernel is there and makes this product: of matrices with data in bfloat16,
     each row by row or column by column, of more than a few rows."""
-    matrices = (a_PI, b_IO, out_PO)
-    if any(type(m) not in _PLAIN or not m.is_cpu or not makes(m.dtype) for m in matrices):
+    return takes(a_PI, out_PO) and _is_plain(b_IO) and 1 in b_IO.stride()
+
+
+def takes(a_PI: Tensor, out_PO: Tensor) -> bool:
+    """Return whether the kernel is there and makes products of this matrix with such results."""
+    if not (_is_plain(a_PI) and _is_plain(out_PO)):
         return False
-    lies_well = out_PO.stride(1) == 1 and 1 in a_PI.stride() and 1 in b_IO.stride()
+    lies_well = out_PO.stride(1) == 1 and 1 in a_PI.stride()
     return lies_well and len(out_PO) > UNTILED_ROWS and 0 not in a_PI.shape
+
+
+def _is_plain(matrix: Tensor) -> bool:
+    return type(matrix) in _PLAIN and matrix.is_cpu and makes(matrix.dtype)
+
+
+class _Encoded(ctypes.Structure):
+    """The kernel's ``encoded_t``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("decode", "scales", "codes")),
+        *((name, ctypes.c_int64) for name in ("row_bytes", "row_scales", "first_row")),
+        *((name, ctypes.c_int) for name in ("codec", "half")),
+    )
 
 
 def product(
@@ -63,22 +86,57 @@ def product(
     adds: bool = False,
 ) -> None:
     """Write ``alpha``·a·b + bias into ``out_PO``, or add ``alpha``·a·b to it."""
+    chunks = -(-len(a_PI) // _CHUNK)
+    _run(a_PI, (*_placed(b_IO), None), out_PO, bias_O, chunks, alpha=alpha, adds=adds)
+
+
+def product_of_codes(
+    a_PI: Tensor,
+    source: NativeSource,
+    first_row: int,
+    out_PO: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    by_rows: bool,
+) -> None:
+    """Write a·Wᵀ + bias into ``out_PO``, or a·W where not ``by_rows``: W in codes, from its row
+    ``first_row``, is decoded a panel at a time, and never whole."""
+    library = native.load("codecs")
+    assert library is not None
+    encoded = _Encoded(
+        ctypes.cast(library.blockwalk_decode, ctypes.c_void_p).value,
+        *(source.scales, source.codes, source.row_bytes, source.row_scales, first_row),
+        *(source.codec, source.half),
+    )
+    _run(a_PI, (None, 0, by_rows, ctypes.addressof(encoded)), out_PO, bias_O, 1)
+
+
+def _run(
+    a_PI: Tensor,
+    b: tuple[int | None, int, bool, int | None],
+    out_PO: Tensor,
+    bias_O: Tensor | None,
+    chunks: int,
+    *,
+    alpha: float = 1.0,
+    adds: bool = False,
+) -> None:
+    """Call the kernel on b as it takes one, with the rows in so many parts at least."""
     kernel = native.load("products")
     assert kernel is not None
     rows, inner = a_PI.shape
-    columns = b_IO.shape[1]
-    assert (len(b_IO), out_PO.shape) == (inner, (rows, columns)), (a_PI.shape, b_IO.shape)
+    columns = out_PO.shape[1]
     threads = torch.get_num_threads()
-    panels = -(-columns // _WIDE)
-    chunks = max(-(-rows // _CHUNK), -(-_TASKS * threads // panels) if threads > 1 else 1)
-    chunk = -(-rows // (chunks * _WIDE)) * _WIDE
-    units = (inner + 1) // 2 * _WIDE
+    if threads > 1:
+        chunks = max(chunks, _TASKS * threads // -(-columns // WIDE))
+    chunk = -(-rows // (chunks * WIDE)) * WIDE
+    units = (inner + 1) // 2 * WIDE
     scratch = shared_arena(a_PI.device).take(
-        "panels", threads, 2 * units, like=a_PI, dtype=torch.int32
+        "panels", threads, 3 * units, like=a_PI, dtype=torch.int32
     )
     kernel.blockwalk_product(
         *_placed(a_PI),
-        *_placed(b_IO),
+        *b,
         None if bias_O is None else bias_O.contiguous().data_ptr(),
         *(out_PO.data_ptr(), out_PO.stride(0)),
         *(rows, inner, columns, chunk),

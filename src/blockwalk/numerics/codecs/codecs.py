@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -300,6 +300,40 @@ def _encode_native(
     return True
 
 
+class NativeSource(NamedTuple):
+    """An encoded parameter as the C kernel takes it."""
+
+    codec: int
+    half: int
+    """Half of the numbers of a group."""
+    scales: int
+    codes: int
+    """Addresses."""
+    row_bytes: int
+    row_scales: int
+
+
+def native_source(buffer: Bytes, layout: Layout) -> NativeSource | None:
+    """Return what the C kernel decodes a parameter from; None where torch must."""
+    codec = matrix_codec(layout.codec).native if layout.groups else None
+    if codec is None or not isinstance(buffer, Tensor) or buffer.device.type != "cpu":
+        return None
+    if layout.parts is not None or native_code.load("codecs") is None:
+        return None
+    assert buffer.is_contiguous(), buffer.stride()
+    assert buffer.numel() == layout.nbytes, (buffer.shape, layout)
+    address = buffer.data_ptr()
+    facts = layout.codec.facts
+    return NativeSource(
+        codec,
+        layout.group_size // 2 if facts.group_sizes else 0,
+        address,
+        address if facts.interleaved else address + layout.scale_bytes,
+        layout.nbytes // layout.rows if facts.interleaved else layout.code_columns,
+        layout.groups,
+    )
+
+
 def _decode_native(
     buffer: Tensor,
     layout: Layout,
@@ -311,33 +345,19 @@ def _decode_native(
 ) -> bool:
     """Decode columns ``begin:end`` with the C kernel where it can: False, and nothing written,
     where torch must."""
-    codec = matrix_codec(layout.codec).native if layout.groups else None
+    source = native_source(buffer, layout)
     dtype = _NATIVE_DTYPE.get(out.dtype)
-    if codec is None or dtype is None or buffer.device.type != "cpu" or not out.is_contiguous():
+    if source is None or dtype is None or not out.is_contiguous():
         return False
     library = native_code.load("codecs")
-    if library is None:
-        return False
-    assert buffer.is_contiguous(), buffer.stride()
-    assert buffer.numel() == layout.nbytes, (buffer.shape, layout)
-    address = buffer.data_ptr()
+    assert library is not None
     threads = min(torch.get_num_threads(), out.numel() // _THREAD_ELEMENTS)
     library.blockwalk_decode(
-        codec,
-        layout.group_size // 2 if layout.codec.facts.group_sizes else 0,
-        dtype,
-        address,
-        address if layout.codec.facts.interleaved else address + layout.scale_bytes,
-        layout.nbytes // layout.rows if layout.codec.facts.interleaved else layout.code_columns,
-        layout.groups,
+        *(source.codec, source.half, dtype),
+        *(source.scales, source.codes, source.row_bytes, source.row_scales),
         None if index is None else index.data_ptr(),
-        start,
-        out.shape[0],
-        begin,
-        end,
-        out.data_ptr(),
-        native_code.team(),
-        threads,
+        *(start, out.shape[0], begin, end),
+        *(out.data_ptr(), native_code.team(), threads),
     )
     return True
 

@@ -10,7 +10,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from blockwalk.numerics.codecs.codecs import decode_rows, decode_whole, gather_rows, has_kernel
+from blockwalk.numerics.codecs.codecs import (
+    NativeSource,
+    decode_rows,
+    decode_whole,
+    gather_rows,
+    has_kernel,
+    native_source,
+)
 from blockwalk.numerics.codecs.layout import Bytes, Layout, dtype_of
 from blockwalk.numerics.scratch import shared_arena
 from blockwalk.plan.sizes import EXPERTS_BYTES
@@ -163,6 +170,14 @@ class EncodedWeight:
             decode_whole(self.buffer, self.layout, out)
         else:
             decode_rows(self.buffer, self.layout, *self._span, out)
+
+    def source(self) -> tuple[NativeSource, int] | None:
+        """Return what the C kernel decodes its rows from, in their order, and the first one's
+        number; None where torch must, or where they stand in another order."""
+        if len(self.shape) != 2 or self.layout.order is not None:
+            return None
+        source = native_source(self.buffer, self.layout)
+        return None if source is None else (source, self._span[0])
 
     def _take(self, rows: int, columns: int) -> Tensor:
         return shared_arena(self.device).take(

@@ -21,13 +21,24 @@ typedef struct {
     int turned;                              /* rows are what the product calls columns */
 } matrix_t;
 
+/* A matrix in codes: blockwalk_decode of codecs.c, and what it takes of one. */
+typedef struct {
+    void (*decode)(int codec, int half, int dtype, const void *scales, const void *codes, int64_t row_bytes,
+                   int64_t row_scales, const int64_t *index, int64_t start, int64_t rows, int64_t first, int64_t last,
+                   void *out, parallel_fn parallel, int threads);
+    const void *scales, *codes;
+    int64_t row_bytes, row_scales, first_row;
+    int codec, half;
+} encoded_t;
+
 typedef struct {
     matrix_t a, b;
+    const encoded_t *encoded;                /* b where it has no numbers */
     const uint16_t *bias;
     uint16_t *out;
     int64_t out_pitch, rows, inner, columns;
     int64_t chunk;                           /* rows of a task, a multiple of WIDE unless it is all */
-    uint32_t *scratch;                       /* of each thread two panels */
+    uint32_t *scratch;                       /* of each thread three panels: of b, of a turned, and decoded numbers */
     int64_t next_task, next_thread;
     float alpha;
     int adds;
@@ -172,20 +183,35 @@ static void rows_of(const job_t *job, const uint32_t *panel, uint32_t *panel_of_
     }
 }
 
+/* The columns from `column` of b, as units. */
+static void pack(const job_t *job, int64_t column, uint32_t *panel, uint16_t *decoded) {
+    const int64_t count = job->columns - column < WIDE ? job->columns - column : WIDE, inner = job->inner;
+    matrix_t b = job->b;
+    const uint16_t *from = b.numbers + (b.turned ? column * b.pitch : column);
+    if (job->encoded) {
+        const encoded_t *e = job->encoded;
+        const int64_t first = b.turned ? column : 0, rows = b.turned ? count : inner;
+        const int64_t left = b.turned ? 0 : column, width = b.turned ? inner : count;
+        e->decode(e->codec, e->half, 0, e->scales, e->codes, e->row_bytes, e->row_scales, NULL, e->first_row + first, rows,
+                  left, left + width, decoded, NULL, 1);
+        from = decoded;
+        b.pitch = width;
+    }
+    if (b.turned) pack_rows(from, b.pitch, count, inner, panel);
+    else pack_columns(from, b.pitch, count, inner, panel);
+}
+
 /* What every thread runs: take the next panel in the next rows until none is left. */
 static void body(void *data) {
     job_t *job = data;
     const int64_t units = pairs_of(job) * WIDE, panels = (job->columns + WIDE - 1) / WIDE;
-    uint32_t *panel = job->scratch + 2 * units * __atomic_fetch_add(&job->next_thread, 1, __ATOMIC_RELAXED);
+    uint32_t *panel = job->scratch + 3 * units * __atomic_fetch_add(&job->next_thread, 1, __ATOMIC_RELAXED);
     for (;;) {
         const int64_t task = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED);
         const int64_t first = task / panels * job->chunk, column = task % panels * WIDE;
         if (first >= job->rows) return;
         const int64_t end = first + job->chunk < job->rows ? first + job->chunk : job->rows;
-        const int64_t count = job->columns - column < WIDE ? job->columns - column : WIDE;
-        const matrix_t *b = &job->b;
-        if (b->turned) pack_rows(b->numbers + column * b->pitch, b->pitch, count, job->inner, panel);
-        else pack_columns(b->numbers + column, b->pitch, count, job->inner, panel);
+        pack(job, column, panel, (uint16_t *)(panel + 2 * units));
         rows_of(job, panel, panel + units, first, end, column);
     }
 }
@@ -193,10 +219,11 @@ static void body(void *data) {
 /* out[rows, columns] = alpha * a[rows, inner] * b[inner, columns] + (out, or bias, or nothing). A matrix lies turned where its
  * columns are the rows of its memory. */
 void blockwalk_product(const uint16_t *a, int64_t a_pitch, int a_turned, const uint16_t *b, int64_t b_pitch, int b_turned,
-                       const uint16_t *bias, uint16_t *out, int64_t out_pitch, int64_t rows, int64_t inner, int64_t columns,
-                       int64_t chunk, uint32_t *scratch, float alpha, int adds, parallel_fn parallel, int threads) {
-    job_t job = {{a, a_pitch, a_turned}, {b, b_pitch, b_turned}, bias, out, out_pitch, rows, inner, columns, chunk, scratch,
-                 0, 0, alpha, adds};
+                       const encoded_t *encoded, const uint16_t *bias, uint16_t *out, int64_t out_pitch, int64_t rows,
+                       int64_t inner, int64_t columns, int64_t chunk, uint32_t *scratch, float alpha, int adds,
+                       parallel_fn parallel, int threads) {
+    job_t job = {{a, a_pitch, a_turned}, {b, b_pitch, b_turned}, encoded, bias, out, out_pitch, rows, inner, columns, chunk,
+                 scratch, 0, 0, alpha, adds};
     if (parallel == NULL || threads < 2) body(&job);
     else parallel(body, &job, (unsigned)threads, 0);
 }
