@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from blockwalk.estimators import backprop
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.program.program import Pool, Shape, StepKind
@@ -160,7 +162,7 @@ def test_what_graphs_saved_goes_before_the_kernel_writes_it(
     saved.rewind()
     assert saved.write(numbers).data_ptr() == place
     before = never_written()
-    monkeypatch.setattr(activations, "_FRESH", 0.0)
+    monkeypatch.setattr(activations, "FRESH", 0.0)
     saved.rewind()
     if never_written() == before:
         pytest.skip(
@@ -168,3 +170,25 @@ def test_what_graphs_saved_goes_before_the_kernel_writes_it(
         )
     assert never_written() - before >= numbers.nbytes
     assert saved.write(numbers).equal(numbers)
+
+
+def test_maps_of_graphs_close_in_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the kernel's list of maps. What graphs saved goes without a step that asks for it, and
+    the next step computes what it would have."""
+    losses = []
+    for seconds in (0.2, 20.0):
+        monkeypatch.setattr(backprop, "FRESH", seconds)
+        walker = Walker(
+            tiny_model("llama"),
+            method("mebp", frozen="disk × raw", recompute="none"),
+            lora=LoraSettings(rank=2),
+            workdir=tmp_path,
+        )
+        with walker:
+            walker.step(random_batch(2, 32, seed=0))
+            of_a_step = mapped(tmp_path)
+            time.sleep(0.6)
+            closed = of_a_step - mapped(tmp_path)
+            assert (closed > 0) == (seconds < 1)
+            losses.append([walker.step(random_batch(2, 32, seed=n)).loss for n in (1, 2)])
+    assert losses[0] == losses[1]

@@ -13,6 +13,8 @@ block; Song and Tang, "Memory-Efficient Backpropagation ..." (2025), section 3."
 from __future__ import annotations
 
 import math
+import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -44,7 +46,7 @@ from blockwalk.program.program import Op, OpKind, Shape
 from blockwalk.program.state_sizes import maps_graphs
 from blockwalk.ranks.forward_sharing import ForwardSharing
 from blockwalk.ranks.ranks import Ranks
-from blockwalk.tiers.activations import Activations, SavedTensors
+from blockwalk.tiers.activations import FRESH, Activations, SavedTensors
 
 
 @dataclass(slots=True)
@@ -129,6 +131,8 @@ class Backprop:
         """Tensors that graphs save in file maps: those of kept graphs by :meth:`_place`, those of
         recomputed ones, which follow each other, under one key."""
         self._maps_graphs = maps_graphs(engine.plan, engine.device.type)
+        self._pause: threading.Timer | None = None
+        """The clock of the time since the last step."""
         self._alive = plan.visit * engine.stage.alive(len(plan.walks))
         """Micro-batches that are alive at once."""
         self.state: _State | None = None
@@ -155,6 +159,10 @@ class Backprop:
         state = self.state
         assert state is not None
         self.state = None
+        if self._maps_graphs:
+            self._pause = threading.Timer(FRESH, _forget_graphs, [weakref.ref(self)])
+            self._pause.daemon = True
+            self._pause.start()
         return StepFigures(
             state.loss, state.tokens, grad_norm=state.grad_norm, graph_bytes=state.graph_bytes
         )
@@ -191,6 +199,8 @@ class Backprop:
         if tokens is None:
             tokens = sum(loss_tokens({"labels": labels_BS}) for labels_BS in labels)
         step.require_labels(tokens)
+        if self._pause is not None:
+            self._pause.cancel()
         if not self.engine.module.training:
             self.engine.module.train()
         self.gradients.begin()
@@ -467,6 +477,13 @@ class Backprop:
         step = state.step.number
         rate = state.step.learning_rate
         self.updates.apply(op.unit, step=step, learning_rate=rate, coefficient=state.coefficient)
+
+
+def _forget_graphs(of: weakref.ref[Backprop]) -> None:
+    """Close the file maps of graphs in a pause, before Linux writes them out. Where a step begins
+    meanwhile its tensors keep their maps."""
+    if (estimator := of()) is not None:
+        estimator.saved.clear()
 
 
 def make(

@@ -117,11 +117,11 @@ def _as(tensor: Tensor, buffer_P: Tensor) -> Tensor:
 
 _PIECE = 8 << 20
 """Bytes of the file maps that saved tensors are written to, one after the other."""
-_FRESH = 20.0
+FRESH = 20.0
 """Seconds for which these maps are used again. Linux writes out what has been dirty for 30, though
 nobody will read it from the disk: of SmolLM2's graphs 1.4 GB each time, in 5 s in which one of two
 cores did nothing else (docs/tricks.md). The dirty pages of an unlinked file that is closed are
-never written."""
+never written. So they are closed as soon after a step that no other follows."""
 _SMALL = 512
 """Bytes of memory below which a saved tensor stays there. It lies among a block's temporaries, in
 whose place those of the next block then have no room: at 4096, where norms' statistics stayed, the
@@ -152,7 +152,7 @@ class SavedTensors:
         map."""
         self._place = (0, 0)
         self.nbytes = 0
-        if time.monotonic() > self._since + _FRESH:
+        if time.monotonic() > self._since + FRESH:
             self._maps = []
             self._used = []
             self._since = time.monotonic()
