@@ -173,8 +173,8 @@ def test_what_graphs_saved_goes_before_the_kernel_writes_it(
 
 
 def test_maps_of_graphs_close_in_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the kernel's list of maps. What graphs saved goes without a step that asks for it; the
-    next step computes what it would have."""
+    """Oracle: the kernel's list of maps. What graphs saved goes without a step that asks for it;
+    the next step computes what it would have."""
     losses = []
     for seconds in (0.2, 20.0):
         monkeypatch.setattr(backprop, "FRESH", seconds)
