@@ -111,6 +111,7 @@ class CutModel(BoundUnits):
                 # the walk recomputes blocks itself
                 module.__dict__["gradient_checkpointing"] = False
         fuse_chains(model)
+        self.anatomy = anatomy
         self._call_block: Callable[..., Any] = _call
         self._told = False
         """Whether it was said that long sequences are computed whole."""

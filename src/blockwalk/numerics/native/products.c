@@ -1,5 +1,6 @@
 /* Products of bfloat16 matrices on a processor that adds up pairs of such numbers (vdpbf16ps), for
- * numerics/native_products.py; elsewhere this file is empty.
+ * numerics/native_products.py; elsewhere this file is empty. So it is where there are tiles of them (AMX), whose products
+ * a library makes several times as fast.
  *
  * The answer's columns are taken WIDE at a time. Their part of b, a panel, is packed into the thread's memory as the
  * instruction reads it: a unit is two numbers that are neighbours in the sum. Rows of a go over it, ROWS at a time in
@@ -8,7 +9,7 @@
  * Nothing is allocated and nothing is kept.
  */
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 
 #include "vectors.h"
 
