@@ -28,7 +28,8 @@ from blockwalk.program.program import Lane
 DECODING = "blockwalk::decode "
 """The beginning of such an operation's name; the elements that it decodes follow."""
 PRODUCT = "blockwalk::product "
-"""The same of a product by our kernel; its rows, summands and columns follow."""
+"""The same of a product by our kernel, which decodes a weight inside it and adds an adapter's; its
+rows, summands and columns follow."""
 OPERANDS = {
     "aten::mm": (0, 1),
     "aten::bmm": (0, 1),
@@ -198,17 +199,17 @@ def _decoding() -> Iterator[None]:
 @contextmanager
 def _multiplying() -> Iterator[None]:
     """Record the calls of our kernel of products as operations."""
-    original = native_products.product
+    original = native_products.run
 
-    def recorded(a_PI: Any, b_IO: Any, *args: Any, **kwargs: Any) -> None:
-        with record_function(f"{PRODUCT}{a_PI.shape[0]} {a_PI.shape[1]} {b_IO.shape[1]}"):
-            original(a_PI, b_IO, *args, **kwargs)
+    def recorded(a_PI: Any, b: Any, out_PO: Any, *args: Any, **kwargs: Any) -> None:
+        with record_function(f"{PRODUCT}{a_PI.shape[0]} {a_PI.shape[1]} {out_PO.shape[1]}"):
+            original(a_PI, b, out_PO, *args, **kwargs)
 
-    native_products.product = recorded
+    native_products.run = recorded
     try:
         yield
     finally:
-        native_products.product = original
+        native_products.run = original
 
 
 def _calls(profiled: Any) -> Iterator[Call]:

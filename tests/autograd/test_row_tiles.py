@@ -97,6 +97,9 @@ def test_the_kernels_product(sides: tuple[int, int, int], of_a: str, of_b: str) 
     _close(out_PO, exact_PO + bias_O.double())
     native_products.product(*laid, alpha=0.5, adds=True)
     _close(out_PO, 1.5 * exact_PO + bias_O.double(), rounding=2**-7)
+    thin = (torch.randn(rows, 5).bfloat16(), _laid(torch.randn(5, columns).bfloat16(), of_b))
+    native_products.product(*laid, bias_O, thin=thin)
+    _close(out_PO, exact_PO + thin[0].double() @ thin[1].double() + bias_O.double())
     assert out_PO._base is not None
     assert int(out_PO._base.isnan().sum()) == out_PO._base.numel() - out_PO.numel()
 

@@ -216,16 +216,16 @@ class _LazyLinear(torch.autograd.Function):
         ctx.weight = weight
         ctx.scaling = scaling
         ctx.transposed = transposed
-        if skipped := any(weight is unused for unused in _unread.get()):
-            y = x.new_zeros(*x.shape[:-1], weight.shape[1 if transposed else 0])
-        else:
-            y = _product(x, weight, bias, by_rows=not transposed)
+        thin = None
         if a_RD is not None and b_NR is not None:
             t_PR = row_tiles.product(x.reshape(-1, x.shape[-1]), a_RD.t().contiguous())
             t_PR.mul_(scaling)
-            if not skipped:
-                row_tiles.add_product(y.view(-1, y.shape[-1]), t_PR, b_NR.t().contiguous())
+            thin = (t_PR, b_NR.t().contiguous())
             ctx.save_for_backward(x, a_RD, b_NR, t_PR)
+        if any(weight is unused for unused in _unread.get()):
+            y = x.new_zeros(*x.shape[:-1], weight.shape[1 if transposed else 0])
+        else:
+            y = _product(x, weight, bias, by_rows=not transposed, thin=thin)
         return y
 
     @staticmethod
@@ -233,31 +233,41 @@ class _LazyLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         grad_PN = grad_y.reshape(-1, grad_y.shape[-1])
         grad_x = grad_a = grad_b = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = _product(grad_y, ctx.weight, None, by_rows=ctx.transposed)
+        thin = None
         if saved := ctx.saved_tensors:
             x, a_RD, b_NR, t_PR = saved
             grad_t_PR = row_tiles.product(grad_PN, b_NR).mul_(ctx.scaling)
-            if grad_x is not None:
-                row_tiles.add_product(grad_x.view(-1, grad_x.shape[-1]), grad_t_PR, a_RD)
+            thin = (grad_t_PR, a_RD)
             if ctx.needs_input_grad[1]:
                 grad_a = row_tiles.sum_of_outer(grad_t_PR, x.reshape(-1, x.shape[-1]))
             if ctx.needs_input_grad[2]:
                 grad_b = row_tiles.sum_of_outer(t_PR, grad_PN).t().contiguous()
+        if ctx.needs_input_grad[0]:
+            grad_x = _product(grad_y, ctx.weight, None, by_rows=ctx.transposed, thin=thin)
         if ctx.needs_input_grad[3]:
             grad_bias = grad_PN.sum(0)
         return grad_x, grad_a, grad_b, grad_bias, None, None, None
 
 
-def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool) -> Tensor:
+def _product(
+    a: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    *,
+    by_rows: bool,
+    thin: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Return a·Wᵀ over chunks of W's rows, or a·W over chunks of its columns, written into slices
-    of one new tensor."""
+    of one new tensor; and with it the product of the matrices [P, R] and [R, O] of ``thin``."""
     n_in, n_out = weight.shape[::-1] if by_rows else weight.shape
     # An expanded gradient (that of a sum) would be copied again by each product.
     a_PI = a.reshape(-1, n_in).contiguous()
     # Not a view of it is what a layer gets: some (falcon) add to their products in place.
     out = torch.empty(*a.shape[:-1], n_out, dtype=a.dtype, device=a.device)
     out_PO = out.view(a_PI.shape[0], n_out)
+    if native_products.takes(a_PI, out_PO) and (source := _source(weight, by_rows=by_rows)):
+        native_products.product_of_codes(a_PI, *source, out_PO, bias, by_rows=by_rows, thin=thin)
+        return out
     if (
         isinstance(weight, EncodedWeight)
         and weight.shape == weight.layout.shape  # not one of a layer's experts
@@ -269,14 +279,13 @@ def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool) -
         shape = weight.shape
         arguments = (a_PI, weight.buffer, bias, layout.codec, shape, layout.group_size, by_rows)
         torch.ops.blockwalk.product_(out_PO, *arguments)
-        return out
-    if native_products.takes(a_PI, out_PO) and (source := _source(weight, by_rows=by_rows)):
-        native_products.product_of_codes(a_PI, *source, out_PO, bias, by_rows=by_rows)
-        return out
-    for start, stop in pairwise(_borders(n_in, n_out, a_PI)):
-        part_IO = weight.rows(start, stop).t() if by_rows else weight.columns(start, stop)
-        part_O = None if bias is None else bias[start:stop]
-        row_tiles.mm(a_PI, part_IO, out_PO[:, start:stop], part_O)
+    else:
+        for start, stop in pairwise(_borders(n_in, n_out, a_PI)):
+            part_IO = weight.rows(start, stop).t() if by_rows else weight.columns(start, stop)
+            part_O = None if bias is None else bias[start:stop]
+            row_tiles.mm(a_PI, part_IO, out_PO[:, start:stop], part_O)
+    if thin is not None:
+        row_tiles.add_product(out_PO, *thin)
     return out
 
 

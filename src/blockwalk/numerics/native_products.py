@@ -78,6 +78,11 @@ class _Encoded(ctypes.Structure):
     )
 
 
+Thin = tuple[Tensor, Tensor]
+"""Two matrices [P, R] and [R, O], the first by rows: their product goes into a larger one's sums."""
+_NO_THIN = (None, 0, None, 0, False, 0)
+
+
 def product(
     a_PI: Tensor,
     b_IO: Tensor,
@@ -86,10 +91,12 @@ def product(
     *,
     alpha: float = 1.0,
     adds: bool = False,
+    thin: Thin | None = None,
 ) -> None:
-    """Write ``alpha``·a·b + bias into ``out_PO``, or add ``alpha``·a·b to it."""
+    """Write ``alpha``·a·b + bias into ``out_PO``, or add ``alpha``·a·b to it; ``thin``'s product is
+    added to a·b."""
     chunks = -(-len(a_PI) // _CHUNK)
-    _run(a_PI, (*_placed(b_IO), None), out_PO, bias_O, chunks, alpha=alpha, adds=adds)
+    run(a_PI, (*_placed(b_IO), None), out_PO, bias_O, thin, chunks, alpha=alpha, adds=adds)
 
 
 def product_of_codes(
@@ -100,9 +107,10 @@ def product_of_codes(
     bias_O: Tensor | None = None,
     *,
     by_rows: bool,
+    thin: Thin | None = None,
 ) -> None:
     """Write a·Wᵀ + bias into ``out_PO``, or a·W where not ``by_rows``: W in codes, from its row
-    ``first_row``, is decoded a panel at a time, and never whole."""
+    ``first_row``, is decoded a panel at a time, and never whole. ``thin``'s product is added."""
     library = native.load("codecs")
     assert library is not None
     encoded = _Encoded(
@@ -110,20 +118,22 @@ def product_of_codes(
         *(source.scales, source.codes, source.row_bytes, source.row_scales, first_row),
         *(source.codec, source.half),
     )
-    _run(a_PI, (None, 0, by_rows, ctypes.addressof(encoded)), out_PO, bias_O, 1)
+    run(a_PI, (None, 0, by_rows, ctypes.addressof(encoded)), out_PO, bias_O, thin, 1)
 
 
-def _run(
+def run(
     a_PI: Tensor,
     b: tuple[int | None, int, bool, int | None],
     out_PO: Tensor,
     bias_O: Tensor | None,
+    thin: Thin | None,
     chunks: int,
     *,
     alpha: float = 1.0,
     adds: bool = False,
 ) -> None:
-    """Call the kernel on b as it takes one, with the rows in so many parts at least."""
+    """Call the kernel on b as it takes one, with the rows in so many parts at least: what every
+    product here comes to."""
     kernel = native.load("products")
     assert kernel is not None
     rows, inner = a_PI.shape
@@ -132,18 +142,29 @@ def _run(
     if threads > 1:
         chunks = max(chunks, _TASKS * threads // -(-columns // WIDE))
     chunk = -(-rows // (chunks * WIDE)) * WIDE
-    units = (inner + 1) // 2 * WIDE
-    scratch = shared_arena(a_PI.device).take(
-        "panels", threads, 3 * units, like=a_PI, dtype=torch.int32
-    )
+    units = 3 * _units(inner)
+    placed: tuple[object, ...] = _NO_THIN
+    if thin is not None:
+        thin_PR, thin_RO = thin
+        rank = len(thin_RO)
+        assert (thin_PR.shape, thin_PR.stride(1)) == ((rows, rank), 1), thin_PR.shape
+        placed = (*_placed(thin_PR)[:2], *_placed(thin_RO), rank)
+        units += _units(rank)
+    scratch = shared_arena(a_PI.device).take("panels", threads, units, like=a_PI, dtype=torch.int32)
     kernel.blockwalk_product(
         *_placed(a_PI),
         *b,
+        *placed,
         None if bias_O is None else bias_O.contiguous().data_ptr(),
         *(out_PO.data_ptr(), out_PO.stride(0)),
         *(rows, inner, columns, chunk),
         *(scratch.data_ptr(), alpha, adds, native.team(), threads),
     )
+
+
+def _units(inner: int) -> int:
+    """Return the units of a panel of so many summands."""
+    return (inner + 1) // 2 * WIDE
 
 
 def _placed(matrix: Tensor) -> tuple[int, int, bool]:

@@ -82,6 +82,7 @@ ARGUMENTS = {
     "blockwalk_product": (
         *(_POINTER, _LONG, _INT),  # a, the distance of its rows, whether it lies turned
         *(_POINTER, _LONG, _INT, _POINTER),  # b, or what it is decoded of
+        *(_POINTER, _LONG, _POINTER, _LONG, _INT, _LONG),  # two thin matrices, and their inner side
         *(_POINTER, _POINTER, _LONG),  # bias, out
         *(_LONG, _LONG, _LONG, _LONG),  # rows, summands, columns, rows of a task
         *(_POINTER, ctypes.c_float, _INT, _POINTER, _INT),  # memory, factor, adds, team, threads

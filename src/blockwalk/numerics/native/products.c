@@ -35,6 +35,8 @@ typedef struct {
 typedef struct {
     matrix_t a, b;
     const encoded_t *encoded;                /* b where it has no numbers */
+    matrix_t thin_a, thin_b;                 /* [rows, thin], [thin, columns]: their product goes into the same sums */
+    int64_t thin;
     const uint16_t *bias;
     uint16_t *out;
     int64_t out_pitch, rows, inner, columns;
@@ -45,7 +47,7 @@ typedef struct {
     int adds;
 } job_t;
 
-INLINE int64_t pairs_of(const job_t *job) { return (job->inner + 1) / 2; }
+INLINE int64_t pairs_of(int64_t inner) { return (inner + 1) / 2; }
 
 /* --- panels --------------------------------------------------------------------------------------------------------- */
 
@@ -131,17 +133,26 @@ INLINE void step(__m512 sums[ROWS][2], int rows, int vectors, const uint16_t *a,
     }
 }
 
-/* `rows` rows of the answer in a panel's columns. Units of a lie `unit_step` numbers apart, its rows `row_step`. */
+/* Units of a lie `unit_step` numbers apart, its rows `row_step`; a packed row is filled up. */
+INLINE void add_up(__m512 sums[ROWS][2], int rows, int vectors, const uint16_t *a, int64_t row_step, int64_t unit_step,
+                   const uint32_t *panel, int64_t inner, int packed) {
+    const int64_t whole = packed ? pairs_of(inner) : inner / 2;
+    for (int64_t k = 0; k < whole; k++)
+        step(sums, rows, vectors, a + k * unit_step, row_step, panel + k * WIDE, 4);
+    if (whole < pairs_of(inner))
+        step(sums, rows, vectors, a + whole * unit_step, row_step, panel + whole * WIDE, 2);
+}
+
+/* `rows` rows of the answer in a panel's columns; the thin panel lies behind it. */
 INLINE void block(const job_t *job, int rows, int vectors, const uint16_t *a, int64_t row_step, int64_t unit_step,
                   const uint32_t *panel, int64_t row, int64_t column) {
-    const int64_t whole = job->a.turned ? pairs_of(job) : job->inner / 2;            /* a packed row is filled up */
     __m512 sums[ROWS][2];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < whole; k++)
-        step(sums, rows, vectors, a + k * unit_step, row_step, panel + k * WIDE, 4);
-    if (whole < pairs_of(job))
-        step(sums, rows, vectors, a + whole * unit_step, row_step, panel + whole * WIDE, 2);
+    add_up(sums, rows, vectors, a, row_step, unit_step, panel, job->inner, job->a.turned);
+    if (job->thin)
+        add_up(sums, rows, vectors, job->thin_a.numbers + row * job->thin_a.pitch, job->thin_a.pitch, 2,
+               panel + pairs_of(job->inner) * WIDE, job->thin, 0);
     for (int v = 0; v < vectors; v++) {
         const int64_t place = column + v * LANES, left = job->columns - place;
         const __mmask16 some = left >= LANES ? 0xFFFF : (__mmask16)((1u << left) - 1);
@@ -184,47 +195,53 @@ static void rows_of(const job_t *job, const uint32_t *panel, uint32_t *panel_of_
     }
 }
 
-/* The columns from `column` of b, as units. */
-static void pack(const job_t *job, int64_t column, uint32_t *panel, uint16_t *decoded) {
-    const int64_t count = job->columns - column < WIDE ? job->columns - column : WIDE, inner = job->inner;
-    matrix_t b = job->b;
-    const uint16_t *from = b.numbers + (b.turned ? column * b.pitch : column);
-    if (job->encoded) {
-        const encoded_t *e = job->encoded;
-        const int64_t first = b.turned ? column : 0, rows = b.turned ? count : inner;
-        const int64_t left = b.turned ? 0 : column, width = b.turned ? inner : count;
-        e->decode(e->codec, e->half, 0, e->scales, e->codes, e->row_bytes, e->row_scales, NULL, e->first_row + first, rows,
-                  left, left + width, decoded, NULL, 1);
-        from = decoded;
-        b.pitch = width;
-    }
-    if (b.turned) pack_rows(from, b.pitch, count, inner, panel);
-    else pack_columns(from, b.pitch, count, inner, panel);
+/* `count` columns from `column` of a matrix of `inner` rows, as units. */
+static void pack(const matrix_t *b, int64_t inner, int64_t column, int64_t count, uint32_t *panel) {
+    if (b->turned) pack_rows(b->numbers + column * b->pitch, b->pitch, count, inner, panel);
+    else pack_columns(b->numbers + column, b->pitch, count, inner, panel);
+}
+
+/* The same of b in codes, by way of `decoded`. */
+static void pack_codes(const job_t *job, int64_t column, int64_t count, uint32_t *panel, uint16_t *decoded) {
+    const encoded_t *e = job->encoded;
+    const int turned = job->b.turned;
+    const int64_t first = turned ? column : 0, rows = turned ? count : job->inner;
+    const int64_t left = turned ? 0 : column, width = turned ? job->inner : count;
+    const matrix_t part = {decoded, width, turned};
+    e->decode(e->codec, e->half, 0, e->scales, e->codes, e->row_bytes, e->row_scales, NULL, e->first_row + first, rows, left,
+              left + width, decoded, NULL, 1);
+    pack(&part, job->inner, 0, count, panel);
 }
 
 /* What every thread runs: take the next panel in the next rows until none is left. */
 static void body(void *data) {
     job_t *job = data;
-    const int64_t units = pairs_of(job) * WIDE, panels = (job->columns + WIDE - 1) / WIDE;
-    uint32_t *panel = job->scratch + 3 * units * __atomic_fetch_add(&job->next_thread, 1, __ATOMIC_RELAXED);
+    const int64_t units = pairs_of(job->inner) * WIDE, thin_units = pairs_of(job->thin) * WIDE;
+    const int64_t panels = (job->columns + WIDE - 1) / WIDE, number = __atomic_fetch_add(&job->next_thread, 1, __ATOMIC_RELAXED);
+    uint32_t *panel = job->scratch + (3 * units + thin_units) * number, *panel_of_a = panel + units + thin_units;
     for (;;) {
         const int64_t task = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED);
         const int64_t first = task / panels * job->chunk, column = task % panels * WIDE;
         if (first >= job->rows) return;
         const int64_t end = first + job->chunk < job->rows ? first + job->chunk : job->rows;
-        pack(job, column, panel, (uint16_t *)(panel + 2 * units));
-        rows_of(job, panel, panel + units, first, end, column);
+        const int64_t count = job->columns - column < WIDE ? job->columns - column : WIDE;
+        if (job->encoded) pack_codes(job, column, count, panel, (uint16_t *)(panel_of_a + units));
+        else pack(&job->b, job->inner, column, count, panel);
+        if (job->thin) pack(&job->thin_b, job->thin, column, count, panel + units);
+        rows_of(job, panel, panel_of_a, first, end, column);
     }
 }
 
-/* out[rows, columns] = alpha * a[rows, inner] * b[inner, columns] + (out, or bias, or nothing). A matrix lies turned where its
- * columns are the rows of its memory. */
+/* out[rows, columns] = alpha * (a[rows, inner] * b[inner, columns] + thin_a[rows, thin] * thin_b[thin, columns]) + (out, or
+ * bias, or nothing). A matrix lies turned where its columns are the rows of its memory; thin_a does not. */
 void blockwalk_product(const uint16_t *a, int64_t a_pitch, int a_turned, const uint16_t *b, int64_t b_pitch, int b_turned,
-                       const encoded_t *encoded, const uint16_t *bias, uint16_t *out, int64_t out_pitch, int64_t rows,
-                       int64_t inner, int64_t columns, int64_t chunk, uint32_t *scratch, float alpha, int adds,
-                       parallel_fn parallel, int threads) {
-    job_t job = {{a, a_pitch, a_turned}, {b, b_pitch, b_turned}, encoded, bias, out, out_pitch, rows, inner, columns, chunk,
-                 scratch, 0, 0, alpha, adds};
+                       const encoded_t *encoded, const uint16_t *thin_a, int64_t thin_a_pitch, const uint16_t *thin_b,
+                       int64_t thin_b_pitch, int thin_b_turned, int64_t thin, const uint16_t *bias, uint16_t *out,
+                       int64_t out_pitch, int64_t rows, int64_t inner, int64_t columns, int64_t chunk, uint32_t *scratch,
+                       float alpha, int adds, parallel_fn parallel, int threads) {
+    job_t job = {{a, a_pitch, a_turned}, {b, b_pitch, b_turned}, encoded, {thin_a, thin_a_pitch, 0},
+                 {thin_b, thin_b_pitch, thin_b_turned}, thin, bias, out, out_pitch, rows, inner, columns, chunk, scratch,
+                 0, 0, alpha, adds};
     if (parallel == NULL || threads < 2) body(&job);
     else parallel(body, &job, (unsigned)threads, 0);
 }
