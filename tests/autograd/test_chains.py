@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ NORM, NORM_BACKWARD = "blockwalk::rms_norm", "blockwalk::rms_norm_backward"
 GATE, GATE_BACKWARD = "blockwalk::swiglu", "blockwalk::swiglu_backward"
 
 
-def config(**settings: object) -> LlamaConfig:
+def config(**settings: Any) -> LlamaConfig:
     return LlamaConfig(hidden_size=40, intermediate_size=72, num_attention_heads=4, **settings)
 
 

@@ -79,7 +79,8 @@ class _Encoded(ctypes.Structure):
 
 
 Thin = tuple[Tensor, Tensor]
-"""Two matrices [P, R] and [R, O], the first by rows: their product goes into a larger one's sums."""
+"""Two matrices [P, R] and [R, O], the first by rows: their product goes into a larger one's
+sums."""
 _NO_THIN = (None, 0, None, 0, False, 0)
 
 
