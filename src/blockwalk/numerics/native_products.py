@@ -61,7 +61,7 @@ def takes(a_PI: Tensor, out_PO: Tensor) -> bool:
     lies_well = out_PO.stride(1) == 1 and 1 in a_PI.stride()
     # a few rows, as generation has, are soon multiplied; a sum over tokens is one of many lengths
     many = len(out_PO) > UNTILED_ROWS or a_PI.stride(1) != 1
-    return lies_well and many and 0 not in a_PI.shape
+    return lies_well and many and 0 not in a_PI.shape and not torch.compiler.is_compiling()
 
 
 def _is_plain(matrix: Tensor) -> bool:
@@ -143,6 +143,7 @@ def run(
     if threads > 1:
         chunks = max(chunks, _TASKS * threads // -(-columns // WIDE))
     chunk = -(-rows // (chunks * WIDE)) * WIDE
+    bias_O = None if bias_O is None else bias_O.contiguous()
     units = 3 * _units(inner)
     placed: tuple[object, ...] = _NO_THIN
     if thin is not None:
@@ -156,7 +157,7 @@ def run(
         *_placed(a_PI),
         *b,
         *placed,
-        None if bias_O is None else bias_O.contiguous().data_ptr(),
+        None if bias_O is None else bias_O.data_ptr(),
         *(out_PO.data_ptr(), out_PO.stride(0)),
         *(rows, inner, columns, chunk),
         *(scratch.data_ptr(), alpha, adds, native.team(), threads),
