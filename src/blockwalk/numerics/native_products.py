@@ -61,7 +61,13 @@ def takes(a_PI: Tensor, out_PO: Tensor) -> bool:
     lies_well = out_PO.stride(1) == 1 and 1 in a_PI.stride()
     # a few rows, as generation has, are soon multiplied; a sum over tokens is one of many lengths
     many = len(out_PO) > UNTILED_ROWS or a_PI.stride(1) != 1
-    return lies_well and many and 0 not in a_PI.shape and not torch.compiler.is_compiling()
+    return lies_well and many and 0 not in a_PI.shape and not _is_watched()
+
+
+def _is_watched() -> bool:
+    """Return whether something watches torch's operations, a meter or a compiler: it is to see a
+    product."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling()
 
 
 def _is_plain(matrix: Tensor) -> bool:
