@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from blockwalk.numerics import chains
+from blockwalk.system.deferred_imports import deferred_imports
 
 _EPS = ("variance_epsilon", "eps")
 """Names under which norms keep the number that they add to the mean of squares."""
@@ -31,6 +32,7 @@ _ROUNDED = 2**-7
 gelu is 0.1."""
 
 
+@deferred_imports()  # a trial's gradients are of plain shapes
 def fuse_chains(model: nn.Module) -> None:
     """Let norms and feed-forward layers of a model compute their chains in one pass each, where
     they get bfloat16 on a processor."""
