@@ -99,7 +99,7 @@ def test_ranks_that_evaluate_a_batch_each_are_refused() -> None:
         ), said
 
 
-def _unlike_batches(rank: int) -> list[str]:
+def _unlike_batches(rank: int, name: str) -> list[str]:
     batch = random_batch(4, 8)
     unlike: list[Any] = [
         {name: value[:, : 8 - rank] for name, value in batch.items()},
@@ -107,18 +107,24 @@ def _unlike_batches(rank: int) -> list[str]:
         [1] if rank else batch,
         {name: value[: 4 - 4 * rank] for name, value in batch.items()},
     ]
-    with Walker(tiny_model("llama"), _plan("fcdp", {})) as walker:
-        return [refused(lambda: walker.step(given)) for given in unlike]  # noqa: B023
+    unlike.append({**batch, "input_ids": batch["input_ids"] + 99999 * rank})
+    with Walker(tiny_model("llama"), _plan(name, {})) as walker:
+        said = [refused(lambda: walker.step(given)) for given in unlike]  # noqa: B023
+        assert walker.step(batch).step == 1
+    return said
 
 
-def test_a_batch_of_another_shape_is_told_with_both_values_on_every_rank() -> None:
-    """By hand: lengths, keys, what is no batch, and no rows."""
-    for lengths, keys, none, empty in run_ranks(2, _unlike_batches):
+@pytest.mark.parametrize("name", ["fcdp", "mezo", "distzo2"])
+def test_a_batch_of_another_shape_is_told_with_both_values_on_every_rank(name: str) -> None:
+    """By hand: lengths, keys, what is no batch, no rows, and a token that no row is of."""
+    for lengths, keys, none, empty, unknown in run_ranks(2, _unlike_batches, name):
         assert "input_ids: rank 0 has 4 × 8 int64, rank 1 has 4 × 7 int64" in lengths
         assert "(attention_mask: rank 0 has none, rank 1 has 4 × 8 int64)" in keys
         assert none.startswith("step 1: rank 1: a batch is a mapping with input_ids and labels")
         assert empty.startswith("step 1: rank 1: every tensor of a batch must be")
         assert "input_ids (0, 8)" in empty
+        assert unknown.startswith("step 1: rank 1: ")
+        assert str(int(random_batch(4, 8)["input_ids"].max()) + 99999) in unknown
 
 
 def _own_weights(rank: int, folders: list[Path]) -> list[str]:

@@ -2,8 +2,9 @@
 on which part of the batch, and what they say.
 
 Neighbours share the forwards of a step (``mesh.perturb``); groups of them cut the global batch
-(``mesh.data``). A step is one exchange: each rank's losses, their token counts, a digest of the
-last entry and whether a signal asks the run to stop. The shared seed and the ledger are rank 0's.
+(``mesh.data``). A step is two exchanges: before anything runs the batch is compared
+(:meth:`~blockwalk.ranks.ranks.Ranks.begin`), and then come each rank's losses, their token counts
+and a digest of the last entry. The shared seed and the ledger are rank 0's.
 :class:`MeshSharing` shares a step as the mesh says, the same in every step."""
 
 from __future__ import annotations
@@ -110,12 +111,9 @@ class MeshSharing:
         cuts = len(counted)
         longest = -(-passes // ranks.mesh.perturb) * len(self.micro_batches_of(0, cuts)) * rows
         counts = [counted[cut] for cut in self.micro_batches_of(ranks.rank, cuts)]
-        facts = (ranks.batch_digest, self._last_entry_digest, float(ranks.own_stop_signal()))
         padding = [0.0] * (longest - len(own))
-        everyone = ranks.exchange([*own, *padding, *map(float, counts), *facts])
-        ranks.stop_signal_of_any_rank = max(int(values.pop()) for values in everyone)
+        everyone = ranks.exchange([*own, *padding, *map(float, counts), self._last_entry_digest])
         entry_digests = [values.pop() for values in everyone]
-        ranks.require_one_batch(step, [values.pop() for values in everyone])
         table = [[math.nan] * (cuts * rows) for _ in range(passes)]
         for rank, values in enumerate(everyone):
             if entry_digests[rank] != self._last_entry_digest:

@@ -88,7 +88,7 @@ class Ranks:
 
     def read(self, batch: Mapping[str, Tensor] | None, facts: Mapping[str, str]) -> None:
         """Take note of the batch of the step or evaluation to come. It is compared before any of it
-        is used (:meth:`begin`), or with a step's losses.
+        is used (:meth:`begin`).
 
         Args:
             batch: the global batch; None where this rank brings rows of its own.

@@ -434,9 +434,16 @@ class Walker:
                 step.number,
                 {name: str(digest_of({name: values})) for name, values in targets.items()},
             )
-        parts = cut_shared(batch, self.plan, packs=packs, vocab_size=self.spec.vocab_size)
+        parts: BatchParts | None = None
+        error = ""
+        try:
+            parts = cut_shared(batch, self.plan, packs=packs, vocab_size=self.spec.vocab_size)
+        except ValueError as raised:
+            error = str(raised)
         facts = batch if not targets else {**batch, **targets}
-        self.ranks.read(facts, shapes_of(batch))
+        self.ranks.read(None if error else facts, shapes_of(batch))
+        self.ranks.begin(step.number, (), error)
+        assert parts is not None, "a rank that cannot cut its batch is refused on every rank"
         self.sharing.read(facts)
         return parts
 
