@@ -12,13 +12,16 @@ import torch
 from safetensors.torch import load_file
 
 from blockwalk.cutting.verify import certified
+from blockwalk.engine.pack import pack
+from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.plan.methods import method
-from blockwalk.plan.placement import StateKind
+from blockwalk.plan.placement import Codec, StateKind
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.support.held import masters
 from tests.support.processes import run_ranks
+from tests.support.quantised_files import tiny, write
 from tests.support.sharded_runs import _loss
 
 
@@ -72,3 +75,60 @@ def test_a_rank_reads_of_experts_what_its_slices_hold(lora: bool, tmp_path: Path
         for name, parameter in model.named_parameters() if not lora else ():
             assert torch.equal(weights[name], parameter), name
     assert sum(slices for _, slices, *_ in answers) == sum(t.nbytes for t in experts.values())
+
+
+def _opened_in_codes(rank: int, folder: Path) -> tuple[int, int, float]:
+    """Return the elements of stacked experts that this rank decodes as it opens the model, those of
+    the slices that it keeps, and the loss of a step."""
+    decoded = 0
+    stacks = 0
+    read_range = EncodedWeight.read_range_into
+    rows = EncodedWeight.rows
+
+    def ranges(self, start, out_P):  # type: ignore[no-untyped-def]
+        nonlocal stacks
+        stacks += len(self.shape) == 3
+        read_range(self, start, out_P)
+        stacks -= len(self.shape) == 3
+
+    def some_rows(self, start, stop):  # type: ignore[no-untyped-def]
+        nonlocal decoded
+        decoded += (stop - start) * self.shape[-1] if stacks else 0
+        return rows(self, start, stop)
+
+    plan = method("zero3", mesh={"world": 2}, compute_dtype="float32")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EncodedWeight, "read_range_into", ranges)
+        patch.setattr(EncodedWeight, "rows", some_rows)
+        walker = Walker(folder, plan, lora={"rank": 2}, workdir=folder.parent / "work")
+    with walker:
+        home: Any = walker.engine.homes[StateKind.FROZEN]
+        slices = 0
+        for unit in home.units:
+            for run in home.runs(unit, 2) if unit.numel else ():
+                slices += run.size if ".experts." in run.name else 0
+        return decoded, slices, walker.step(random_batch(4, 8)).loss
+
+
+@pytest.mark.parametrize("stored", ["packed to int4", "mxfp4"])
+def test_a_rank_decodes_of_a_stack_in_codes_what_its_slices_hold(
+    stored: str, tmp_path: Path
+) -> None:
+    """Closed form: half of the elements, and the rows at the ends of slices; the loss is one
+    process's, which decodes each expert whole."""
+    folder = tmp_path / "model"
+    if stored == "mxfp4":
+        write(folder, "mxfp4")
+        certified(tiny("mxfp4"))
+    else:
+        model = tiny_model("mixtral", num_local_experts=6)
+        model.save_pretrained(tmp_path / "whole")
+        pack(tmp_path / "whole", folder, Codec.INT4)
+        certified(tiny_model("mixtral", num_local_experts=6))
+    answers = run_ranks(2, _opened_in_codes, folder, timeout=400)
+    alone = method("plain", compute_dtype="float32")
+    with Walker(folder, alone, lora={"rank": 2}, workdir=tmp_path / "alone") as walker:
+        expected = walker.step(random_batch(4, 8)).loss
+    for decoded, slices, loss in answers:
+        assert 0 < slices <= decoded <= 1.1 * slices
+        assert loss == pytest.approx(expected, rel=1e-6)

@@ -193,15 +193,19 @@ class ModelHandle:
 
     def part(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         """Return elements ``start:stop`` of a flat parameter; mapped where it lies in one piece. Of
-        one that is made of several tensors, those that the range does not meet are not read. On
-        torch's meta device nothing is."""
+        one in codes the rows that the range meets are decoded; of one that is made of several
+        tensors, those that it does not meet are not read. On torch's meta device nothing is."""
         if self.device.type == "meta":
             dtype = self.compute_dtype_of(name)
             return torch.empty(stop - start, dtype=dtype, device=self.device)
-        if name in self.in_memory or self._source_of(name).in_place(name):
-            return self.whole(name, shape).reshape(-1)[start:stop]
+        stored = self.stored(name)
         part_P = torch.empty(stop - start, dtype=self.compute_dtype_of(name))
-        self._source_of(name).read_range_into(name, start, part_P)
+        if isinstance(stored, EncodedWeight):
+            stored.to(part_P.dtype).read_range_into(start, part_P)
+        elif stored is None:
+            self._source_of(name).read_range_into(name, start, part_P)
+        else:
+            return self.whole(name, shape).reshape(-1)[start:stop]
         return part_P
 
     def fill(self, name: str, layout: Layout, out_P: Tensor) -> None:

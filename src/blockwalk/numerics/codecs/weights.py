@@ -179,6 +179,21 @@ class EncodedWeight:
         source = native_source(self.buffer, self.layout)
         return None if source is None else (source, self._span[0])
 
+    def read_range_into(self, start: int, out_P: Tensor) -> None:
+        """Decode consecutive elements, flat, from ``start`` on into ``out_P`` (any floating dtype):
+        the rows that they lie in, of experts too, and no others."""
+        *_, height, width = self.shape
+        stop = start + len(out_P)
+        for index in range(start // (height * width), -(-stop // (height * width))):
+            matrix = self.expert(index) if len(self.shape) == 3 else self
+            begin = index * height * width
+            first = max(start - begin, 0)
+            last = min(stop - begin, height * width)
+            rows_RD = matrix.rows(first // width, -(-last // width))
+            skipped = first % width
+            part_P = rows_RD.reshape(-1)[skipped : skipped + last - first]
+            out_P[begin + first - start : begin + last - start].copy_(part_P)
+
     def _take(self, rows: int, columns: int) -> Tensor:
         return shared_arena(self.device).take(
             "weight", rows, columns, like=self._like, dtype=self.dtype
