@@ -149,6 +149,16 @@ def formula(case: Case, nodes: int, local: int, parameters: int, trained: int) -
     return share_n * 4 * 2 * trained
 
 
+def wire_seconds(arguments: argparse.Namespace, case: Case, rate: str | None) -> float:
+    """Seconds that the bytes of a step take between two nodes at a rate."""
+    hidden = arguments.hidden
+    block = 4 * hidden * hidden + 3 * hidden * (hidden * 8 // 3)
+    parameters = arguments.layers * block + 2 * VOCABULARY * hidden
+    trained = arguments.layers * 4 * 2 * hidden * 8 if case.lora else parameters
+    nbytes = formula(case, 2, arguments.ranks_per_node, parameters, trained)
+    return nbytes * 8 / bits(rate or "unshaped")
+
+
 def limit(rate: str | None) -> None:
     """Limit what the calling rank's node sends, such as ``"200mbit"``; None lifts it. One rank of
     each node calls this. What may leave at once is little beside a step's bytes: 256 KB from 200

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.engine import pack_cache
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
@@ -99,32 +100,72 @@ def test_ranks_that_evaluate_a_batch_each_are_refused() -> None:
         ), said
 
 
-def _unlike_batches(rank: int, name: str) -> list[str]:
-    batch = random_batch(4, 8)
+def _unlike_batches(rank: int, name: str, nodes: int) -> list[str]:
+    """Return what a step of each batch that rank 1 has unlike is refused with. A step before them
+    leaves an update that waits, where a method has one; two after them are those of a walker that
+    has never been given such a batch."""
+    odd = rank == 1
+    batch = random_batch(8, 8)
     unlike: list[Any] = [
-        {name: value[:, : 8 - rank] for name, value in batch.items()},
-        batch if rank else {name: batch[name] for name in ("input_ids", "labels")},
-        [1] if rank else batch,
-        {name: value[: 4 - 4 * rank] for name, value in batch.items()},
+        {name: value[:, : 8 - odd] for name, value in batch.items()},
+        batch if odd else {name: batch[name] for name in ("input_ids", "labels")},
+        [1] if odd else batch,
+        {name: value[: 8 - 8 * odd] for name, value in batch.items()},
+        {**batch, "input_ids": batch["input_ids"] + 99999 * odd},
     ]
-    unlike.append({**batch, "input_ids": batch["input_ids"] + 99999 * rank})
-    with Walker(tiny_model("llama"), _plan(name, {})) as walker:
-        said = [refused(lambda: walker.step(given)) for given in unlike]  # noqa: B023
-        assert walker.step(batch).step == 1
+    plan = method(name, mesh={"world": 2 * nodes, "ranks_per_node": 2})
+    losses = []
+    said = []
+    for batches in (unlike, []):
+        with Walker(tiny_model("llama"), plan) as walker:
+            before = walker.step(batch).loss
+            said += [refused(lambda: walker.step(given)) for given in batches]  # noqa: B023
+            losses.append([before, walker.step(batch).loss, walker.step(batch).loss])
+            assert walker.steps_done == 3
+    assert losses[0] == losses[1]
     return said
 
 
-@pytest.mark.parametrize("name", ["fcdp", "mezo", "distzo2"])
-def test_a_batch_of_another_shape_is_told_with_both_values_on_every_rank(name: str) -> None:
-    """By hand: lengths, keys, what is no batch, no rows, and a token that no row is of."""
-    for lengths, keys, none, empty, unknown in run_ranks(2, _unlike_batches, name):
-        assert "input_ids: rank 0 has 4 × 8 int64, rank 1 has 4 × 7 int64" in lengths
-        assert "(attention_mask: rank 0 has none, rank 1 has 4 × 8 int64)" in keys
-        assert none.startswith("step 1: rank 1: a batch is a mapping with input_ids and labels")
-        assert empty.startswith("step 1: rank 1: every tensor of a batch must be")
+@pytest.mark.parametrize(
+    ("name", "nodes"), [("fcdp", 1), ("mezo", 1), ("distzo2", 1), ("distzo2", 2)]
+)
+def test_a_batch_of_another_shape_is_told_with_both_values_on_every_rank(
+    name: str, nodes: int
+) -> None:
+    """By hand: lengths, keys, what is no batch, no rows, and a token that no row is of. What is
+    learnt before and after is what is learnt without them."""
+    answers = run_ranks(2 * nodes, _unlike_batches, name, nodes)
+    for lengths, keys, none, empty, unknown in answers:
+        assert "input_ids: rank 0 has 8 × 8 int64, rank 1 has 8 × 7 int64" in lengths
+        assert "(attention_mask: rank 0 has none, rank 1 has 8 × 8 int64)" in keys
+        assert none.startswith("step 2: rank 1: a batch is a mapping with input_ids and labels")
+        assert empty.startswith("step 2: rank 1: every tensor of a batch must be")
         assert "input_ids (0, 8)" in empty
+        assert unknown.startswith("step 2: rank 1: ")
+        assert str(int(random_batch(8, 8)["input_ids"].max()) + 99999) in unknown
+
+
+def _unlike_words(rank: int) -> list[str]:
+    batch = random_batch(8, 8)
+    words = LabelWordBatch(batch, torch.tensor([0, 1, 1, 0]), 2)
+    fewer = {name: value[: 8 - 4 * rank] for name, value in batch.items()}
+    other = {**batch, "input_ids": batch["input_ids"] + 99999 * rank}
+    unlike = [
+        LabelWordBatch(fewer, torch.tensor([0, 1, 1, 0])[: 4 - 2 * rank], 2),
+        LabelWordBatch(other, words.targets_B, 2),
+    ]
+    plan = method("mezo", mesh={"world": 2}, **{"zo.objective": "accuracy"})
+    with Walker(tiny_model("llama"), plan) as walker:
+        said = [refused(lambda: walker.step(given)) for given in unlike]  # noqa: B023
+        assert walker.step(words).step == 1
+    return said
+
+
+def test_examples_of_label_words_are_compared_before_their_losses() -> None:
+    """By hand: fewer examples on rank 1, whose losses are fewer; and a token that no row is of."""
+    for fewer, unknown in run_ranks(2, _unlike_words):
+        assert "input_ids: rank 0 has 8 × 8 int64, rank 1 has 4 × 8 int64" in fewer
         assert unknown.startswith("step 1: rank 1: ")
-        assert str(int(random_batch(4, 8)["input_ids"].max()) + 99999) in unknown
 
 
 def _own_weights(rank: int, folders: list[Path]) -> list[str]:

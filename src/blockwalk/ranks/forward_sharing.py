@@ -2,9 +2,8 @@
 on which part of the batch, and what they say.
 
 Neighbours share the forwards of a step (``mesh.perturb``); groups of them cut the global batch
-(``mesh.data``). A step is two exchanges: before anything runs the batch is compared
-(:meth:`~blockwalk.ranks.ranks.Ranks.begin`), and then come each rank's losses, their token counts
-and a digest of the last entry. The shared seed and the ledger are rank 0's.
+(``mesh.data``). A step is one exchange: each rank's losses, their token counts, a digest of the
+last entry and whether a signal asks the run to stop. The shared seed and the ledger are rank 0's.
 :class:`MeshSharing` shares a step as the mesh says, the same in every step."""
 
 from __future__ import annotations
@@ -67,6 +66,13 @@ class ForwardSharing(Protocol):
             RuntimeError: their steps before differ.
         """
 
+    def refuse(self, step: int, error: str, passes: int, cuts: int) -> None:
+        """Refuse a step's batch on every rank, in place of the losses of this one.
+
+        Raises:
+            ValueError: always; on every rank the same.
+        """
+
     def confirm(self, step: int, entry: object, *, wait: bool) -> None:
         """Compare a step's entry with rank 0's, now where ``wait`` says so.
 
@@ -109,11 +115,10 @@ class MeshSharing:
     ) -> list[list[float]]:
         ranks = self.ranks
         cuts = len(counted)
-        longest = -(-passes // ranks.mesh.perturb) * len(self.micro_batches_of(0, cuts)) * rows
+        longest = self._numbers(passes, cuts) * rows
         counts = [counted[cut] for cut in self.micro_batches_of(ranks.rank, cuts)]
         padding = [0.0] * (longest - len(own))
-        everyone = ranks.exchange([*own, *padding, *map(float, counts), self._last_entry_digest])
-        entry_digests = [values.pop() for values in everyone]
+        everyone, entry_digests = self._exchange(step, [*own, *padding, *map(float, counts)])
         table = [[math.nan] * (cuts * rows) for _ in range(passes)]
         for rank, values in enumerate(everyone):
             if entry_digests[rank] != self._last_entry_digest:
@@ -132,6 +137,28 @@ class MeshSharing:
                 f" {expected}"
             )
         return table
+
+    def refuse(self, step: int, error: str, passes: int, cuts: int) -> None:
+        """Send the refusal where the losses would be."""
+        counts = len(self.micro_batches_of(self.ranks.rank, cuts))
+        self._exchange(step, [0.0] * (self._numbers(passes, cuts) + counts))
+
+    def _numbers(self, passes: int, cuts: int) -> int:
+        """Return the forwards of parts that a rank runs at most."""
+        return -(-passes // self.ranks.mesh.perturb) * len(self.micro_batches_of(0, cuts))
+
+    def _exchange(
+        self, step: int, numbers: Sequence[float]
+    ) -> tuple[list[list[float]], list[float]]:
+        """Return everybody's numbers and digests of the last entry, by rank, when all have been
+        given the same batch."""
+        ranks = self.ranks
+        facts = (ranks.batch_digest, self._last_entry_digest, float(ranks.own_stop_signal()))
+        everyone = ranks.exchange([*numbers, *facts])
+        ranks.stop_signal_of_any_rank = max(int(values.pop()) for values in everyone)
+        entry_digests = [values.pop() for values in everyone]
+        ranks.require_one_batch(step, [values.pop() for values in everyone])
+        return everyone, entry_digests
 
     def confirm(self, step: int, entry: object, *, wait: bool) -> None:
         """Compare a step's entry with rank 0's: with the next losses, or now, when rank 0 has

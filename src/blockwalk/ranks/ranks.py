@@ -28,6 +28,9 @@ from blockwalk.ranks.agreement import first_json, gather_json
 from blockwalk.ranks.groups import Groups, make_groups, started
 from blockwalk.ranks.scalars import Scalars, make_scalars
 
+REFUSED = -1.0
+"""The digest in place of a batch's that its rank cannot use."""
+
 
 @runtime_checkable
 class NamedRows(Protocol):
@@ -57,6 +60,8 @@ class Ranks:
     :meth:`read`."""
     batch_facts: dict[str, str] = field(default_factory=dict)
     """Facts of its batch that all ranks must have alike, for a message."""
+    batch_error: str = ""
+    """The reason why this rank cannot use its batch; empty where it can."""
 
     @property
     def world(self) -> int:
@@ -86,46 +91,59 @@ class Ranks:
 
     # ---- one batch -------------------------------------------------------------------------------
 
-    def read(self, batch: Mapping[str, Tensor] | None, facts: Mapping[str, str]) -> None:
+    def read(
+        self, batch: Mapping[str, Tensor] | None, facts: Mapping[str, str], error: str
+    ) -> None:
         """Take note of the batch of the step or evaluation to come. It is compared before any of it
-        is used (:meth:`begin`).
+        is used (:meth:`begin`), or with a step's losses.
 
         Args:
             batch: the global batch; None where this rank brings rows of its own.
             facts: what all ranks must have alike, by name.
+            error: the reason why this rank cannot use its batch; empty where it can.
         """
-        if self.world > 1:
+        self.batch_error = error
+        if error:
+            self.batch_digest = REFUSED
+        elif self.world > 1:
             content = 0.0 if batch is None else digest_of(batch)
             text = json.dumps([dict(facts), content], sort_keys=True)
             self.batch_digest = _number(hashlib.blake2b(text.encode(), digest_size=6))
             self.batch_facts = dict(facts)
 
-    def begin(self, step: int, numbers: Sequence[float], error: str = "") -> list[list[float]]:
+    def begin(self, step: int, numbers: Sequence[float]) -> list[list[float]]:
         """Compare the batch that was read, and hear of a signal; all ranks together. Return, by
         rank, the numbers that each has sent, all as many.
 
         Args:
             step: of which number, for a message.
             numbers: of this rank's rows.
-            error: the reason why this rank cannot use its batch; empty where it can.
 
         Raises:
             ValueError: on every rank: one has an error, or they were given different batches.
         """
-        own = [self.batch_digest, float(self.own_stop_signal()), float(bool(error)), *numbers]
+        own = [self.batch_digest, float(self.own_stop_signal()), *numbers]
         everyone = self.exchange(own)
         self.stop_signal_of_any_rank = max(int(signal) for _, signal, *_ in everyone)
-        if any(refuses for _, _, refuses, *_ in everyone):
-            errors = [error] if self.world == 1 else gather_json(error)
-            number = next(number for number, text in enumerate(errors) if text)
-            place = f"step {step}: rank {number}: " if self.world > 1 else ""
-            raise ValueError(f"{place}{errors[number]}")
         self.require_one_batch(step, [digest for digest, *_ in everyone])
-        return [numbers_of_rank for _, _, _, *numbers_of_rank in everyone]
+        return [numbers_of_rank for _, _, *numbers_of_rank in everyone]
+
+    def refused_inside(self) -> bool:
+        """Return whether a rank of this node cannot use its batch, where they gather slices from
+        each other, which call this together; elsewhere whether this rank cannot."""
+        refused = self.batch_digest == REFUSED
+        if self.slices == 1 or self._scalars is None:
+            return refused
+        return bool(self._scalars.of_node(torch.tensor([float(refused)])).any())
 
     def require_one_batch(self, step: int, digests: Sequence[float]) -> None:
-        """Raise ValueError where ranks, by number, have different digests of a step's batch; they
-        call this together."""
+        """Raise ValueError where a rank refuses a step's batch, or ranks, by number, have different
+        digests of it; they call this together."""
+        if REFUSED in digests:
+            errors = [self.batch_error] if self.world == 1 else gather_json(self.batch_error)
+            number = next(number for number, error in enumerate(errors) if error)
+            place = f"step {step}: rank {number}: " if self.world > 1 else ""
+            raise ValueError(f"{place}{errors[number]}")
         differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if not differing:
             return

@@ -39,19 +39,25 @@ class Scalars:
         """Return everybody's numbers, [W, N]; every rank calls this together with as many."""
         node = self.mesh.ranks_per_node
         nodes = self.mesh.world // node
+        of_node_RN = self.of_node(own_N)
+        if nodes == 1:
+            return of_node_RN
         out_WN = own_N.new_empty(self.mesh.world, len(own_N))
-        if node == 1:
-            of_node_RN = own_N[None]
-        else:
-            of_node_RN = out_WN if nodes == 1 else own_N.new_empty(node, len(own_N))
-            all_gather(of_node_RN.view(-1), own_N, group=self.local)
-        if nodes > 1:
-            place, inside = divmod(self.rank, node)
-            if inside == 0:
-                self._between(out_WN.view(nodes, -1), of_node_RN.view(1, -1), place)
-            if node > 1:
-                dist.broadcast(out_WN, src=place * node, group=self.local)
+        place, inside = divmod(self.rank, node)
+        if inside == 0:
+            self._between(out_WN.view(nodes, -1), of_node_RN.view(1, -1), place)
+        if node > 1:
+            dist.broadcast(out_WN, src=place * node, group=self.local)
         return out_WN
+
+    def of_node(self, own_N: Tensor) -> Tensor:
+        """Return the numbers of this node's ranks, [R, N]; they call this together."""
+        node = self.mesh.ranks_per_node
+        if node == 1:
+            return own_N[None]
+        of_node_RN = own_N.new_empty(node, len(own_N))
+        all_gather(of_node_RN.view(-1), own_N, group=self.local)
+        return of_node_RN
 
     def _between(self, out_KM: Tensor, own_1M: Tensor, place: int) -> None:
         """Gather M numbers from each of K nodes: every round doubles what a node has of those that

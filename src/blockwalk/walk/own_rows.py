@@ -115,8 +115,8 @@ def cut_rows(
     except ValueError as raised:
         error = f"local_batch: {raised}" if cut.local and ranks.world > 1 else str(raised)
     facts_alike = {**_facts_alike(batch, cut), **(targets or {})}
-    ranks.read(None if cut.local or error else batch, facts_alike)
-    everyone = [RowFacts(*numbers) for numbers in ranks.begin(step, astuple(facts), error)]
+    ranks.read(None if cut.local else batch, facts_alike, error)
+    everyone = [RowFacts(*numbers) for numbers in ranks.begin(step, astuple(facts))]
     own = _as_agreed(own, cut, everyone)
     require_tokens(own["input_ids"].shape[1], context)
     brought = ranks.world if cut.local else 1

@@ -441,9 +441,12 @@ class Walker:
         except ValueError as raised:
             error = str(raised)
         facts = batch if not targets else {**batch, **targets}
-        self.ranks.read(None if error else facts, shapes_of(batch))
-        self.ranks.begin(step.number, (), error)
-        assert parts is not None, "a rank that cannot cut its batch is refused on every rank"
+        self.ranks.read(facts, shapes_of(batch), error)
+        if step.words is not None:  # the losses that ranks exchange are as many as its rows
+            self.ranks.begin(step.number, ())
+        elif self.ranks.refused_inside():
+            self.sharing.refuse(step.number, error, self.plan.forward_passes, self.plan.cuts)
+        assert parts is not None, "a refused batch raises an error on every rank"
         self.sharing.read(facts)
         return parts
 

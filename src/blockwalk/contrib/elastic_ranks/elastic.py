@@ -199,6 +199,10 @@ class Elastic:
         self._began = time.monotonic()
         return self._own
 
+    def refuse(self, step: int, error: str, passes: int, cuts: int) -> None:
+        """Raise ValueError: this rank cannot use a step's batch."""
+        raise ValueError(error)
+
     def first_seed(self, seed: int) -> int:
         """Return the seed: the host alone decides a step."""
         return seed
