@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockwalk import method
-from blockwalk.data.batch import loss_tokens
-from blockwalk.data.packing import pack_batch
+from blockwalk.data.batch import Batch, loss_tokens, micro_batches
+from blockwalk.data.packing import pack_parts
 from blockwalk.numerics import documents, row_tiles
 from blockwalk.numerics.documents import ByDocument, by_document
 from blockwalk.numerics.rule_mask import RuleMask
@@ -58,38 +58,38 @@ def padded(lengths: list[int] = LENGTHS, seed: int = 0) -> dict[str, Tensor]:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the batches that are walked."""
+    """Shapes of the micro-batches that are walked."""
     shapes: list[tuple[int, ...]] = []
 
     def noted(
         batch: Mapping[str, Tensor], groups: int, *, tokens: int | None = None
-    ) -> Mapping[str, Tensor]:
-        found = pack_batch(batch, groups, tokens=tokens)
-        shapes.append(tuple(found["input_ids"].shape))
+    ) -> list[Batch]:
+        found = pack_parts(batch, groups, tokens=tokens)
+        shapes.extend(tuple(part["input_ids"].shape) for part in found)
         return found
 
     for room in (batch_parts, own_rows):
-        monkeypatch.setattr(room, "pack_batch", noted)
+        monkeypatch.setattr(room, "pack_parts", noted)
     return shapes
 
 
 def test_examples_lie_side_by_side() -> None:
-    """By hand."""
-    batch = padded([3, 40, 30, 33])
-    found = pack_batch(batch, 2)
-    assert found.keys() == {"input_ids", "position_ids", "labels"}
-    assert found["position_ids"].tolist() == [
-        [*range(3), *range(40), *[0] * 21],
-        [*range(30), *range(33), 0],
+    """By hand: each part in as many tiles of 64 as it fills."""
+    batch = padded([3, 40, 30, 63])
+    parts = pack_parts(batch, 2)
+    assert {tuple(part) for part in parts} == {("input_ids", "position_ids", "labels")}
+    assert [part["position_ids"].tolist() for part in parts] == [
+        [[*range(3), *range(40), *[0] * 21]],
+        [[*range(30), *range(63), *[0] * 35]],
     ]
-    assert found["input_ids"][0].tolist() == [
+    assert parts[0]["input_ids"][0].tolist() == [
         *batch["input_ids"][0, :3],
-        *batch["input_ids"][1],
+        *batch["input_ids"][1, :40],
         *[0] * 21,
     ]
-    learnt = [-100, *batch["labels"][2, 1:30], -100, *batch["labels"][3, 1:33], -100]
-    assert found["labels"][1].tolist() == learnt
-    assert loss_tokens(found) == loss_tokens(batch)
+    learnt = [-100, *batch["labels"][2, 1:30], -100, *batch["labels"][3, 1:63], *[-100] * 35]
+    assert parts[1]["labels"][0].tolist() == learnt
+    assert sum(map(loss_tokens, parts)) == loss_tokens(batch)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,12 @@ def test_examples_lie_side_by_side() -> None:
     ids=["little", "none", "another key", "on the left", "holes", "learns padding"],
 )
 def test_other_batches_stay_as_they_are(batch: dict[str, Tensor]) -> None:
-    assert pack_batch(batch, 1) is batch
-    assert pack_batch(padded(), 3)["input_ids"].shape == (4, 70)
+    for groups in (1, 2):
+        for part, expected in zip(
+            pack_parts(batch, groups), micro_batches(batch, groups), strict=True
+        ):
+            assert part.keys() == expected.keys()
+            assert all(torch.equal(part[name], expected[name]) for name in part)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "mixtral", "opt"])
@@ -123,7 +127,7 @@ def test_gradients_are_those_of_the_padded_batch(
     with Walker(model, plan, device="cpu") as walker:
         walker.timeline = []
         found = walker.gradients(batch)
-    assert seen == [(1, 192) if parts == 1 else (2, 128)]
+    assert seen == ([(1, 192)] if parts == 1 else [(1, 128), (1, 128)])
     assert walker.timeline[0][0].shape == (
         Shape(4, 48) if parts == 1 else Shape(2, 64)
     )  # so many tokens

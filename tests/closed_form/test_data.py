@@ -29,7 +29,7 @@ from blockwalk.data.dataset import Encoded
 from blockwalk.data.encode import encode, encode_choices
 from blockwalk.data.formats import Format, detect_format
 from blockwalk.data.label_words import label_word_batch, row_losses
-from blockwalk.data.packing import pack_batch
+from blockwalk.data.packing import pack_parts
 from blockwalk.data.records import Record, Template
 from blockwalk.data.row_batch import collate, share, token_counts
 from blockwalk.data.sources import read_records
@@ -169,9 +169,10 @@ def test_row_lengths_are_those_of_the_batches_to_come(
     batches = Batches(rows_of(lengths), groups * rows, 3, padding_multiple=multiple)
     next(batches)
     said = batches.row_lengths(5, groups, apart=apart)
-    walked = [pack_batch(batch, groups) if apart else batch for batch in islice(batches, 5)]
+    cut = pack_parts if apart else micro_batches
     assert said.tolist() == [
-        math.ceil(each["input_ids"].numel() / (groups * rows)) for each in walked
+        [math.ceil(part["input_ids"].numel() / rows) for part in cut(batch, groups)]
+        for batch in islice(batches, 5)
     ]
 
 

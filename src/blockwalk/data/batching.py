@@ -94,19 +94,22 @@ class Batches(Iterator[RowBatch]):
         return rows
 
     def row_lengths(self, steps: int, groups: int, *, apart: bool) -> Integers:
-        """Return tokens to a row in each of the next steps: with their padding, or ``apart``, in
-        the largest of so many equal parts as :func:`pack_batch` lays it."""
+        """Return tokens to a row, [T, groups], in each of so many equal parts of the next T steps:
+        with their padding, or ``apart``, as :func:`pack_parts` lays them."""
         ahead = copy.copy(self)
         lengths = np.diff(self.dataset.starts)
         lengths_TB = lengths[[ahead.next_rows() for _ in range(steps)]]
         padded_T: Integers = (
             -(-lengths_TB.max(axis=1) // self.padding_multiple) * self.padding_multiple
         )
+        padded_TG = np.repeat(padded_T[:, None], groups, axis=1)
         if not apart:
-            return padded_T
+            return padded_TG
         rows = self.batch_size // groups
-        tokens_T = lengths_TB.reshape(steps, groups, rows).sum(axis=2).max(axis=1)
-        return -(-row_length(tokens_T, rows * padded_T) // rows)
+        tokens_TG = lengths_TB.reshape(steps, groups, rows).sum(axis=2)
+        fullest_T1 = tokens_TG.max(axis=1, keepdims=True)
+        packs_T1 = row_length(fullest_T1, rows * padded_T[:, None]) < rows * padded_T[:, None]
+        return np.where(packs_T1, -(-row_length(tokens_TG, rows * padded_TG) // rows), padded_TG)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the iterator's place, as JSON values, with the settings that the order depends

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from blockwalk.data.batch import Batch
+from blockwalk.data.batch import Batch, micro_batches
 from blockwalk.data.dataset import Encoded, Integers
 from blockwalk.plan.losses import IGNORE
 from blockwalk.plan.sizes import LONG_ROW, ROW_TILE
@@ -77,22 +77,33 @@ def packed_tokens(batch: Batch, groups: int) -> int:
     return int(real_BS.view(groups, -1).sum(1).max())
 
 
-def pack_batch(batch: Batch, groups: int, *, tokens: int | None = None) -> Batch:
-    """Return a batch without its padding, tensors [groups, N]: each row holds the examples of one
-    of ``groups`` equal parts, one after the other.
+def pack_parts(batch: Batch, groups: int, *, tokens: int | None = None) -> list[Batch]:
+    """Return ``groups`` equal parts of a batch without their padding, tensors [1, N]: a row holds
+    the examples of a part, one after the other, filled up to whole tiles. Parts that hold fewer
+    tokens are shorter.
 
-    The batch comes back as it is where :func:`row_length` says so, and where it has no
-    :func:`packed_tokens`. ``tokens`` are these over all ranks, where each rank has rows of its
-    own."""
+    The parts come as :func:`~blockwalk.data.batch.micro_batches` cuts them where
+    :func:`row_length` says so of the fullest, and where the batch has no :func:`packed_tokens`.
+    ``tokens`` are these over all ranks, where each rank has rows of its own.
+
+    Raises:
+        ValueError: as ``micro_batches``.
+    """
+    parts = micro_batches(batch, groups)
     if tokens is None:
         tokens = packed_tokens(batch, groups)
-    padded = batch["input_ids"].numel() // groups
-    length = int(row_length(tokens, padded))
-    if not tokens or length == padded:
-        return batch
+    padded = parts[0]["input_ids"].numel()
+    if not tokens or row_length(tokens, padded) == padded:
+        return parts
+    return [_side_by_side(part) for part in parts]
+
+
+def _side_by_side(batch: Batch) -> Batch:
+    """Return a batch as one row, [1, N], of its examples."""
     real_BS = batch["attention_mask"] != 0
-    places_BS = torch.arange(batch["input_ids"].shape[1])[None]
-    tokens_G = real_BS.view(groups, -1).sum(1)
+    places_BS = torch.arange(real_BS.shape[1]).expand_as(real_BS)
+    tokens = int(real_BS.sum())
+    length = max(1, -(-tokens // ROW_TILE)) * ROW_TILE
     # nothing predicts a document's first token
     labels_BS = batch["labels"].masked_fill(places_BS == 0, IGNORE)
     sources = {
@@ -100,11 +111,8 @@ def pack_batch(batch: Batch, groups: int, *, tokens: int | None = None) -> Batch
         "position_ids": (places_BS, 0),
         "labels": (labels_BS, IGNORE),
     }
-    real_GN = torch.arange(length) < tokens_G[:, None]
     return {
-        name: source_BS.new_full((groups, length), fill).masked_scatter_(
-            real_GN, source_BS.expand_as(real_BS)[real_BS]
-        )
+        name: torch.nn.functional.pad(source_BS[real_BS], (0, length - tokens), value=fill)[None]
         for name, (source_BS, fill) in sources.items()
     }
 

@@ -177,11 +177,11 @@ def prepare(run: RunConfig) -> PreparedRun:
         rows.positions is None and costs.walks_documents(plan) and run.batch_size % plan.cuts == 0
     )
     steps = min(total, -(-LOOKED_AT // run.batch_size))
-    lengths_T = batches.row_lengths(steps, plan.cuts, apart=documents_walk_apart)
-    fullest = Shape(micro_batch, int(lengths_T.max()) if documents_walk_apart else longest)
+    lengths_TC = batches.row_lengths(steps, plan.cuts, apart=documents_walk_apart)
+    fullest = Shape(micro_batch, int(lengths_TC.max()) if documents_walk_apart else longest)
     require_parts(run.model, plan)
     require_stages(run.model, plan)
-    require_tokens(int(lengths_T.min()), plan.mesh.context)
+    require_tokens(int(lengths_TC.min()), plan.mesh.context)
     if held_out is not None:
         require_tokens(held_out.shortest, plan.mesh.context)
         if held_out.tokenizer is not None:
@@ -194,7 +194,9 @@ def prepare(run: RunConfig) -> PreparedRun:
     plan = override(plan, {**counts, **stages, **foreseen.choices()})
     usual = foreseen.simulated()
     if usual is not None:
-        average = Shape(micro_batch, math.ceil(lengths_T.mean()))
+        # ranks wait for the one with the longest rows of a micro-batch
+        walked_TA = lengths_TC.reshape(steps, plan.gradient_accumulation_steps, -1).max(axis=2)
+        average = Shape(micro_batch, math.ceil(walked_TA.mean()))
         usual_run = replace(run, plan=plan, named=None)
         usual_forecast = foresee(usual_run, average, costs, learnt=learnt)
         usual = usual_forecast.simulated()

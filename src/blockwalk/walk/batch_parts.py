@@ -17,7 +17,7 @@ from blockwalk.data.batch import (
     require_ids,
     row_order,
 )
-from blockwalk.data.packing import cut_padding, pack_batch
+from blockwalk.data.packing import cut_padding, pack_parts
 from blockwalk.numerics.device import sent
 from blockwalk.numerics.sequence_part import SequencePart
 from blockwalk.plan.plan import Plan
@@ -35,7 +35,7 @@ class BatchParts:
     """Those that this rank has: of its share of the batch, or all of the batch where ranks share
     forwards."""
     shape: Shape
-    """The shape of each, as foreseen: of rows that lie side by side as well."""
+    """The shape of the largest of any rank, as foreseen: of rows that lie side by side as well."""
     tokens: int | None
     """Labels that count in the global batch, where this rank has a share of it."""
     copies: int = 0
@@ -106,25 +106,26 @@ def cut_shared(batch: Batch, plan: Plan, *, packs: bool, vocab_size: int) -> Bat
     cuts = plan.gradient_accumulation_steps * plan.mesh.data
     (checked,) = micro_batches(batch, 1)
     rows = -(-len(checked["input_ids"]) // cuts)
-    parts = micro_batches(pack_batch(checked, cuts) if packs else checked, cuts)
+    parts = pack_parts(checked, cuts) if packs else micro_batches(checked, cuts)
     for inputs in parts:
         require_ids(inputs["input_ids"], vocab_size)
-    return parts_of(parts, plan, rows, tokens=None, copies=0)
+    largest = max(part["input_ids"].numel() for part in parts)
+    return parts_of(parts, plan, Shape(rows, -(-largest // rows)), tokens=None, copies=0)
 
 
 def parts_of(
     parts: Sequence[Batch],
     plan: Plan,
-    rows: int,
+    largest: Shape,
     *,
     tokens: int | None,
     copies: int,
     part: int = 0,
 ) -> BatchParts:
-    """Return this rank's micro-batches, of so many sequences, rid of padding that hides nothing;
-    where ranks hold parts of sequences, the part of this number."""
+    """Return this rank's micro-batches, of which no rank has a larger one than ``largest``, rid of
+    padding that hides nothing; where ranks hold parts of sequences, the part of this number."""
     context = plan.mesh.context
-    shape = Shape(rows, -(-parts[0]["input_ids"].numel() // rows)).part(context)
+    shape = largest.part(context)
     parts = [cut_padding(batch, unmask=plan.loss_facts.by_chunks) for batch in parts]
     if context > 1:
         parts = [_columns(batch, context, part) for batch in parts]

@@ -5,7 +5,7 @@ walks."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ from blockwalk.data.batch import (
     require_mask,
     require_tokens,
 )
-from blockwalk.data.packing import pack_batch, packed_tokens
+from blockwalk.data.packing import pack_parts, packed_tokens, row_length
 from blockwalk.data.row_batch import RowBatch, batch_shape, share
 from blockwalk.plan.plan import Plan
+from blockwalk.program.program import Shape
 from blockwalk.ranks.ranks import Ranks
 from blockwalk.walk.batch_parts import BatchParts, parts_of
 
@@ -117,16 +118,21 @@ def cut_rows(
     facts_alike = {**_facts_alike(batch, cut), **(targets or {})}
     ranks.read(None if cut.local else batch, facts_alike, error)
     everyone = [RowFacts(*numbers) for numbers in ranks.begin(step, astuple(facts))]
-    own = _as_agreed(own, cut, everyone)
-    require_tokens(own["input_ids"].shape[1], context)
+    length = max(int(rank.length) for rank in everyone)
+    require_tokens(length, context)
+    packed = [int(rank.packed) for rank in everyone]
+    tokens = max(packed) if all(packed) else 0  # side by side, where all ranks can walk theirs so
+    share_rows = -(-rows // (cut.count * shares))
+    padded = share_rows * length
+    largest = int(row_length(tokens, padded)) if tokens else padded
     brought = ranks.world if cut.local else 1
     if cut.local and ranks.rank == 0:
         _say_copies(rows * brought, cut.count * brought)
     holders = 1 if cut.local else ranks.world // shares  # ranks that have the same rows
     return parts_of(
-        micro_batches(own, cut.count),
+        pack_parts(lengthened(own, length), cut.count, tokens=tokens),
         plan,
-        -(-rows // (cut.count * shares)),
+        Shape(share_rows, -(-largest // share_rows)),
         tokens=sum(int(rank.counted) for rank in everyone) // holders,
         copies=copies_of(rows, cut.count * shares) * brought,
         part=ranks.rank % context,
@@ -137,14 +143,6 @@ def _facts_of(own: Batch, cut: Cut, *, packs: bool) -> RowFacts:
     length = own["input_ids"].shape[1]
     packed = packed_tokens(own, cut.count) if packs else 0
     return RowFacts(float(length), float(loss_tokens(own)), float(packed))
-
-
-def _as_agreed(own: Batch, cut: Cut, everyone: Sequence[RowFacts]) -> Batch:
-    """Return this rank's rows as long as the longest of any rank; without padding, where all ranks
-    can walk theirs so."""
-    own = lengthened(own, max(int(rank.length) for rank in everyone))
-    packed = [int(rank.packed) for rank in everyone]
-    return pack_batch(own, cut.count, tokens=max(packed)) if all(packed) else own
 
 
 def _say_copies(rows: int, cuts: int) -> None:
