@@ -75,19 +75,19 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def test_examples_lie_side_by_side() -> None:
     """By hand: each part in as many tiles of 64 as it fills."""
-    batch = padded([3, 40, 30, 63])
+    batch = padded([3, 40, 30, 83])
     parts = pack_parts(batch, 2)
     assert {tuple(part) for part in parts} == {("input_ids", "position_ids", "labels")}
     assert [part["position_ids"].tolist() for part in parts] == [
         [[*range(3), *range(40), *[0] * 21]],
-        [[*range(30), *range(63), *[0] * 35]],
+        [[*range(30), *range(83), *[0] * 15]],
     ]
     assert parts[0]["input_ids"][0].tolist() == [
         *batch["input_ids"][0, :3],
         *batch["input_ids"][1, :40],
         *[0] * 21,
     ]
-    learnt = [-100, *batch["labels"][2, 1:30], -100, *batch["labels"][3, 1:63], *[-100] * 35]
+    learnt = [-100, *batch["labels"][2, 1:30], -100, *batch["labels"][3, 1:83], *[-100] * 15]
     assert parts[1]["labels"][0].tolist() == learnt
     assert sum(map(loss_tokens, parts)) == loss_tokens(batch)
 

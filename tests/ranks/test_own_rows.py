@@ -100,16 +100,15 @@ def _packed(rank: int) -> list[tuple[float, int, dict[str, Tensor]]]:
     return answers
 
 
-def test_own_rows_lie_side_by_side_in_rows_of_one_length() -> None:
-    """Bit for bit the step that every rank is given all rows for; both ranks walk as many
-    tokens."""
+def test_own_rows_lie_side_by_side() -> None:
+    """Bit for bit the step that every rank is given all rows for. By hand: rank 0 walks the tile of
+    64 that its 57 tokens fill, rank 1 the two of its 100."""
     certified(make("llama", False))
     answers = run_ranks(2, _packed, timeout=400)
     for local, whole in answers:
         assert local[:2] == whole[:2]
         assert all(torch.equal(local[2][name], value) for name, value in whole[2].items())
-    assert len({local[1] for local, _ in answers}) == 1
-    assert answers[0][0][1] < 4 * 56
+    assert [local[1] for local, _ in answers] == [64, 128]
 
 
 def _steps(rank: int) -> list[Any]:
