@@ -1,8 +1,11 @@
 """Closed form: of experts that are stored one by one, a rank reads the bytes of its slices, counted
-where they are read; and every rank's slices together are the model's own weights."""
+where they are read; and every rank's slices together are the model's own weights. Of stacks in
+codes the kernel counts the pages."""
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,12 @@ from blockwalk.engine.pack import pack
 from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.plan.methods import method
 from blockwalk.plan.placement import Codec, StateKind
+from blockwalk.tiers.disk import PAGE
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.support.held import masters
+from tests.support.mapped import mapped_pages
 from tests.support.processes import run_ranks
 from tests.support.quantised_files import tiny, write
 from tests.support.sharded_runs import _loss
@@ -106,7 +111,7 @@ def _opened_in_codes(rank: int, folder: Path) -> tuple[int, int, float]:
         slices = 0
         for unit in home.units:
             for run in home.runs(unit, 2) if unit.numel else ():
-                slices += run.size if ".experts." in run.name else 0
+                slices += run.size if len(unit.params[run.name].shape) == 3 else 0
         return decoded, slices, walker.step(random_batch(4, 8)).loss
 
 
@@ -132,3 +137,60 @@ def test_a_rank_decodes_of_a_stack_in_codes_what_its_slices_hold(
     for decoded, slices, loss in answers:
         assert 0 < slices <= decoded <= 1.1 * slices
         assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def _pages_of_stacks(rank: int, folder: Path) -> tuple[int, int]:
+    """Return the bytes of the pages of stacks in MXFP4 that this rank has mapped when the model is
+    open, and the bytes of codes and scales of the slices that it keeps."""
+    opened: list[CheckpointFolder] = []
+    begin = CheckpointFolder.__init__
+
+    def noted(self, *args):  # type: ignore[no-untyped-def]
+        begin(self, *args)
+        opened.append(self)
+
+    plan = method("zero3", mesh={"world": 2}, compute_dtype="float32")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointFolder, "__init__", noted)
+        walker = Walker(folder, plan, lora={"rank": 2}, workdir=folder.parent / "work")
+    with walker:
+        pages = 0
+        for source in opened:
+            for file in source._files.values():
+                of_stacks = [
+                    range(begin // PAGE, -(-stop // PAGE)) for begin, stop in _stacks_in(file.path)
+                ]
+                mapped = mapped_pages(file)
+                pages += len(mapped.intersection(itertools.chain(*of_stacks)))
+        home: Any = walker.engine.homes[StateKind.FROZEN]
+        slices = 0
+        for unit in home.units:
+            for run in home.runs(unit, 2) if unit.numel else ():
+                slices += run.size if len(unit.params[run.name].shape) == 3 else 0
+    return pages * PAGE, slices // 2 + slices // 32
+
+
+def _stacks_in(file: Path) -> list[tuple[int, int]]:
+    """Return where codes and scales lie in a safetensors file, by its header."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    return [
+        (8 + length + begin, 8 + length + stop)
+        for name, (begin, stop) in (
+            (name, entry["data_offsets"])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        )
+        if name.endswith(("_blocks", "_scales"))
+    ]
+
+
+def test_a_rank_reads_of_a_stack_in_codes_the_bytes_of_its_slices(tmp_path: Path) -> None:
+    """Oracle: /proc/self/pagemap. A page fault maps 64 KB, and of an expert that is cut between two
+    ranks, which lies turned, both read every page."""
+    sizes = {"hidden": 256, "intermediate_size": 512, "num_local_experts": 32}
+    write(tmp_path / "model", "mxfp4", **sizes)
+    certified(tiny("mxfp4", **sizes))
+    for read, slices in run_ranks(2, _pages_of_stacks, tmp_path / "model", timeout=400):
+        assert 0 < slices <= read <= 1.1 * slices
