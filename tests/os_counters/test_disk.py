@@ -20,13 +20,23 @@ from blockwalk.tiers import disk
 from blockwalk.tiers.block_store.store import BlockStore
 from blockwalk.tiers.block_store.writable import DIRECT_BYTES
 from blockwalk.tiers.disk import PAGE, MappedFile
-from tests.support.mapped import mapped_pages
 from tests.support.messages import refused
 from tests.support.writable import writable_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
 
 PAGES = 64
+
+
+def mapped_pages(file: MappedFile) -> set[int]:
+    """The pages of the map that are mapped into this process now: bit 63 of each entry in
+    /proc/self/pagemap."""
+    first = file.bytes_P.data_ptr() // PAGE
+    count = -(-file.nbytes // PAGE)
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        pagemap.seek(8 * first)
+        entries = pagemap.read(8 * count)
+    return {page for page in range(count) if entries[8 * page + 7] & 0x80}
 
 
 def counter(file: str, key: str) -> int:

@@ -1,10 +1,10 @@
 """Closed form: of experts that are stored one by one, a rank reads the bytes of its slices, counted
 where they are read; and every rank's slices together are the model's own weights. Of stacks in
-codes the kernel counts the pages."""
+codes what torch's operators are given."""
 
 from __future__ import annotations
 
-import itertools
+import functools
 import json
 from collections import Counter
 from pathlib import Path
@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from blockwalk.cutting.verify import certified
 from blockwalk.engine.pack import pack
 from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.plan.methods import method
 from blockwalk.plan.placement import Codec, StateKind
-from blockwalk.tiers.disk import PAGE
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.support.held import masters
-from tests.support.mapped import mapped_pages
 from tests.support.processes import run_ranks
 from tests.support.quantised_files import tiny, write
 from tests.support.sharded_runs import _loss
@@ -139,58 +139,70 @@ def test_a_rank_decodes_of_a_stack_in_codes_what_its_slices_hold(
         assert loss == pytest.approx(expected, rel=1e-6)
 
 
-def _pages_of_stacks(rank: int, folder: Path) -> tuple[int, int]:
-    """Return the bytes of the pages of stacks in MXFP4 that this rank has mapped when the model is
-    open, and the bytes of codes and scales of the slices that it keeps."""
-    opened: list[CheckpointFolder] = []
-    begin = CheckpointFolder.__init__
+class _Reads(TorchDispatchMode):
+    """Bytes that torch's operators read where the stacks of a folder's files are mapped."""
 
-    def noted(self, *args):  # type: ignore[no-untyped-def]
-        begin(self, *args)
-        opened.append(self)
+    def __init__(self) -> None:
+        super().__init__()
+        self.folders: list[CheckpointFolder] = []
+        self.nbytes = 0
 
-    plan = method("zero3", mesh={"world": 2}, compute_dtype="float32")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointFolder, "__init__", noted)
-        walker = Walker(folder, plan, lora={"rank": 2}, workdir=folder.parent / "work")
-    with walker:
-        pages = 0
-        for source in opened:
-            for file in source._files.values():
-                of_stacks = [
-                    range(begin // PAGE, -(-stop // PAGE)) for begin, stop in _stacks_in(file.path)
-                ]
-                mapped = mapped_pages(file)
-                pages += len(mapped.intersection(itertools.chain(*of_stacks)))
-        home: Any = walker.engine.homes[StateKind.FROZEN]
-        slices = 0
-        for unit in home.units:
-            for run in home.runs(unit, 2) if unit.numel else ():
-                slices += run.size if len(unit.params[run.name].shape) == 3 else 0
-    return pages * PAGE, slices // 2 + slices // 32
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if not func.is_view:
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, torch.Tensor) and self._in_stacks(value):
+                    self.nbytes += value.numel() * value.itemsize
+        return func(*args, **kwargs or {})
+
+    def _in_stacks(self, value: torch.Tensor) -> bool:
+        return value.device.type == "cpu" and any(
+            begin <= value.data_ptr() - file.bytes_P.data_ptr() < stop
+            for folder in self.folders
+            for file in folder._files.values()
+            for begin, stop in _stacks_in(file.path)
+        )
 
 
+@functools.cache
 def _stacks_in(file: Path) -> list[tuple[int, int]]:
     """Return where codes and scales lie in a safetensors file, by its header."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
     return [
-        (8 + length + begin, 8 + length + stop)
-        for name, (begin, stop) in (
-            (name, entry["data_offsets"])
-            for name, entry in header.items()
-            if name != "__metadata__"
-        )
+        (8 + length + entry["data_offsets"][0], 8 + length + entry["data_offsets"][1])
+        for name, entry in header.items()
         if name.endswith(("_blocks", "_scales"))
     ]
 
 
+def _bytes_of_stacks(rank: int, folder: Path) -> tuple[int, int]:
+    """Return the bytes of stacks in MXFP4 that this rank reads as it opens the model, and those of
+    codes and scales of the slices that it keeps."""
+    reads = _Reads()
+    begin = CheckpointFolder.__init__
+
+    def noted(self, *args):  # type: ignore[no-untyped-def]
+        begin(self, *args)
+        reads.folders.append(self)
+
+    plan = method("zero3", mesh={"world": 2}, compute_dtype="float32")
+    with pytest.MonkeyPatch.context() as patch, reads:
+        patch.setattr(CheckpointFolder, "__init__", noted)
+        walker = Walker(folder, plan, lora={"rank": 2}, workdir=folder.parent / "work")
+    with walker:
+        home: Any = walker.engine.homes[StateKind.FROZEN]
+        slices = 0
+        for unit in home.units:
+            for run in home.runs(unit, 2) if unit.numel else ():
+                slices += run.size if len(unit.params[run.name].shape) == 3 else 0
+    return reads.nbytes, slices // 2 + slices // 32
+
+
 def test_a_rank_reads_of_a_stack_in_codes_the_bytes_of_its_slices(tmp_path: Path) -> None:
-    """Oracle: /proc/self/pagemap. A page fault maps 64 KB, and of an expert that is cut between two
-    ranks, which lies turned, both read every page."""
-    sizes = {"hidden": 256, "intermediate_size": 512, "num_local_experts": 32}
-    write(tmp_path / "model", "mxfp4", **sizes)
-    certified(tiny("mxfp4", **sizes))
-    for read, slices in run_ranks(2, _pages_of_stacks, tmp_path / "model", timeout=400):
+    """Oracle: the tensors that torch hands to its operators, where they lie in the files; by hand
+    half a byte and a 32nd of one for each element."""
+    write(tmp_path / "model", "mxfp4")
+    certified(tiny("mxfp4"))
+    for read, slices in run_ranks(2, _bytes_of_stacks, tmp_path / "model", timeout=400):
         assert 0 < slices <= read <= 1.1 * slices

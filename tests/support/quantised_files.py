@@ -280,17 +280,15 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[..., Made]]] = {
 """The kinds of checkpoints: what their configuration says, and a matrix of each."""
 
 
-def tiny(kind: str, family: str = "", *, hidden: int = 64, **changes: Any) -> nn.Module:
-    """A tiny model of a kind; of MXFP4 of other sizes where ``changes`` say so."""
+def tiny(kind: str, family: str = "") -> nn.Module:
     if kind == "mxfp4":
         experts = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "head_dim": 32,
             "intermediate_size": 96,
-            **changes,
         }
-        model = gguf_files.tiny("gpt_oss", hidden=hidden, vocab_size=258, **experts)
+        model = gguf_files.tiny("gpt_oss", hidden=64, vocab_size=258, **experts)
         model.config.layer_types = ["full_attention"] * 2  # type: ignore[union-attr]
         return model
     experts = {
@@ -304,12 +302,12 @@ def tiny(kind: str, family: str = "", *, hidden: int = 64, **changes: Any) -> nn
     )
 
 
-def write(folder: Path, kind: str, family: str = "", **sizes: Any) -> nn.Module:
+def write(folder: Path, kind: str, family: str = "") -> nn.Module:
     """Write a checkpoint of a kind, its tensors in two files by turns; the answer is the model in
-    the weights that it stands for, in float32. ``sizes`` are those of :func:`tiny`."""
+    the weights that it stands for, in float32."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = tiny(kind, family, **sizes)
+    model: Any = tiny(kind, family)
     model.save_pretrained(folder)
     (single,) = folder.glob("*.safetensors")
     from safetensors.torch import load_file
