@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,13 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
+from blockwalk.cutting import cut_model
 from blockwalk.cutting.fused_chains import fuse_chains, unfuse_chains
 from blockwalk.numerics import chains
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.methods import method
+from blockwalk.program.program import Shape
+from blockwalk.walk.unit_costs import UnitCosts
 
 pytestmark = pytest.mark.skipif(not chains.is_there(), reason="there is no C compiler here")
 ROUNDED = 6e-3
@@ -197,3 +203,23 @@ def test_gemmas_layer_is_no_swiglu() -> None:
     fuse_chains(module)
     x = drawn(9, 40)
     assert torch.equal(module(x), own(x))
+
+
+def test_forecasts_for_an_accelerator_have_the_models_own_chains(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Oracle: the costs of a model that nothing is fused in. A processor's are others: its graphs
+    keep fewer tensors."""
+    plan = method("mebp", frozen="disk × raw", recompute="none")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    found = {}
+    for fused in (True, False):
+        monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / str(fused)))
+        if not fused:
+            monkeypatch.setattr(cut_model, "fuse_chains", lambda _model: None)
+        for device in ("cpu", "cuda"):
+            of_model = LlamaConfig(num_hidden_layers=2, vocab_size=64, dtype="bfloat16", **sizes)
+            costs = UnitCosts(of_model, lora=LoraSettings(rank=4), device=device)
+            found[device, fused] = costs(plan, Shape(2, 32))
+    assert found["cuda", True] == found["cuda", False]
+    assert found["cpu", True] != found["cpu", False]

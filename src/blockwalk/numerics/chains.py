@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from blockwalk.numerics import native
+from blockwalk.numerics.device import of_processor
 from blockwalk.numerics.operators import LIBRARY
 
 _NORM, _NORM_BACKWARD, _GATE, _GATE_BACKWARD = range(4)
@@ -40,7 +41,7 @@ def is_there() -> bool:
 
 def fits(*tensors: Tensor) -> bool:
     """Return whether the kernel is there and takes these tensors."""
-    return all(t.dtype == torch.bfloat16 and t.device.type == "cpu" for t in tensors) and is_there()
+    return all(t.dtype == torch.bfloat16 and of_processor(t) for t in tensors) and is_there()
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

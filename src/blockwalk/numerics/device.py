@@ -13,6 +13,8 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar, copy_context
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +31,25 @@ BY_NAME = {
     " it"
 }
 """Types of accelerators that are taken only where somebody names them, with the reason."""
+
+
+_stands_for: ContextVar[str] = ContextVar("stands for", default="cpu")
+"""The device that a processor's tensors without data stand for."""
+
+R = TypeVar("R")
+
+
+def standing_for(device: str, work: Callable[[], R]) -> R:
+    """Return the answer of ``work``, in which a processor's tensors without data are computed with
+    as those of ``device`` are."""
+    context = copy_context()
+    context.run(_stands_for.set, device)
+    return context.run(work)
+
+
+def of_processor(tensor: Tensor) -> bool:
+    """Return whether a tensor is a processor's, and stands for no other device's."""
+    return tensor.device.type == "cpu" == _stands_for.get()
 
 
 def chosen(named: str | torch.device | None = None) -> torch.device:

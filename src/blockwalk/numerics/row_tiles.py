@@ -22,9 +22,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar, copy_context
 from functools import cache, lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from blockwalk.numerics import causal_attention, native_products
+from blockwalk.numerics.device import of_processor
 from blockwalk.numerics.wide_attention import by_heads, goes_by_heads
 from blockwalk.plan.sizes import (
     ROW_TILE,
@@ -44,7 +44,6 @@ from blockwalk.plan.sizes import (
     widened_columns,
 )
 
-R = TypeVar("R")
 _SIZES = (512, 256, ROW_TILE)
 """The numbers of rows that a product is made in."""
 _NARROW = (torch.bfloat16, torch.float16)
@@ -68,22 +67,10 @@ def multiplied_in(dtype: torch.dtype) -> torch.dtype:
     return dtype if is_supported() else torch.float32
 
 
-_stands_for: ContextVar[str] = ContextVar("stands for", default="cpu")
-"""The device that a processor's tensors without data stand for."""
-
-
-def standing_for(device: str, work: Callable[[], R]) -> R:
-    """Return the answer of ``work``, in which products of a processor's tensors are made as those
-    of ``device`` are."""
-    context = copy_context()
-    context.run(_stands_for.set, device)
-    return context.run(work)
-
-
 def narrow(tensor: Tensor) -> bool:
     """Whether products of this tensor are made as this module makes them: in 16 bits, on a
     processor."""
-    return tensor.dtype in _NARROW and tensor.device.type == "cpu" == _stands_for.get()
+    return tensor.dtype in _NARROW and of_processor(tensor)
 
 
 def keeps_shapes(tensor: Tensor) -> bool:

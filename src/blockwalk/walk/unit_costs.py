@@ -42,7 +42,7 @@ from blockwalk.numerics import (
     wide_attention,
 )
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
-from blockwalk.numerics.device import chosen
+from blockwalk.numerics.device import chosen, standing_for
 from blockwalk.numerics.native import processor
 from blockwalk.plan import row_order, work
 from blockwalk.plan import sizes as chunks
@@ -199,7 +199,7 @@ class UnitCosts:
             work = partial(
                 measure, self._cut(dtype), traits, shape, self.device, self._padded and not cut
             )
-            costs: Costs = self._as_stored(row_tiles.standing_for(self.device, work), dtype)
+            costs: Costs = self._as_stored(standing_for(self.device, work), dtype)
         except (RuntimeError, NotImplementedError) as error:
             del self._cuts[dtype]  # what was bound is still there
             reason = str(error).partition("\n")[0]
