@@ -103,9 +103,8 @@ class Ranks:
             error: the reason why this rank cannot use its batch; empty where it can.
         """
         self.batch_error = error
-        if error:
-            self.batch_digest = REFUSED
-        elif self.world > 1:
+        self.batch_digest = REFUSED if error else 0.0
+        if self.world > 1 and not error:
             content = 0.0 if batch is None else digest_of(batch)
             text = json.dumps([dict(facts), content], sort_keys=True)
             self.batch_digest = _number(hashlib.blake2b(text.encode(), digest_size=6))
