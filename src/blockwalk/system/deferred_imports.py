@@ -340,15 +340,15 @@ def _is_imported(name: str) -> bool:
 def _remove_stand_ins() -> None:
     """Take stand-ins, and modules that were imported without their package, out of ``sys.modules``
     and out of the packages that they lie in."""
-    modules = list(sys.modules.items())  # other threads may import meanwhile
+    modules = sys.modules.copy().items()  # at once: other threads may import meanwhile
     stand_ins = {name for name, module in modules if type(module) is _StandIn}
     alone = {name for name, _ in modules if name in ALONE and name.rpartition(".")[0] in stand_ins}
     for name in stand_ins | alone:
         module = sys.modules.pop(name, None)
         package, _, child = name.rpartition(".")
-        names = vars(sys.modules[package]) if package in sys.modules else {}
-        if names.get(child) is module:
-            del names[child]
+        holder = sys.modules.get(package)
+        if holder is not None and vars(holder).get(child) is module:
+            del vars(holder)[child]
 
 
 _FINDER = _Finder()
