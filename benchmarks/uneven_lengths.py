@@ -1,7 +1,7 @@
 """What a step over ranks loses to waiting where rows have unequal lengths: those of GSM8K, or of
 any JSON lines.
 
-    python benchmarks/uneven_lengths.py --model FOLDER [--data FILE.jsonl] [--check] [--json FILE]
+    python benchmarks/uneven_lengths.py --model FOLDER --data FILE.jsonl [--check] [--json FILE]
 
 In tokens, over many steps: ranks that meet in every micro-batch, because they gather blocks from
 each other, wait in each for the one with the most tokens; ranks that meet once a step, for the one
@@ -170,7 +170,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--model", required=True, help="a folder with a tokenizer")
     options.add_argument(
-        "--data", type=Path, default=Path("/work/shared/real/gsm8k/gsm8k_train.jsonl")
+        "--data", type=Path, required=True, help="a file of JSON lines, such as GSM8K"
     )
     options.add_argument("--hidden", type=int, default=256)
     options.add_argument("--layers", type=int, default=6)

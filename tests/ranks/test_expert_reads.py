@@ -82,6 +82,13 @@ def test_a_rank_reads_of_experts_what_its_slices_hold(lora: bool, tmp_path: Path
     assert sum(slices for _, slices, *_ in answers) == sum(t.nbytes for t in experts.values())
 
 
+def _sliced_stacks(walker: Walker) -> int:
+    """The elements of stacked experts in the slices that this rank keeps."""
+    home: Any = walker.engine.homes[StateKind.FROZEN]
+    runs = ((unit, run) for unit in home.units if unit.numel for run in home.runs(unit, 2))
+    return sum(run.size for unit, run in runs if len(unit.params[run.name].shape) == 3)
+
+
 def _opened_in_codes(rank: int, folder: Path) -> tuple[int, int, float]:
     """Return the elements of stacked experts that this rank decodes as it opens the model, those of
     the slices that it keeps, and the loss of a step."""
@@ -107,12 +114,7 @@ def _opened_in_codes(rank: int, folder: Path) -> tuple[int, int, float]:
         patch.setattr(EncodedWeight, "rows", some_rows)
         walker = Walker(folder, plan, lora={"rank": 2}, workdir=folder.parent / "work")
     with walker:
-        home: Any = walker.engine.homes[StateKind.FROZEN]
-        slices = 0
-        for unit in home.units:
-            for run in home.runs(unit, 2) if unit.numel else ():
-                slices += run.size if len(unit.params[run.name].shape) == 3 else 0
-        return decoded, slices, walker.step(random_batch(4, 8)).loss
+        return decoded, _sliced_stacks(walker), walker.step(random_batch(4, 8)).loss
 
 
 @pytest.mark.parametrize("stored", ["packed to int4", "mxfp4"])
@@ -191,11 +193,7 @@ def _bytes_of_stacks(rank: int, folder: Path) -> tuple[int, int]:
         patch.setattr(CheckpointFolder, "__init__", noted)
         walker = Walker(folder, plan, lora={"rank": 2}, workdir=folder.parent / "work")
     with walker:
-        home: Any = walker.engine.homes[StateKind.FROZEN]
-        slices = 0
-        for unit in home.units:
-            for run in home.runs(unit, 2) if unit.numel else ():
-                slices += run.size if len(unit.params[run.name].shape) == 3 else 0
+        slices = _sliced_stacks(walker)
     return reads.nbytes, slices // 2 + slices // 32
 
 
