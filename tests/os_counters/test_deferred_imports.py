@@ -196,9 +196,13 @@ import torch
 from blockwalk import Walker, method
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.program.program import Shape
+from blockwalk.walk.context_check import require_parts
+from blockwalk.walk.stages_check import require_stages
 from blockwalk.walk.unit_costs import UnitCosts
 
 model, name, adapters = sys.argv[1:]
+require_parts(model, method("hzp", mesh={"world": 2, "context": 2}))
+require_stages(model, method("hzp", mesh={"world": 2, "pipeline": 2}))
 lora = LoraSettings(rank=2) if adapters == "lora" else None
 plan = method(name)
 costs = UnitCosts(model, lora=lora, device="cpu", padded=True)(plan, Shape(1, 16))

@@ -33,6 +33,7 @@ from blockwalk.cutting.unread_outputs import unread_outputs
 from blockwalk.cutting.walk_check import compare
 from blockwalk.plan.parsing import from_plain
 from blockwalk.system import cache
+from blockwalk.system.deferred_imports import deferred_imports
 from blockwalk.system.out_of_memory import is_out_of_memory
 
 _verdicts: dict[str, Anatomy | str] = {}
@@ -52,6 +53,7 @@ def certified(model: nn.Module) -> CutModel:
     return CutModel(model, certified_anatomy(base))
 
 
+@deferred_imports()  # gradients of plain shapes
 def certified_anatomy(model: Any) -> Anatomy:
     """Return the anatomy of a (plain) model's configuration, checked on a small instance of it.
 

@@ -34,6 +34,7 @@ from blockwalk.plan.plan import Plan
 from blockwalk.plan.row_order import part_tokens
 from blockwalk.program.state_sizes import epilogue_reads
 from blockwalk.system import cache
+from blockwalk.system.deferred_imports import deferred_imports
 from blockwalk.system.out_of_memory import is_out_of_memory
 from blockwalk.system.paths import StrPath
 
@@ -50,6 +51,7 @@ _verdicts: dict[str, dict[str, str]] = {}
 """The reason to refuse each way, or nothing, by the configuration's key."""
 
 
+@deferred_imports()  # gradients of plain shapes
 def require_parts(model: StrPath | nn.Module, plan: Plan) -> None:
     """Check that ranks may hold parts of a model's sequences, as the plan says.
 

@@ -20,9 +20,11 @@ from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.small_instance import small_batch, small_instance
 from blockwalk.data.batch import Batch
 from blockwalk.plan.plan import Plan
+from blockwalk.system.deferred_imports import deferred_imports
 from blockwalk.system.paths import StrPath
 
 
+@deferred_imports()  # a small instance's shapes are plain
 def require_stages(model: StrPath | nn.Module, plan: Plan) -> None:
     """Check that stages may hold a model's blocks.
 
