@@ -84,7 +84,6 @@ class Engine:
             self._compile()
         self._leaves_holes = self.plan.estimator.facts.walks_back
         self._slack: Slack | None = None
-        self._returns = False
         if is_cpu(self.device):  # forwards alone leave few holes
             self._slack = Slack() if self._leaves_holes else Slack(share=1.0, spare=1.0)
         give_back()
@@ -108,8 +107,7 @@ class Engine:
         """Prepare for a program on micro-batches of this shape: where sequences are long, the heap
         keeps none of their large temporaries."""
         if self._slack is not None:
-            self._returns = self.plan.returns_memory(shape.sequence, self.device.type)
-            self._slack.return_large(self._returns)
+            self._slack.return_large(self.plan.returns_memory(shape.sequence, self.device.type))
 
     # ---- residency -------------------------------------------------------------------------------
 
@@ -125,7 +123,7 @@ class Engine:
         if op.part is not None:  # gradients and optimizer states are with the trainables
             return self.homes.get(op.part, self.homes[StateKind.TRAINABLE]).prepare(op)
         if self._slack is not None and self.plan.mesh.world == 1:
-            self._slack.bound(anew=self._returns or (op.unit == 0 and self._leaves_holes))
+            self._slack.bound(anew=op.unit == 0 and self._leaves_holes)
         evictions = [home.prepare(op) for home in self.homes.values()]
 
         def evict_both() -> None:

@@ -122,7 +122,7 @@ class Slack:
 
     def return_large(self, returns: bool) -> None:
         """Return every block of :data:`RETURNED` bytes or more to the system as soon as it is
-        freed, or none."""
+        freed, and what else is free in each :meth:`bound`; or keep them."""
         if returns is not self._returns:
             self._returns = returns
             _return_from(RETURNED if returns else _NEVER)
@@ -137,9 +137,8 @@ class Slack:
         if self._is_fresh:
             self._left.append(grown)
         working_set = self._working_set
-        self._is_fresh = anew or grown > max(
-            SLACK, working_set + max(MARGIN, int(working_set * self._spare))
-        )
+        needed = working_set + max(MARGIN, int(working_set * self._spare))
+        self._is_fresh = anew or self._returns or grown > max(SLACK, needed)
         if self._is_fresh:
             trim(0)
             floor = _anonymous_bytes()
