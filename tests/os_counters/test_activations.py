@@ -14,7 +14,7 @@ from blockwalk.estimators import backprop
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.program.program import Pool, Shape, StepKind
-from blockwalk.tiers import activations
+from blockwalk.tiers import reused_maps
 from blockwalk.tiers.activations import SavedTensors
 from blockwalk.tiers.scratch_maps import ScratchMaps
 from blockwalk.walk.walker import Walker
@@ -162,7 +162,7 @@ def test_what_graphs_saved_goes_before_the_kernel_writes_it(
     saved.rewind()
     assert saved.write(numbers).data_ptr() == place
     before = never_written()
-    monkeypatch.setattr(activations, "FRESH", 0.0)
+    monkeypatch.setattr(reused_maps, "FRESH", 0.0)
     saved.rewind()
     if never_written() == before:
         pytest.skip(

@@ -14,7 +14,6 @@ from blockwalk.engine.gradients import GradientGroups, NamedGradients
 from blockwalk.engine.home import Change, Job
 from blockwalk.engine.master_copies import MasterCopies
 from blockwalk.engine.model_handle import ModelHandle
-from blockwalk.engine.undo import BEFORE
 from blockwalk.numerics.codecs.layout import dtype_of
 from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.placement import StateKind, Tier
@@ -35,7 +34,6 @@ class Masters:
 
     def __init__(self, model: ModelHandle, memories: Memories) -> None:
         self._model = model
-        self._scratch = memories.scratch
         plan = model.plan
         places = Placements(plan, model.spec, model.device.type)
         codec = plan.trainable.codec
@@ -134,11 +132,7 @@ class Masters:
         if op.kind is not OpKind.STORE:
             return lambda: None
 
-        def store() -> None:
-            memory.dont_need(group)
-            self._scratch.dont_need((BEFORE, op.unit))
-
-        return store
+        return partial(memory.dont_need, group)
 
     def _move_gradients(self, op: Op) -> None:
         """Bring the gradients that a turn of a unit adds to, or hand them to the kernel."""
@@ -176,7 +170,6 @@ class Masters:
         if self._copies is not None:
             for part in (StateKind.TRAINABLE, StateKind.OPTIMIZER):
                 self._memories[part].dont_need((part, unit))
-            self._scratch.dont_need((BEFORE, unit))
 
     def masters_changed(self) -> frozenset[int]:
         if self._copies is not None:

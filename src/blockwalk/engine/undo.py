@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from blockwalk.numerics.device import is_cpu
+from blockwalk.tiers.reused_maps import ReusedMaps
 from blockwalk.tiers.scratch_maps import ScratchMaps
 
-BEFORE = "before"
-"""The first part of the names of groups that copies lie in."""
-_LARGE = 1 << 20
-"""Bytes of a unit's copies from which their maps are made anew for each step: an adapter's few
-pages stay."""
+_KEPT = 256 << 20
+"""Bytes of copies whose maps are written over by the next step: those of adapters. More go with
+their maps, so that Linux does not write them to the disk."""
 
 
 class Undo:
@@ -21,47 +20,50 @@ class Undo:
     computes or the values lie in some, else beside them, on the accelerator or in host memory.
 
     Args:
-        scratch: where maps are made, in the group ``(BEFORE, unit)``.
+        scratch: where maps are made.
         device: where blocks compute.
     """
 
     def __init__(self, scratch: ScratchMaps, device: torch.device) -> None:
         self._scratch = scratch
         self._device = device
-        self._before: dict[int, list[Tensor]] = {}
-        self._changed: dict[int, list[Tensor]] = {}
+        self._maps = ReusedMaps(scratch)
+        self._beside: dict[int, list[Tensor]] = {}
+        """The copies of each unit that lie beside its values."""
+        self._changed: list[tuple[list[Tensor], list[Tensor]]] = []
+        """What the step has changed, and copies of it."""
 
     def remember(self, unit: int, tensors: list[Tensor]) -> None:
         """Copy what an update of a unit is about to change."""
         if not tensors:
             return
-        kept = self._before.get(unit, [])
-        if [t.shape for t in kept] != [t.shape for t in tensors]:
-            shapes = {str(k): (tuple(t.shape), t.dtype) for k, t in enumerate(tensors)}
-            mapped = is_cpu(self._device) or self._scratch.holds(tensors[0])
-            maps = mapped and self._scratch.zeros(shapes, group=(BEFORE, unit))
-            kept = self._before[unit] = (
-                [*maps.values()] if maps else [torch.empty_like(t) for t in tensors]
-            )
-        torch._foreach_copy_(kept, tensors)
-        self._changed[unit] = tensors
+        copies = self._copies(unit, tensors)
+        torch._foreach_copy_(copies, tensors)
+        self._changed.append((tensors, copies))
+
+    def _copies(self, unit: int, tensors: list[Tensor]) -> list[Tensor]:
+        """Return room for copies of a unit's tensors."""
+        if is_cpu(self._device) or self._scratch.holds(tensors[0]):
+            places = [self._maps.take(t.nbytes).view(t.dtype) for t in tensors]
+            return [place_P.view(t.shape) for place_P, t in zip(places, tensors, strict=True)]
+        beside = self._beside.get(unit, [])
+        if [t.shape for t in beside] != [t.shape for t in tensors]:
+            beside = self._beside[unit] = [torch.empty_like(t) for t in tensors]
+        return beside
 
     def commit(self) -> None:
-        """Keep the changes of a step that counts. Large file maps of what was before go: those of
-        the next step need not be read before they are overwritten."""
+        """Keep the changes of a step that counts."""
         self._changed.clear()
-        large = [
-            unit for unit, kept in self._before.items() if sum(t.nbytes for t in kept) >= _LARGE
-        ]
-        for unit in [unit for unit in large if self._scratch.holds(self._before[unit][0])]:
-            self._scratch.forget((BEFORE, unit))
-            del self._before[unit]
+        if self._maps.nbytes > _KEPT:
+            self._maps.close()
+        self._maps.rewind()
 
     def put_back(self) -> bool:
         """Give everything the value that it had before the step; the answer is whether anything had
         changed."""
         changed = self._changed
-        self._changed = {}
-        for unit, tensors in changed.items():
-            torch._foreach_copy_(tensors, self._before[unit])
+        self._changed = []
+        for tensors, copies in reversed(changed):  # what was changed twice, to its first values
+            torch._foreach_copy_(tensors, copies)
+        self._maps.rewind()
         return bool(changed)

@@ -46,7 +46,8 @@ from blockwalk.program.program import Op, OpKind, Shape
 from blockwalk.program.state_sizes import maps_graphs
 from blockwalk.ranks.forward_sharing import ForwardSharing
 from blockwalk.ranks.ranks import Ranks
-from blockwalk.tiers.activations import FRESH, Activations, SavedTensors
+from blockwalk.tiers.activations import Activations, SavedTensors
+from blockwalk.tiers.reused_maps import FRESH
 
 
 @dataclass(slots=True)

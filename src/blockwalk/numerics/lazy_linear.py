@@ -291,11 +291,11 @@ def _product(
 
 def _source(weight: Weight, *, by_rows: bool) -> tuple[NativeSource, int] | None:
     """Return what our kernel of products decodes a weight from, a panel at a time, and its first
-    row. Groups wider than a panel would be decoded again for each of the panels of their
+    row. Groups wider than what it decodes at once would be decoded again for each part of their
     columns."""
     if not isinstance(weight, EncodedWeight):
         return None
-    narrow = by_rows or weight.layout.group_size <= native_products.WIDE
+    narrow = by_rows or weight.layout.group_size <= native_products.DECODED
     return weight.source() if narrow else None
 
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 WIDE = 32
 """Columns of the kernel's panel."""
+_JOINT = 2
+"""The kernel's JOINT: panels of columns in codes that are decoded at once."""
+DECODED = _JOINT * WIDE
+"""Columns in codes that are decoded at once."""
 _CHUNK = 256
 """Rows of a task: enough that packing a panel costs little beside its products, few enough that
 they stay in a core's cache."""
@@ -146,11 +150,13 @@ def run(
     rows, inner = a_PI.shape
     columns = out_PO.shape[1]
     threads = torch.get_num_threads()
+    _, _, turned, encoded = b
+    at_once = WIDE if encoded is None or turned else DECODED
     if threads > 1:
-        chunks = max(chunks, _TASKS * threads // -(-columns // WIDE))
+        chunks = max(chunks, _TASKS * threads // -(-columns // at_once))
     chunk = -(-rows // (chunks * WIDE)) * WIDE
     bias_O = None if bias_O is None else bias_O.contiguous()
-    units = 3 * _units(inner)
+    units = (2 + _JOINT) * _units(inner)
     placed: tuple[object, ...] = _NO_THIN
     if thin is not None:
         thin_PR, thin_RO = thin

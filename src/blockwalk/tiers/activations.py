@@ -3,7 +3,6 @@ maps."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import cycle
@@ -14,9 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from blockwalk.numerics.device import is_cpu, recorded
 from blockwalk.plan.placement import StateKind, Tier
-from blockwalk.plan.sizes import ALIGN
-from blockwalk.tiers.disk import is_in_memory, will_need
 from blockwalk.tiers.memories import Memories
+from blockwalk.tiers.reused_maps import ReusedMaps
 from blockwalk.tiers.scratch_maps import ScratchMaps
 
 
@@ -115,20 +113,13 @@ def _as(tensor: Tensor, buffer_P: Tensor) -> Tensor:
     return buffer_P[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
-_PIECE = 8 << 20
-"""Bytes of the file maps that saved tensors are written to, one after the other."""
-FRESH = 20.0
-"""Seconds for which these maps are used again. Linux writes out what has been dirty for 30, though
-nobody will read it from the disk: of SmolLM2's graphs 1.4 GB each time, in 5 s in which one of two
-cores did nothing else (docs/tricks.md). The dirty pages of an unlinked file that is closed are
-never written. So they are closed as soon after a step that no other follows."""
 _SMALL = 512
 """Bytes of memory below which a saved tensor stays there. It lies among a block's temporaries, in
 whose place those of the next block then have no room: at 4096, where norms' statistics stayed, the
 heap grew by 30 MB over SmolLM2's forward."""
 
 
-class SavedTensors:
+class SavedTensors(ReusedMaps):
     """The tensors that the graph of one block and micro-batch saves for its backward, in file maps
     that are used again in every step.
 
@@ -137,41 +128,15 @@ class SavedTensors:
     reads them where they lie; copying them there costs a fraction of computing them again."""
 
     def __init__(self, scratch: ScratchMaps) -> None:
-        self._scratch = scratch
-        self._maps: list[Tensor] = []
-        self._used: list[int] = []
-        """The bytes of each map that were written, of any step."""
-        self._place = (0, 0)
-        self._since = 0.0
-        self.nbytes = 0
-        """The bytes written since the last :meth:`rewind`."""
+        super().__init__(scratch)
         self._written: dict[object, tuple[StorageWeakRef, Tensor]] = {}
-
-    def rewind(self) -> None:
-        """Begin a new step: everything that was written may be overwritten, or goes with its
-        map."""
-        self._place = (0, 0)
-        self.nbytes = 0
-        if time.monotonic() > self._since + FRESH:
-            self._maps = []
-            self._used = []
-            self._since = time.monotonic()
-
-    def will_need(self) -> None:
-        """Bring back what was written since the last :meth:`rewind`, blocking."""
-        number, end = self._place
-        sizes = self._used[:number]
-        parts = [map_P[:nbytes] for map_P, nbytes in zip(self._maps, sizes, strict=False) if nbytes]
-        will_need(parts)
-        if end:
-            will_need([self._maps[number][:end]])
 
     def write(self, tensor: Tensor) -> Tensor:
         """Return a copy of the tensor in a map, with its strides where it has no gaps; a tensor
         that lies in a scratch map already is answered as it is."""
         if self._scratch.holds(tensor):
             return tensor
-        place_P = self._take(tensor.nbytes).view(tensor.dtype)
+        place_P = self.take(tensor.nbytes).view(tensor.dtype)
         if _has_no_gaps(tensor):
             copy = place_P.as_strided(tensor.shape, tensor.stride())
         else:
@@ -209,25 +174,6 @@ class SavedTensors:
                 yield
         finally:
             self._written.clear()
-
-    def _take(self, nbytes: int) -> Tensor:
-        """Return a place (uint8 [nbytes]) behind the last one. A map that the kernel has taken
-        pages of is made anew: it would read each from the disk, only to have it overwritten."""
-        number, start = self._place
-        while number < len(self._maps) and start + nbytes > self._maps[number].numel():
-            number = number + 1
-            start = 0
-        if number == len(self._maps):
-            self._maps.append(self._scratch.buffer(max(nbytes, _PIECE)))
-            self._used.append(0)
-        elif not start and not is_in_memory(self._maps[number][: self._used[number]]):
-            self._maps[number] = self._scratch.buffer(self._maps[number].numel())
-            self._used[number] = 0
-        stop = min(start + -(-nbytes // ALIGN) * ALIGN, self._maps[number].numel())
-        self._place = (number, stop)
-        self._used[number] = max(self._used[number], stop)
-        self.nbytes += nbytes
-        return self._maps[number][start : start + nbytes]
 
 
 def _has_no_gaps(tensor: Tensor) -> bool:

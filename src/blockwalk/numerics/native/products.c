@@ -15,6 +15,7 @@
 
 #define WIDE 32
 #define ROWS 14
+#define JOINT 2                              /* panels of columns in codes that are decoded at once: they share lines of cache */
 
 typedef struct {
     const uint16_t *numbers;
@@ -41,7 +42,7 @@ typedef struct {
     uint16_t *out;
     int64_t out_pitch, rows, inner, columns;
     int64_t chunk;                           /* rows of a task, a multiple of WIDE unless it is all */
-    uint32_t *scratch;                       /* of each thread three panels: of b, of a turned, and decoded numbers */
+    uint32_t *scratch;                       /* of each thread panels: of b, of a turned, and JOINT of decoded numbers */
     int64_t next_task, next_thread;
     float alpha;
     int adds;
@@ -201,34 +202,40 @@ static void pack(const matrix_t *b, int64_t inner, int64_t column, int64_t count
     else pack_columns(b->numbers + column, b->pitch, count, inner, panel);
 }
 
-/* The same of b in codes, by way of `decoded`. */
-static void pack_codes(const job_t *job, int64_t column, int64_t count, uint32_t *panel, uint16_t *decoded) {
+/* `count` columns from `column` of b in codes, decoded as they lie: rows of codes where b is turned. */
+static matrix_t decode(const job_t *job, int64_t column, int64_t count, uint16_t *decoded) {
     const encoded_t *e = job->encoded;
     const int turned = job->b.turned;
     const int64_t first = turned ? column : 0, rows = turned ? count : job->inner;
     const int64_t left = turned ? 0 : column, width = turned ? job->inner : count;
-    const matrix_t part = {decoded, width, turned};
     e->decode(e->codec, e->half, 0, e->scales, e->codes, e->row_bytes, e->row_scales, NULL, e->first_row + first, rows, left,
               left + width, decoded, NULL, 1);
-    pack(&part, job->inner, 0, count, panel);
+    return (matrix_t){decoded, width, turned};
 }
 
-/* What every thread runs: take the next panel in the next rows until none is left. */
+/* What every thread runs: take the next panels in the next rows until none is left. */
 static void body(void *data) {
     job_t *job = data;
     const int64_t units = pairs_of(job->inner) * WIDE, thin_units = pairs_of(job->thin) * WIDE;
-    const int64_t panels = (job->columns + WIDE - 1) / WIDE, number = __atomic_fetch_add(&job->next_thread, 1, __ATOMIC_RELAXED);
-    uint32_t *panel = job->scratch + (3 * units + thin_units) * number, *panel_of_a = panel + units + thin_units;
+    const int64_t at_once = job->encoded && !job->b.turned ? JOINT * WIDE : WIDE;
+    const int64_t parts = (job->columns + at_once - 1) / at_once;
+    const int64_t number = __atomic_fetch_add(&job->next_thread, 1, __ATOMIC_RELAXED);
+    uint32_t *panel = job->scratch + ((2 + JOINT) * units + thin_units) * number, *panel_of_a = panel + units + thin_units;
     for (;;) {
         const int64_t task = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED);
-        const int64_t first = task / panels * job->chunk, column = task % panels * WIDE;
-        if (first >= job->rows) return;
-        const int64_t end = first + job->chunk < job->rows ? first + job->chunk : job->rows;
-        const int64_t count = job->columns - column < WIDE ? job->columns - column : WIDE;
-        if (job->encoded) pack_codes(job, column, count, panel, (uint16_t *)(panel_of_a + units));
-        else pack(&job->b, job->inner, column, count, panel);
-        if (job->thin) pack(&job->thin_b, job->thin, column, count, panel + units);
-        rows_of(job, panel, panel_of_a, first, end, column);
+        const int64_t row = task / parts * job->chunk, left = task % parts * at_once;
+        if (row >= job->rows) return;
+        const int64_t end = row + job->chunk < job->rows ? row + job->chunk : job->rows;
+        const int64_t right = left + at_once < job->columns ? left + at_once : job->columns;
+        matrix_t decoded = {0};
+        if (job->encoded) decoded = decode(job, left, right - left, (uint16_t *)(panel_of_a + units));
+        for (int64_t column = left; column < right; column += WIDE) {
+            const int64_t count = right - column < WIDE ? right - column : WIDE;
+            if (job->encoded) pack(&decoded, job->inner, column - left, count, panel);
+            else pack(&job->b, job->inner, column, count, panel);
+            if (job->thin) pack(&job->thin_b, job->thin, column, count, panel + units);
+            rows_of(job, panel, panel_of_a, row, end, column);
+        }
     }
 }
 
