@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from blockwalk.numerics.device import is_cpu
+from blockwalk.plan.sizes import side_by_side
 from blockwalk.tiers.reused_maps import ReusedMaps
 from blockwalk.tiers.scratch_maps import ScratchMaps
 
-_KEPT = 256 << 20
+_KEPT = 1 << 30
 """Bytes of copies whose maps are written over by the next step: those of adapters. More go with
 their maps, so that Linux does not write them to the disk."""
 
@@ -31,7 +32,7 @@ class Undo:
         self._beside: dict[int, list[Tensor]] = {}
         """The copies of each unit that lie beside its values."""
         self._changed: list[tuple[list[Tensor], list[Tensor]]] = []
-        """What the step has changed, and copies of it."""
+        """Tensors that the step has changed, and copies of them."""
 
     def remember(self, unit: int, tensors: list[Tensor]) -> None:
         """Copy what an update of a unit is about to change."""
@@ -44,8 +45,12 @@ class Undo:
     def _copies(self, unit: int, tensors: list[Tensor]) -> list[Tensor]:
         """Return room for copies of a unit's tensors."""
         if is_cpu(self._device) or self._scratch.holds(tensors[0]):
-            places = [self._maps.take(t.nbytes).view(t.dtype) for t in tensors]
-            return [place_P.view(t.shape) for place_P, t in zip(places, tensors, strict=True)]
+            starts, end = side_by_side(t.nbytes for t in tensors)
+            place_P = self._maps.take(end)
+            return [
+                place_P[start : start + t.nbytes].view(t.dtype).view(t.shape)
+                for start, t in zip(starts, tensors, strict=True)
+            ]
         beside = self._beside.get(unit, [])
         if [t.shape for t in beside] != [t.shape for t in tensors]:
             beside = self._beside[unit] = [torch.empty_like(t) for t in tensors]
@@ -56,7 +61,8 @@ class Undo:
         self._changed.clear()
         if self._maps.nbytes > _KEPT:
             self._maps.close()
-        self._maps.rewind()
+        else:
+            self._maps.rewind()
 
     def put_back(self) -> bool:
         """Give everything the value that it had before the step; the answer is whether anything had
