@@ -2,9 +2,10 @@
 beside zeroth order.
 
 The model is SmolLM2-135M-Instruct (any causal model's folder will do), the text GSM8K's questions
-with their solutions; LoRA of rank 16 on every linear layer, AdamW for exact gradients and for one
-row of MeZO, as the paper has both, the estimators' own updates for the others, the same batches for
-all. A forward pass is counted on one
+with their solutions, or the articles of an encyclopedia (FOLDOC, as Debian's dict-foldoc has it),
+every tenth of them held out. LoRA has rank 16 on every linear layer; AdamW updates with exact
+gradients and in one row of MeZO, as the paper has both, the other estimators by their own rules,
+the same batches for all. A forward pass is counted on one
 batch: two for MeZO, with seeds from a pool as without, 2q for KZOO (MeZO of q directions), N + 1
 for FZOO, 2q + 1 for HiZOO, four for exact gradients (the forward, its recomputation, and a backward
 of twice a forward). Accuracy is the share of held-out tokens that the model ranks first, by
@@ -18,14 +19,18 @@ there is not repeated.
 
     python benchmarks/mebp_converge.py --model FOLDER --train FILE.jsonl --heldout FILE.jsonl
     [--minutes 30]
+    python benchmarks/mebp_converge.py --model FOLDER --articles foldoc.dict.dz
+    --case "exact (MeBP)" "MeZO, AdamW" --results FILE.json
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,12 +90,33 @@ class Run:
         )
 
 
-def blocks_of(file: Path, tokenizer: Any, length: int, most: int = 0) -> torch.Tensor:
-    """The texts of a file one after the other, cut into rows of so many tokens: int64 [N, S]."""
+def solutions(file: Path) -> list[str]:
+    """Return questions with their solutions, of JSON lines."""
     records = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    ids = [
-        i for r in records for i in tokenizer(r["prompt"] + r["completion"] + "\n\n")["input_ids"]
-    ]
+    return [record["prompt"] + record["completion"] for record in records]
+
+
+def articles(file: Path) -> list[str]:
+    """Return the articles of an encyclopedia in the dictd format: a title begins a line, its text
+    is indented. Lines of a paragraph are joined, and marks of references left out."""
+    found: list[list[str]] = []
+    for paragraph in gzip.decompress(file.read_bytes()).decode("utf-8", "ignore").split("\n\n"):
+        begins = paragraph.lstrip("\n")[:1].strip()
+        if begins or not found:
+            found.append([])
+        found[-1].append(" ".join(paragraph.translate(REFERENCES).split()))
+    return ["\n".join(article) for article in found if len(article) > 1]
+
+
+REFERENCES = str.maketrans("", "", "{}")
+"""The marks around the title of another article."""
+HELD_OUT = 10
+"""Of so many articles the first is held out."""
+
+
+def blocks_of(texts: Iterable[str], tokenizer: Any, length: int, most: int = 0) -> torch.Tensor:
+    """Return texts one after the other, cut into rows of so many tokens: int64 [N, S]."""
+    ids = [i for text in texts for i in tokenizer(text + "\n\n")["input_ids"]]
     rows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     return rows[: most or None]
 
@@ -169,10 +195,9 @@ def train(
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--model", required=True)
-    options.add_argument(
-        "--train", type=Path, required=True, help="JSON lines with prompt and completion"
-    )
-    options.add_argument("--heldout", type=Path, required=True)
+    options.add_argument("--train", type=Path, help="JSON lines with prompt and completion")
+    options.add_argument("--heldout", type=Path)
+    options.add_argument("--articles", type=Path, help="in place of both: an encyclopedia's")
     options.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
     options.add_argument("--forwards", type=int, default=800)
     options.add_argument("--sweep-forwards", type=int, default=200)
@@ -190,13 +215,20 @@ def main() -> None:
     )
     options.add_argument("--plot", type=Path, help="write the curves here as SVG")
     arguments = options.parse_args()
+    if bool(arguments.articles) == bool(arguments.train and arguments.heldout):
+        options.error("give --train and --heldout, or --articles")
     torch.set_num_threads(1)
     until = time.monotonic() + 60 * arguments.minutes
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    rows = blocks_of(arguments.train, tokenizer, arguments.length)
+    if arguments.articles:
+        texts = articles(arguments.articles)
+        held_out = texts[::HELD_OUT]
+        del texts[::HELD_OUT]
+    else:
+        texts, held_out = solutions(arguments.train), solutions(arguments.heldout)
+    rows = blocks_of(texts, tokenizer, arguments.length)
     judge = Judge(
-        arguments.model,
-        blocks_of(arguments.heldout, tokenizer, arguments.length, arguments.held_out),
+        arguments.model, blocks_of(held_out, tokenizer, arguments.length, arguments.held_out)
     )
     kept: dict[str, Any] = (
         json.loads(arguments.results.read_text()) if arguments.results.is_file() else {"runs": {}}
