@@ -170,7 +170,7 @@ def test_what_graphs_saved_goes_before_the_kernel_writes_it(
             "the folder for temporary files is on a file system without dirty pages of files"
         )
     assert never_written() - before >= numbers.nbytes
-    saved.write(numbers)
+    saved.write(numbers)  # into a second map
     saved.rewind()
     saved.write(numbers[:1])
     before = never_written()

@@ -28,7 +28,7 @@ class Undo:
     def __init__(self, scratch: ScratchMaps, device: torch.device) -> None:
         self._scratch = scratch
         self._device = device
-        self._maps = ReusedMaps(scratch)
+        self._maps = ReusedMaps(scratch, piece=0)
         self._beside: dict[int, list[Tensor]] = {}
         """The copies of each unit that lie beside its values."""
         self._changed: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -36,7 +36,7 @@ class Undo:
 
     def remember(self, unit: int, tensors: list[Tensor]) -> None:
         """Copy what an update of a unit is about to change."""
-        if not tensors:
+        if not any(t.numel() for t in tensors):
             return
         copies = self._copies(unit, tensors)
         torch._foreach_copy_(copies, tensors)

@@ -274,7 +274,8 @@ class Plan:
 
     def returns_memory(self, sequence: int, device: str) -> bool:
         """Return whether steps of so many tokens a sequence give large temporaries back to the
-        system as soon as they are freed, and keep no free heap: of long ones, in one process."""
+        system as soon as they are freed, and keep little free heap: of long ones, in one
+        process."""
         return self.mesh.world == 1 and self.is_long(sequence, device)
 
     @property

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from blockwalk.plan.sizes import ALIGN
+from blockwalk.system.process_memory import host_memory
 from blockwalk.tiers.disk import is_in_memory, will_need, will_write
 from blockwalk.tiers.scratch_maps import ScratchMaps
 
-_PIECE = 8 << 20
-"""Bytes of the maps, which are filled one after the other."""
+PIECE = 8 << 20
+"""Bytes of a map with room for many places."""
 _AT_ONCE = 2 << 20
 """Bytes of a new map that are made ready for writing at a time, where a place takes fewer."""
 FRESH = 15.0
@@ -41,10 +42,18 @@ class ReusedMaps:
     Making a map costs more than writing one whose pages are there: for 100 MB in 24 maps 0.1 to 0.3
     s instead of 0.02. So a map that is too old goes when its place is written again, and its pages
     become those of the new one: a machine that another system runs beside others may have to ask
-    for pages that it had let go of (0.4 GB/s)."""
+    for pages that it had let go of (0.4 GB/s).
 
-    def __init__(self, scratch: ScratchMaps) -> None:
+    Args:
+        scratch: where maps are made.
+        piece: the bytes of a map, unless a place needs more; 0: each place has a map of its own.
+    """
+
+    def __init__(self, scratch: ScratchMaps, piece: int = PIECE) -> None:
         self._scratch = scratch
+        self._piece = piece
+        _, is_limited = host_memory()
+        self._makes_ready = not is_limited  # Linux would write what is ready, and it filled again
         self._maps: list[_Map] = []
         self._place = (0, 0)
         self.nbytes = 0
@@ -77,7 +86,7 @@ class ReusedMaps:
             number = number + 1
             start = 0
         if number == len(self._maps):
-            size = max(nbytes, _PIECE)
+            size = max(nbytes, self._piece)
             self._maps.append(_Map(self._scratch.buffer(size), time.monotonic()))
         current = self._maps[number]
         if not start:
@@ -86,7 +95,8 @@ class ReusedMaps:
         stop = min(start + -(-nbytes // ALIGN) * ALIGN, size)
         if stop > current.ready:
             ready = min(-(-stop // _AT_ONCE) * _AT_ONCE, size)
-            will_write(current.bytes_P[current.ready : ready])
+            if self._makes_ready:
+                will_write(current.bytes_P[current.ready : ready])
             current.ready = ready
         self._place = (number, stop)
         self.nbytes += nbytes
