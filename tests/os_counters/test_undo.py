@@ -18,12 +18,15 @@ def maps_in(folder: Path) -> list[str]:
     return [line.split()[0] for line in lines if str(folder) in line]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_a_step_changed_twice_has_its_first_value_after_it_was_refused(
-    tmp_path: Path,
+    tmp_path: Path, device: str
 ) -> None:
+    """No program updates a unit twice in a step. An accelerator's copies lie beside the values,
+    here in host memory."""
     values = [torch.arange(6.0).view(2, 3), torch.tensor([7, 8], dtype=torch.bfloat16)]
     before = [tensor.clone() for tensor in values]
-    copies = Undo(ScratchMaps(tmp_path), CPU)
+    copies = Undo(ScratchMaps(tmp_path), torch.device(device))
     for _ in range(2):
         copies.remember(1, values)
         for tensor in values:

@@ -52,7 +52,8 @@ class Undo:
                 for start, t in zip(starts, tensors, strict=True)
             ]
         beside = self._beside.get(unit, [])
-        if [t.shape for t in beside] != [t.shape for t in tensors]:
+        holds_first_values = any(copies is beside for _, copies in self._changed)
+        if holds_first_values or [t.shape for t in beside] != [t.shape for t in tensors]:
             beside = self._beside[unit] = [torch.empty_like(t) for t in tensors]
         return beside
 
