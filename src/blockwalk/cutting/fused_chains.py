@@ -1,21 +1,23 @@
 """The norms, feed-forward layers and rotary positions of a model whose element-wise operations are
 one pass each on a processor (:mod:`blockwalk.numerics.chains`), without code of any model's own.
 
-A norm is one by a trial of its class: its own forward, on random numbers in bfloat16, answers what
-:func:`~blockwalk.numerics.chains.rms_norm` answers, but for rounding. So is a feed-forward layer of
-three linear layers and an activation, by their names, and the function that attention calls to turn
+A norm is one by a trial of its class: its own forward, on random numbers in bfloat16, answers as
+one of :mod:`~blockwalk.numerics.chains`, but for rounding. So is a feed-forward layer of three
+linear layers and an activation, by their names, and the function that attention calls to turn
 queries and keys by their positions. Others, other numbers and other devices keep their own
 code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from blockwalk.numerics import chains
 from blockwalk.system.deferred_imports import deferred_imports
@@ -28,8 +30,26 @@ _ROTARY = "apply_rotary_pos_emb"
 """The name that models call their rotary positions by."""
 _WIDTH = 24
 _ROUNDED = 2**-7
-"""The relative distance of a trial's answers: bfloat16's rounding a few times. That of silu and
-gelu is 0.1."""
+"""The relative distance of a trial's answers: bfloat16's rounding a few times."""
+_EXACT = 1e-9
+"""That of activations in float64: gelu and its approximation by tanh are nearer than bfloat16."""
+
+_NormChain = Callable[[Tensor, Tensor, float], Tensor]
+_NORMS: tuple[_NormChain, ...] = (chains.rms_norm, chains.rms_norm_less_one)
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """An activation, and its product with another tensor in one pass."""
+
+    activation: Callable[[Tensor], Tensor]
+    chain: Callable[[Tensor, Tensor], Tensor]
+
+
+_GATES = (
+    _Gate(F.silu, chains.swiglu),
+    _Gate(partial(F.gelu, approximate="tanh"), chains.geglu),
+)
 
 
 @deferred_imports()  # a trial's gradients are of plain shapes
@@ -41,10 +61,10 @@ def fuse_chains(model: nn.Module) -> None:
             continue
         eps = _eps(module)
         kind: Any = type(module)
-        if eps is not None and _is_norm(kind, eps):
-            module.__dict__["forward"] = partial(_norm, module, module.forward, eps)
-        elif _is_feed_forward(module):
-            module.__dict__["forward"] = partial(_feed_forward, module, module.forward)
+        if eps is not None and (chain := _norm_of(kind, eps)) is not None:
+            module.__dict__["forward"] = partial(_norm, module, module.forward, chain, eps)
+        elif (gate := _gate_of(module)) is not None:
+            module.__dict__["forward"] = partial(_feed_forward, module, module.forward, gate)
         elif (turns := _rotary_of(kind.forward)) is not None:
             module.__dict__["forward"] = MethodType(turns, module)
 
@@ -58,14 +78,16 @@ def unfuse_chains(model: nn.Module) -> None:
             del module.__dict__["forward"]
 
 
-def _norm(module: Any, original: Callable[..., Tensor], eps: float, x: Tensor) -> Tensor:
-    return chains.rms_norm(x, module.weight, eps) if _fits(x, module.weight) else original(x)
+def _norm(
+    module: Any, original: Callable[..., Tensor], chain: _NormChain, eps: float, x: Tensor
+) -> Tensor:
+    return chain(x, module.weight, eps) if _fits(x, module.weight) else original(x)
 
 
-def _feed_forward(module: Any, original: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _feed_forward(module: Any, original: Callable[..., Tensor], gate: _Gate, x: Tensor) -> Tensor:
     if not _fits(x):
         return original(x)
-    answer: Tensor = module.down_proj(chains.swiglu(module.gate_proj(x), module.up_proj(x)))
+    answer: Tensor = module.down_proj(gate.chain(module.gate_proj(x), module.up_proj(x)))
     return answer
 
 
@@ -85,41 +107,64 @@ def _eps(module: nn.Module) -> float | None:
     return values[0] if len(values) == 1 and isinstance(values[0], float) else None
 
 
-def _is_feed_forward(module: nn.Module) -> bool:
+def _gate_of(module: nn.Module) -> _Gate | None:
+    """Return the gate of a feed-forward layer; None of what is none, or has another activation."""
     parts = module._modules
     if set(parts) != {*_LINEARS, "act_fn"}:
-        return False
-    return _is_gated(type(module), type(parts["act_fn"]))  # type: ignore[arg-type]
+        return None
+    own: Any = parts["act_fn"]
+    kind: Any = type(module)
+    for gate in _GATES:
+        if _is_activation(own, gate.activation) and _is_gated(kind, gate):
+            return gate
+    return None
 
 
 @lru_cache
-def _is_norm(kind: type[nn.Module], eps: float) -> bool:
-    """Return whether a class of norms is RMSNorm as Llama's, by trial."""
+def _norm_of(kind: type[nn.Module], eps: float) -> _NormChain | None:
+    """Return the norm that a class of norms is, by trial; None of others."""
     alone = _bare(kind)
     weight_D = _drawn(_WIDTH)
     alone.weight = nn.Parameter(weight_D, requires_grad=False)
     for name in _EPS:
         setattr(alone, name, eps)
     inputs = [_drawn(5, _WIDTH) * size for size in (1.0, 10 * eps**0.5)]
-    return _agree(alone.forward, lambda x: chains.rms_norm(x, weight_D, eps), inputs)
+    for chain in _NORMS:
+        if _agree(alone.forward, partial(_called, chain, weight_D, eps), inputs):
+            return chain
+    return None
+
+
+def _called(chain: _NormChain, weight_D: Tensor, eps: float, x: Tensor) -> Tensor:
+    return chain(x, weight_D, eps)
+
+
+def _is_activation(own: nn.Module, activation: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether a module's activation is this one, by trial in float64."""
+    x = torch.linspace(-6.0, 6.0, 97, dtype=torch.float64)
+    # whatever a class raises here is the reason to leave it as it is
+    try:
+        return torch.allclose(own(x), activation(x), rtol=0.0, atol=_EXACT)
+    except Exception:
+        return False
 
 
 @lru_cache
-def _is_gated(kind: type[nn.Module], activation: type[nn.Module]) -> bool:
-    """Return whether a class of feed-forward layers is SwiGLU between three linear layers, by
+def _is_gated(kind: type[nn.Module], gate: _Gate) -> bool:
+    """Return whether a class of feed-forward layers is this gate between three linear layers, by
     trial."""
     alone = _bare(kind)
     layers = {name: nn.Linear(_WIDTH, _WIDTH, bias=False) for name in _LINEARS}
     for name, layer in layers.items():
         layer.weight = nn.Parameter(_drawn(_WIDTH, _WIDTH) / _WIDTH**0.5, requires_grad=False)
         setattr(alone, name, layer)
-    gate, up, down = layers.values()
+    alone.act_fn = gate.activation
+    gated, up, down = layers.values()
 
-    def own(x: Tensor) -> Tensor:
-        alone.act_fn = activation()
-        return alone.forward(x)  # type: ignore[no-any-return]
+    def fused(x: Tensor) -> Tensor:
+        return down(gate.chain(gated(x), up(x)))  # type: ignore[no-any-return]
 
-    return _agree(own, lambda x: down(chains.swiglu(gate(x), up(x))), [_drawn(5, _WIDTH)])
+    return _agree(alone.forward, fused, [_drawn(5, _WIDTH)])
 
 
 class _Names(dict[str, Any]):

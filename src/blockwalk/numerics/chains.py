@@ -1,7 +1,7 @@
 """Chains of element-wise operations on bfloat16 numbers, in one pass each on a processor: RMSNorm
-and rotary positions as Llama's, and SwiGLU.
+as Llama's or Gemma's, rotary positions as Llama's, and products with a gate's silu or gelu.
 
-A model's own code makes seven passes of a norm, five of rotary positions and two of SwiGLU,
+A model's own code makes seven passes of a norm, five of rotary positions and two of a gate,
 forward, and more backward; most write memory that nobody has touched, and a graph keeps what they
 made in between: three tensors in float32 of a norm. Here a graph keeps the chain's inputs, and one
 number a row.
@@ -23,13 +23,17 @@ from blockwalk.numerics import native
 from blockwalk.numerics.device import of_processor
 from blockwalk.numerics.operators import LIBRARY
 
-_NORM, _NORM_BACKWARD, _GATE, _GATE_BACKWARD = range(4)
+_NORM, _NORM_BACKWARD, _LESS_ONE, _LESS_ONE_BACKWARD = range(4)
+_SILU, _SILU_BACKWARD, _GELU, _GELU_BACKWARD = range(4, 8)
 """The kernel's kinds."""
 
-LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
-LIBRARY.define("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scales) -> Tensor")
-LIBRARY.define("swiglu(Tensor gate, Tensor up) -> Tensor")
-LIBRARY.define("swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)")
+LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps, bool less_one) -> (Tensor, Tensor)")
+LIBRARY.define(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scales, bool less_one)"
+    " -> Tensor"
+)
+LIBRARY.define("gated(Tensor gate, Tensor up, bool gelu) -> Tensor")
+LIBRARY.define("gated_backward(Tensor grad, Tensor gate, Tensor up, bool gelu) -> (Tensor, Tensor)")
 LIBRARY.define("rotary(Tensor x, Tensor cosine, Tensor sine, bool back) -> Tensor")
 
 
@@ -47,13 +51,26 @@ def fits(*tensors: Tensor) -> bool:
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Return x / √(mean of its squares + eps), rounded, times the weight: of [..., D]. Gradients
     are rounded once where autograd rounds them."""
-    out: Tensor = _Norm.apply(x, weight_D, eps)  # type: ignore[no-untyped-call]
+    out: Tensor = _Norm.apply(x, weight_D, eps, False)  # type: ignore[no-untyped-call]
+    return out
+
+
+def rms_norm_less_one(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Return x / √(mean of its squares + eps) times one more than the weight, rounded at the
+    end."""
+    out: Tensor = _Norm.apply(x, weight_D, eps, True)  # type: ignore[no-untyped-call]
     return out
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate), rounded, times ``up``, of one shape."""
-    out: Tensor = _Gate.apply(gate, up)  # type: ignore[no-untyped-call]
+    out: Tensor = _Gate.apply(gate, up, False)  # type: ignore[no-untyped-call]
+    return out
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gelu(gate) by its approximation with tanh, rounded, times ``up``, of one shape."""
+    out: Tensor = _Gate.apply(gate, up, True)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -79,9 +96,12 @@ class _Rotary(torch.autograd.Function):
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        out, scales_P = torch.ops.blockwalk.rms_norm(x.contiguous(), weight_D.contiguous(), eps)
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, less_one: bool) -> Tensor:
+        out, scales_P = torch.ops.blockwalk.rms_norm(
+            x.contiguous(), weight_D.contiguous(), eps, less_one
+        )
         ctx.save_for_backward(x, weight_D, scales_P)
+        ctx.less_one = less_one
         return out  # type: ignore[no-any-return]
 
     @staticmethod
@@ -91,29 +111,32 @@ class _Norm(torch.autograd.Function):
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.ops.blockwalk.rms_norm_backward(
-                grad.contiguous(), x.contiguous(), weight_D.contiguous(), scales_P
+                grad.contiguous(), x.contiguous(), weight_D.contiguous(), scales_P, ctx.less_one
             )
         if ctx.needs_input_grad[1]:
-            normed = (x * scales_P.view(*x.shape[:-1], 1)).to(x.dtype)
-            grad_weight = (grad * normed).reshape(-1, x.shape[-1]).sum(0)
-        return grad_x, grad_weight, None
+            normed = x * scales_P.view(*x.shape[:-1], 1)
+            if not ctx.less_one:
+                normed = normed.to(x.dtype)
+            of_rows = (grad * normed).reshape(-1, x.shape[-1])
+            grad_weight = of_rows.sum(0).to(weight_D.dtype)
+        return grad_x, grad_weight, None, None
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
         gate = gate.contiguous()
         up = up.contiguous()
         ctx.save_for_backward(gate, up)
-        return torch.ops.blockwalk.swiglu(gate, up)  # type: ignore[no-any-return]
+        ctx.gelu = gelu
+        return torch.ops.blockwalk.gated(gate, up, gelu)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        return torch.ops.blockwalk.swiglu_backward(  # type: ignore[no-any-return]
-            grad.contiguous(), gate, up
-        )
+        grads = torch.ops.blockwalk.gated_backward(grad.contiguous(), gate, up, ctx.gelu)
+        return (*grads, None)
 
 
 def _run(
@@ -137,31 +160,42 @@ def _run(
     )
 
 
-def _rms_norm_empty(x: Tensor, _weight_D: Tensor, _eps: float) -> tuple[Tensor, Tensor]:
+def _rms_norm_empty(
+    x: Tensor, _weight_D: Tensor, _eps: float, _less_one: bool
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def _rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out, scales_P = _rms_norm_empty(x, weight_D, eps)
-    _run(_NORM, x, weight_D, None, (out,), scales_P, eps)
+def _rms_norm(x: Tensor, weight_D: Tensor, eps: float, less_one: bool) -> tuple[Tensor, Tensor]:
+    out, scales_P = _rms_norm_empty(x, weight_D, eps, less_one)
+    _run(_LESS_ONE if less_one else _NORM, x, weight_D, None, (out,), scales_P, eps)
     return out, scales_P
 
 
-def _rms_norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, scales_P: Tensor) -> Tensor:
+def _rms_norm_backward(
+    grad: Tensor, x: Tensor, weight_D: Tensor, scales_P: Tensor, less_one: bool
+) -> Tensor:
     grad_x = torch.empty_like(grad)
-    _run(_NORM_BACKWARD, x, weight_D, grad, (grad_x,), scales_P)
+    kind = _LESS_ONE_BACKWARD if less_one else _NORM_BACKWARD
+    _run(kind, x, weight_D, grad, (grad_x,), scales_P)
     return grad_x
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def _gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
     out = torch.empty_like(gate)
-    _run(_GATE, gate, up, None, (out,))
+    _run(_GELU if gelu else _SILU, gate, up, None, (out,))
     return out
 
 
-def _swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    grads = (torch.empty_like(gate), torch.empty_like(up))
-    _run(_GATE_BACKWARD, gate, up, grad, grads)
+def _gated_backward_empty(
+    _grad: Tensor, gate: Tensor, up: Tensor, _gelu: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gate), torch.empty_like(up)
+
+
+def _gated_backward(grad: Tensor, gate: Tensor, up: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+    grads = _gated_backward_empty(grad, gate, up, gelu)
+    _run(_GELU_BACKWARD if gelu else _SILU_BACKWARD, gate, up, grad, grads)
     return grads
 
 
@@ -195,7 +229,7 @@ LIBRARY.impl("rms_norm", _rms_norm, "CPU")
 LIBRARY.impl("rms_norm", _rms_norm_empty, "Meta")
 LIBRARY.impl("rms_norm_backward", _rms_norm_backward, "CPU")
 LIBRARY.impl("rms_norm_backward", lambda grad, *_: torch.empty_like(grad), "Meta")
-LIBRARY.impl("swiglu", _swiglu, "CPU")
-LIBRARY.impl("swiglu", lambda gate, _: torch.empty_like(gate), "Meta")
-LIBRARY.impl("swiglu_backward", _swiglu_backward, "CPU")
-LIBRARY.impl("swiglu_backward", lambda _, *inputs: tuple(map(torch.empty_like, inputs)), "Meta")
+LIBRARY.impl("gated", _gated, "CPU")
+LIBRARY.impl("gated", lambda gate, *_: torch.empty_like(gate), "Meta")
+LIBRARY.impl("gated_backward", _gated_backward, "CPU")
+LIBRARY.impl("gated_backward", _gated_backward_empty, "Meta")

@@ -34,7 +34,7 @@ LIMIT = 90.0
 
 BEGINS = (
     "timing a few steps of a shallow %s at %d × %d for the forecast, once: mostly about 10 s,"
-    f" {LIMIT:.0f} at most"
+    f" {LIMIT:.0f} at most, in a second process that needs about as much memory as the run"
 )
 """Told before: the type of the model, the sequences of a micro-batch and their tokens."""
 

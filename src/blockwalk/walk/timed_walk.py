@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, replace
+from math import prod
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,9 +26,11 @@ from blockwalk.engine.frozen_codec import already_said
 from blockwalk.numerics.codecs.layout import dtype_of
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.losses import IGNORE
+from blockwalk.plan.sizes import spans
 from blockwalk.program.costs import TimedOp
 from blockwalk.program.program import COMPUTES, OpKind
 from blockwalk.system.process_memory import free_memory
+from blockwalk.tiers.model_folder import safetensors
 from blockwalk.walk.timed_units import Request, TimedStep
 from blockwalk.walk.walker import Walker
 
@@ -62,8 +65,6 @@ def _walk(request: Request, folder: Path) -> list[TimedStep]:
 
 def _make(request: Request, folder: Path) -> None:
     """Write a shallow instance with drawn weights, of which a few are repeated."""
-    from safetensors.torch import save_file
-
     config = shallow(request.config)
     dtype = dtype_of(request.stored)
     skeleton = build_skeleton(config, dtype, model_class(config))
@@ -73,16 +74,22 @@ def _make(request: Request, folder: Path) -> None:
     drawn = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 0.02
     drawn = drawn.to(dtype)
 
-    def values(param: torch.Tensor) -> torch.Tensor:
-        if param.dim() == 1:
-            return torch.ones(param.shape, dtype=dtype)
-        repeats = -(-param.numel() // drawn.numel())
-        return drawn.repeat(repeats)[: param.numel()].view(param.shape)
+    entries = {
+        name: safetensors.Entry(tuple(param.shape), dtype)
+        for name, param in skeleton.named_parameters()
+    }
+
+    def values(name: str) -> Iterator[torch.Tensor]:
+        shape = entries[name].shape
+        if len(shape) == 1:
+            yield torch.ones(shape, dtype=dtype)
+            return
+        for start, stop in spans(0, prod(shape), len(drawn)):
+            yield drawn[: stop - start]
 
     folder.mkdir()
     config.save_pretrained(folder)
-    tensors = {name: values(param) for name, param in skeleton.named_parameters()}
-    save_file(tensors, folder / "model.safetensors")
+    safetensors.write_shards(folder, entries, values)
 
 
 def _adapters(adapters: Any) -> Any:

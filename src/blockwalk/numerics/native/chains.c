@@ -1,6 +1,6 @@
-/* Chains of element-wise operations on bfloat16 numbers in one pass each, for numerics/chains.py: RMSNorm, SwiGLU, and
- * rotary positions. What a chain's operations round to bfloat16 is rounded here, and a sum has one order: the bits are every
- * processor's.
+/* Chains of element-wise operations on bfloat16 numbers in one pass each, for numerics/chains.py: RMSNorm, SwiGLU and GeGLU,
+ * and rotary positions. What a chain's operations round to bfloat16 is rounded here, and a sum has one order: the bits are
+ * every processor's.
  *
  * Rows are shared out over the threads of torch's own team. Nothing is allocated and nothing is kept.
  */
@@ -21,7 +21,7 @@ typedef struct {
     int64_t next;
 } job_t;
 
-enum { NORM = 0, NORM_BACKWARD = 1, GATE = 2, GATE_BACKWARD = 3 };
+enum { NORM, NORM_BACKWARD, LESS_ONE, LESS_ONE_BACKWARD, SILU, SILU_BACKWARD, GELU, GELU_BACKWARD };
 
 INLINE float total(const float *sums) {
     float sum = 0.0f;
@@ -31,9 +31,19 @@ INLINE float total(const float *sums) {
 
 INLINE float rounded(float x) { return from_bf16(to_bf16(x)); }
 
-/* out = b * (a * scale), as LlamaRMSNorm: the product in brackets is rounded, and then its own with the weight b. */
-static void norm(const uint16_t *restrict a, const uint16_t *restrict b, uint16_t *restrict out, float *scale, int64_t width,
-                 float eps) {
+/* A norm's answer of x = a * scale and its weight b: as Llama's, b * x with x rounded; as Gemma's, whose weight is kept less
+ * one, x * (1 + b). */
+INLINE float weighted(float x, uint16_t b, int less_one) {
+    return less_one ? x * (1.0f + from_bf16(b)) : from_bf16(b) * rounded(x);
+}
+
+/* The gradient of x. */
+INLINE float unweighted(uint16_t grad, uint16_t b, int less_one) {
+    return less_one ? from_bf16(grad) * (1.0f + from_bf16(b)) : rounded(from_bf16(grad) * from_bf16(b));
+}
+
+INLINE void norm(const uint16_t *restrict a, const uint16_t *restrict b, uint16_t *restrict out, float *scale, int64_t width,
+                 float eps, int less_one) {
     float sums[SUMS] = {0};
     int64_t d = 0;
     for (; d + SUMS <= width; d += SUMS)
@@ -41,21 +51,20 @@ static void norm(const uint16_t *restrict a, const uint16_t *restrict b, uint16_
     for (; d < width; d++) sums[d % SUMS] += from_bf16(a[d]) * from_bf16(a[d]);
     const float factor = 1.0f / sqrtf(total(sums) / (float)width + eps);
     *scale = factor;
-    for (d = 0; d < width; d++) out[d] = to_bf16(from_bf16(b[d]) * rounded(from_bf16(a[d]) * factor));
+    for (d = 0; d < width; d++) out[d] = to_bf16(weighted(from_bf16(a[d]) * factor, b[d], less_one));
 }
 
-/* The gradient of a: g = grad * b, and g * scale - a * scale^3 * mean(g * a). */
-static void norm_backward(const uint16_t *restrict a, const uint16_t *restrict b, const uint16_t *restrict grad,
-                          uint16_t *restrict out, float scale, int64_t width) {
+/* The gradient of a, with that of x as g: g * scale - a * scale^3 * mean(g * a). */
+INLINE void norm_backward(const uint16_t *restrict a, const uint16_t *restrict b, const uint16_t *restrict grad,
+                          uint16_t *restrict out, float scale, int64_t width, int less_one) {
     float sums[SUMS] = {0};
     int64_t d = 0;
     for (; d + SUMS <= width; d += SUMS)
-        for (int l = 0; l < SUMS; l++)
-            sums[l] += rounded(from_bf16(grad[d + l]) * from_bf16(b[d + l])) * from_bf16(a[d + l]);
-    for (; d < width; d++) sums[d % SUMS] += rounded(from_bf16(grad[d]) * from_bf16(b[d])) * from_bf16(a[d]);
+        for (int l = 0; l < SUMS; l++) sums[l] += unweighted(grad[d + l], b[d + l], less_one) * from_bf16(a[d + l]);
+    for (; d < width; d++) sums[d % SUMS] += unweighted(grad[d], b[d], less_one) * from_bf16(a[d]);
     const float shift = scale * scale * scale * (total(sums) / (float)width);
     for (d = 0; d < width; d++)
-        out[d] = to_bf16(rounded(from_bf16(grad[d]) * from_bf16(b[d])) * scale - from_bf16(a[d]) * shift);
+        out[d] = to_bf16(unweighted(grad[d], b[d], less_one) * scale - from_bf16(a[d]) * shift);
 }
 
 /* 1 / (1 + e^-x), of e^-|x|: 2 to the nearest integer by the exponent, to the rest by Taylor's polynomial. */
@@ -76,21 +85,39 @@ INLINE float sigmoid(float x) {
     return (x < 0.0f ? y : 1.0f) / (1.0f + y);
 }
 
-/* out = silu(a) * b. */
-static void gate(const uint16_t *restrict a, const uint16_t *restrict b, uint16_t *restrict out, int64_t width) {
+/* Both activations are x * sigmoid(v): silu with v = x, and gelu's approximation by tanh with this v, sqrt(8 / pi) times
+ * (x + 0.044715 x^3). Beyond 32 its sigmoid is 0 or 1, and x^3 might have no number. */
+#define GELU_SCALE 1.5957691216f
+#define GELU_CUBE 0.044715f
+
+INLINE float within(float x) { return x > 32.0f ? 32.0f : x < -32.0f ? -32.0f : x; }
+
+INLINE float part_of(float x, int gelu) {
+    const float near = within(x);
+    return sigmoid(gelu ? GELU_SCALE * near * (1.0f + GELU_CUBE * near * near) : x);
+}
+
+/* dv / dx */
+INLINE float slope(float x, int gelu) {
+    const float near = within(x);
+    return gelu ? GELU_SCALE * (1.0f + 3.0f * GELU_CUBE * near * near) : 1.0f;
+}
+
+/* out = activation(a) * b. */
+INLINE void gate(const uint16_t *restrict a, const uint16_t *restrict b, uint16_t *restrict out, int64_t width, int gelu) {
     for (int64_t d = 0; d < width; d++) {
         const float x = from_bf16(a[d]);
-        out[d] = to_bf16(rounded(x * sigmoid(x)) * from_bf16(b[d]));
+        out[d] = to_bf16(rounded(x * part_of(x, gelu)) * from_bf16(b[d]));
     }
 }
 
 /* The gradients of a and b. */
-static void gate_backward(const uint16_t *restrict a, const uint16_t *restrict b, const uint16_t *restrict grad,
-                          uint16_t *restrict of_a, uint16_t *restrict of_b, int64_t width) {
+INLINE void gate_backward(const uint16_t *restrict a, const uint16_t *restrict b, const uint16_t *restrict grad,
+                          uint16_t *restrict of_a, uint16_t *restrict of_b, int64_t width, int gelu) {
     for (int64_t d = 0; d < width; d++) {
-        const float x = from_bf16(a[d]), g = from_bf16(grad[d]), part = sigmoid(x);
+        const float x = from_bf16(a[d]), g = from_bf16(grad[d]), part = part_of(x, gelu);
         of_b[d] = to_bf16(g * rounded(x * part));
-        of_a[d] = to_bf16(rounded(g * from_bf16(b[d])) * (part * (1.0f + x * (1.0f - part))));
+        of_a[d] = to_bf16(rounded(g * from_bf16(b[d])) * (part * (1.0f + x * slope(x, gelu) * (1.0f - part))));
     }
 }
 
@@ -158,10 +185,16 @@ static void body(void *data) {
             const int64_t place = row * width;
             const uint16_t *a = job->a + place, *b = job->b + place, *grad = job->grad + place;
             uint16_t *out = job->out + place;
-            if (job->kind == NORM) norm(a, job->b, out, job->scales + row, width, job->eps);
-            else if (job->kind == NORM_BACKWARD) norm_backward(a, job->b, grad, out, job->scales[row], width);
-            else if (job->kind == GATE) gate(a, b, out, width);
-            else gate_backward(a, b, grad, out, job->other + place, width);
+            switch (job->kind) {
+                case NORM: norm(a, job->b, out, job->scales + row, width, job->eps, 0); break;
+                case NORM_BACKWARD: norm_backward(a, job->b, grad, out, job->scales[row], width, 0); break;
+                case LESS_ONE: norm(a, job->b, out, job->scales + row, width, job->eps, 1); break;
+                case LESS_ONE_BACKWARD: norm_backward(a, job->b, grad, out, job->scales[row], width, 1); break;
+                case SILU: gate(a, b, out, width, 0); break;
+                case SILU_BACKWARD: gate_backward(a, b, grad, out, job->other + place, width, 0); break;
+                case GELU: gate(a, b, out, width, 1); break;
+                case GELU_BACKWARD: gate_backward(a, b, grad, out, job->other + place, width, 1); break;
+            }
         }
     }
 }
