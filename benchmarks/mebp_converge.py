@@ -269,7 +269,7 @@ def main() -> None:
             Series(n, tuple(zip(c["forwards"], c["accuracy"], strict=True)))
             for n, c in curves.items()
         ]
-        drawn = chart("Next-token accuracy against forward passes", series, from_zero=False)
+        drawn = chart("Next-token accuracy against forward passes", series, "range")
         picture = standalone(drawn).replace(">step 0<", ">0 forwards<")
         arguments.plot.write_text(picture, encoding="utf-8")
 
