@@ -33,8 +33,6 @@ ROUNDED = 6e-3
 """The relative distance of numbers that are rounded to bfloat16 twice (2e-3 each), with room."""
 NORM, NORM_BACKWARD = "blockwalk::rms_norm", "blockwalk::rms_norm_backward"
 GATE, GATE_BACKWARD = "blockwalk::gated", "blockwalk::gated_backward"
-
-
 NORMS = (chains.rms_norm, chains.rms_norm_less_one)
 GATES = (chains.swiglu, chains.geglu)
 
@@ -49,9 +47,8 @@ def norm(module: Any = None) -> nn.Module:
     return module  # type: ignore[no-any-return]
 
 
-def gemma(activation: str = "gelu_pytorch_tanh") -> nn.Module:
-    settings = Gemma2Config(hidden_size=40, intermediate_size=72, hidden_activation=activation)
-    return Gemma2MLP(settings)
+def gemma() -> nn.Module:
+    return Gemma2MLP(Gemma2Config(hidden_size=40, intermediate_size=72))
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {

@@ -90,17 +90,18 @@ INLINE float sigmoid(float x) {
 #define GELU_SCALE 1.5957691216f
 #define GELU_CUBE 0.044715f
 
-INLINE float within(float x) { return x > 32.0f ? 32.0f : x < -32.0f ? -32.0f : x; }
+INLINE float clamped(float x) { return x > 32.0f ? 32.0f : x < -32.0f ? -32.0f : x; }
 
+/* sigmoid(v) */
 INLINE float part_of(float x, int gelu) {
-    const float near = within(x);
-    return sigmoid(gelu ? GELU_SCALE * near * (1.0f + GELU_CUBE * near * near) : x);
+    const float inner = clamped(x);
+    return sigmoid(gelu ? GELU_SCALE * inner * (1.0f + GELU_CUBE * inner * inner) : x);
 }
 
 /* dv / dx */
 INLINE float slope(float x, int gelu) {
-    const float near = within(x);
-    return gelu ? GELU_SCALE * (1.0f + 3.0f * GELU_CUBE * near * near) : 1.0f;
+    const float inner = clamped(x);
+    return gelu ? GELU_SCALE * (1.0f + 3.0f * GELU_CUBE * inner * inner) : 1.0f;
 }
 
 /* out = activation(a) * b. */
