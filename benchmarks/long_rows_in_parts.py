@@ -14,7 +14,7 @@ from torch import nn
 
 from blockwalk import Walker, method
 from blockwalk.plan.choices import LoraSettings
-from blockwalk.program.program import Pool, Program, Shape, StepKind
+from blockwalk.program.program import Pool, Shape, StepKind
 from blockwalk.walk.context_check import require_parts
 from blockwalk.walk.meter import Meter
 from tests.support.processes import run_ranks
@@ -53,16 +53,17 @@ def _held(rank: int, model: nn.Module, world: int) -> tuple[int, int, float]:
         walker.step({"input_ids": short_BS, "labels": short_BS})  # what stays is made
         with Meter() as meter:
             result = walker.step({"input_ids": ids_BS, "labels": ids_BS})
-        shape = Shape(1, TOKENS).part(world)
-        program = walker.program(StepKind.TRAIN, shape, foresee=True)
-    return meter.peak, beyond_static(program), result.seconds
+        foreseen = made_by_a_step(walker, Shape(1, TOKENS).part(world))
+    return meter.peak, foreseen, result.seconds
 
 
-def beyond_static(program: Program) -> int:
-    """Bytes of tensors that a step adds on the device and the host."""
-    static = dict(program.static)
-    peaks = program.peaks()
-    return sum(peaks[pool] - static.get(pool, 0) for pool in (Pool.DEVICE, Pool.HOST))
+def made_by_a_step(walker: Walker, shape: Shape) -> int:
+    """Bytes of tensors that a step is foreseen to add on the device and the host to what stays
+    between steps: all that a program holds throughout, but for what a walk carries, which only
+    costs tell."""
+    peaks = walker.program(StepKind.TRAIN, shape, foresee=True).peaks()
+    stays = dict(walker.program(StepKind.TRAIN, shape).static)
+    return sum(peaks[pool] - stays.get(pool, 0) for pool in (Pool.DEVICE, Pool.HOST))
 
 
 def of_parts(figures: dict[str, Any]) -> list[Bound]:

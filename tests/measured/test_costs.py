@@ -18,9 +18,11 @@ from blockwalk.plan.sizes import UPDATE_ELEMENTS
 from blockwalk.program.compile import compile, resident
 from blockwalk.program.program import OpKind, Pool, Program, Shape, StepKind
 from blockwalk.system import cache
+from blockwalk.walk.context_check import require_parts
 from blockwalk.walk.meter import Meter
 from blockwalk.walk.unit_costs import UnitCosts
 from blockwalk.walk.walker import Walker
+from tests.support.processes import run_ranks
 
 CASES = {
     "full, graphs kept": ("plain", None, {}),
@@ -181,6 +183,34 @@ def test_the_prologue_of_a_padded_row_is_foreseen_once(
     first = program.device_bytes()[[op.kind for op in program.ops].index(OpKind.PROLOGUE)]
     assert peaks[-1] > 1024**2
     assert first - held == pytest.approx(peaks[-1], rel=0.1)
+
+
+def _peak_of_a_part(_rank: int, model: Any, plan: Plan) -> tuple[int, int]:
+    """The peak of a rank's step beside what stays between steps, by the meter and foreseen."""
+    ids = torch.randint(3, 3000, (1, 1024), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    with Walker(model, plan, lora=LoraSettings(rank=4), device="cpu") as walker:
+        walker.step({name: rows[:, :64] for name, rows in batch.items()})
+        with Meter() as meter:
+            walker.step(batch)
+        shape = Shape(1, 1024).part(2)
+        peak = walker.program(StepKind.TRAIN, shape, foresee=True).peaks()[Pool.DEVICE]
+        stays = dict(walker.program(StepKind.TRAIN, shape).static)[Pool.DEVICE]
+    return meter.peak, peak - stays
+
+
+@pytest.mark.parametrize("way", ["keys", "heads"])
+def test_predicted_peak_of_the_largest_part_of_a_row(way: str) -> None:
+    """Oracle: the meter, on two ranks. The one with the row's end attends to the most keys at
+    once."""
+    from transformers import AutoModelForCausalLM
+
+    mesh = {"world": 2, "ranks_per_node": 2, "context": 2}
+    plan = method("hzp", mesh=mesh, context={"way": way}, sequence_tile=64)
+    model = AutoModelForCausalLM.from_config(config("llama", "float32"))
+    require_parts(model, plan)  # once, before there are two of them
+    peaks, foreseen = zip(*run_ranks(2, _peak_of_a_part, model, plan), strict=True)
+    assert foreseen[0] == pytest.approx(max(peaks), rel=0.03)
 
 
 def test_a_second_question_is_answered_from_the_file(monkeypatch: pytest.MonkeyPatch) -> None:

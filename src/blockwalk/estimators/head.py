@@ -19,8 +19,8 @@ from blockwalk.numerics.codecs.weights import DenseWeight, JoinedWeight, LowRank
 from blockwalk.numerics.losses.head import head_logits
 from blockwalk.numerics.scratch import ScratchArena
 
-_OF_TOKENS = {"input_ids", "attention_mask", "position_ids", "labels"}
-"""The tensors of a batch whose end may be computed by tiles."""
+_OF_TOKENS = {"input_ids", "attention_mask", "position_ids", "labels", "part"}
+"""The entries of a batch whose end may be computed by tiles."""
 Matrix = Callable[[str], Weight]
 """A 2-D parameter by its canonical name, to be read a range at a time."""
 Vector = Callable[[str | None], Tensor | None]

@@ -254,7 +254,7 @@ def _prologue(bench: _Bench, device: str, padded: bool) -> tuple[Prologue, UnitC
         mask_BS[0, -1] = 0
     batch: dict[str, Any] = {"input_ids": ids_BS, "attention_mask": mask_BS}
     if bench.traits.context > 1:
-        batch = _last_part(ids_BS, bench)
+        batch = _first_part(ids_BS, bench)
     else:  # as a walker does
         note(ids_BS, BatchFacts.of(batch, hides_unseen=bench.loss.by_chunks))
     with (
@@ -289,11 +289,11 @@ class _Unsent:
         return pieces_cP.clone()
 
 
-def _last_part(ids_Bs: Tensor, bench: _Bench) -> dict[str, Any]:
-    """Return the last part of a batch's rows, which are folded: all parts attend alike."""
-    count = bench.traits.context
-    order = RowOrder(count, ids_Bs.shape[1], folded=True)
-    part = SequencePart(count - 1, order, bench.traits.way, bench.exchange)
+def _first_part(ids_Bs: Tensor, bench: _Bench) -> dict[str, Any]:
+    """Return the first part of a batch's rows, which are folded: it holds their ends, whose tiles
+    have the most keys. The work of all parts is equal."""
+    order = RowOrder(bench.traits.context, ids_Bs.shape[1], folded=True)
+    part = SequencePart(0, order, bench.traits.way, bench.exchange)
     return {"input_ids": ids_Bs, "part": part}
 
 
