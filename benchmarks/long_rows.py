@@ -1,13 +1,14 @@
 """Memory of rows of many thousand tokens, on one rank.
 
-    python benchmarks/long_rows.py [--part foreseen process packed tiled tiled-long context]
+    python benchmarks/long_rows.py [--part foreseen process packed tiled tiled-long kept context]
         [--check] [--json FILE]
 
 ``foreseen``: what a step of ``mebp`` on one row of 32,768 tokens holds in tensors, by the program.
 ``process``: ``blockwalk train`` on one row of 8,192 tokens, watched from outside, and its forecast.
 ``packed``: four documents of 2,048 tokens in one row, beside one document of 8,192; each is a
 process of its own. ``tiled``: blocks by tiles beside blocks computed whole, seconds and gradients
-of 1,024 tokens, and ``tiled-long`` of 8,192 (``long_rows_by_tiles.py``). Adapters have rank 8;
+of 1,024 tokens, and ``tiled-long`` of 8,192 (``long_rows_by_tiles.py``). ``kept``: tiles that keep
+their graphs beside those that are computed again, seconds of 4,096 tokens. Adapters have rank 8;
 weights are random at true dimensions.
 ``context``, if asked for: four ranks that hold parts of one row of 8,192, beside one rank; it needs
 SmolLM2's file (``long_rows_in_parts.py``)."""
@@ -154,6 +155,12 @@ def of_tiles(tokens: int, figures: dict[str, Any]) -> list[Bound]:
     return long_rows_by_tiles.of_tiles(figures, tokens)
 
 
+def of_kept_tiles(figures: dict[str, Any]) -> list[Bound]:
+    from benchmarks import long_rows_by_tiles
+
+    return long_rows_by_tiles.of_kept(figures)
+
+
 def of_parts(figures: dict[str, Any]) -> list[Bound]:
     from benchmarks import long_rows_in_parts
 
@@ -166,13 +173,14 @@ PARTS: dict[str, Callable[[dict[str, Any]], list[Bound]]] = {
     "packed": of_packed_rows,
     "tiled": partial(of_tiles, 1024),
     "tiled-long": partial(of_tiles, 8192),
+    "kept": of_kept_tiles,
     "context": of_parts,
 }
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--part", nargs="+", choices=PARTS, default=[*PARTS][:5])
+    options.add_argument("--part", nargs="+", choices=PARTS, default=[*PARTS][:6])
     options.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     arguments = options.parse_args()
     if arguments.serve:

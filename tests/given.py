@@ -90,7 +90,7 @@ def costs(model: ModelSpec) -> Callable[[Plan, Shape], Costs]:
             "prologue": UnitCost(state, gradients, state + 8 * tokens,
                                  forward=Work(touched=2 * state)),
             "block": UnitCost(3 * wide, graph + gradients, graph, once.flops, twice.flops, once,
-                              twice),
+                              twice, again=once),
             "epilogue": UnitCost(2 * state + (16 << 20), 3 * state + (48 << 20), 0, head, 2 * head,
                                  at_loss, Work()),
         }  # fmt: skip

@@ -139,8 +139,10 @@ def test_keys_under_a_rule_are_not_copied_for_each_head(
 
 @pytest.mark.parametrize("kept", ["all", "none"])
 def test_adapters_learn_as_they_do_on_whole_sequences(kept: str) -> None:
-    """The oracle is the same walk on whole sequences, in float32."""
+    """The oracle is the same walk on whole sequences, in float32. Closed form: a kept graph is made
+    once, by tiles too."""
     batch = batch_of("padded")
+    passes = 1 if kept == "none" else 2
     runs = []
     for tile in (TILE, "off"):
         settings = {"compute_dtype": "float32", "recompute": kept, "frozen": "disk"}
@@ -151,6 +153,7 @@ def test_adapters_learn_as_they_do_on_whole_sequences(kept: str) -> None:
             lengths = tiles_of(walker)
             runs.append(([walker.step(batch).loss for _ in range(2)], walker.gradients(batch)))
             assert (max(lengths) == TILE) == (tile == TILE)
+            assert sum(lengths) == 3 * passes * 256  # three walks over 250 tokens, filled up
     (losses, gradients), (expected_losses, expected) = runs
     assert losses == pytest.approx(expected_losses, rel=1e-6)
     for name, gradient in expected.items():
@@ -222,13 +225,14 @@ def test_a_model_that_stays_whole_says_so(caplog: pytest.LogCaptureFixture) -> N
     assert caplog.text.count("model.layers.0 differs by 0.5") == 1
 
 
-def test_a_function_by_tiles_sums_its_parameters_in_float32() -> None:
+@pytest.mark.parametrize("keeps_graphs", [False, True])
+def test_a_function_by_tiles_sums_its_parameters_in_float32(keeps_graphs: bool) -> None:
     """Closed form: the gradient of a bfloat16 factor of 1 is the sum of all elements, which
     bfloat16 could not add up."""
     factor = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
     x_1S = torch.ones(1, 300, dtype=torch.bfloat16)
     work = Positionwise(lambda _, parts: [parts[0] * factor], (1,), (1,), torch.enable_grad)
-    (out_1S,) = by_tiles(work, [x_1S], [factor], 1)
+    (out_1S,) = by_tiles(work, [x_1S], [factor], 1, keeps_graphs=keeps_graphs)
     (grad,) = torch.autograd.grad(out_1S, [factor], torch.ones_like(out_1S))
     assert float(grad) == 300
 

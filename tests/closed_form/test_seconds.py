@@ -150,7 +150,7 @@ def test_a_forward_takes_its_products_its_passes_and_its_weights() -> None:
     bytes that it holds are known, four times these are touched."""
     plan = method("plain")
     forward = (OpKind.FORWARD, Lane.COMPUTE)
-    costs = Costs((("block", UnitCost(forward=WORK, backward=WORK)),))
+    costs = Costs((("block", UnitCost(forward=WORK, backward=WORK, again=WORK)),))
     weights = 4 * BLOCK / 1e5
     assert seconds(plan, GPU, *forward, costs=costs) == pytest.approx(1.0 + 2.5 + 0.03 + weights)
     again = seconds(plan, GPU, OpKind.BACKWARD, Lane.COMPUTE, costs=costs)

@@ -155,9 +155,9 @@ def least_costly(count: int, costs: list[int]) -> int:
 
 
 def priced(flops: int, unread: int = 0) -> UnitCost:
-    """The cost of a unit whose forward has so many FLOPs, and its backward twice as many, less what
-    a recomputation leaves out."""
-    works = {"forward": flops, "backward": 2 * flops - unread, "unread": unread}
+    """The cost of a unit whose forward has so many FLOPs, and its backward twice as many; a
+    recomputation leaves out some."""
+    works = {"forward": flops, "backward": 2 * flops, "again": flops - unread}
     return UnitCost(**{name: Work(products=size) for name, size in works.items()})
 
 

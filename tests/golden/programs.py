@@ -15,6 +15,7 @@ from blockwalk.plan.mesh import PIPELINE
 from blockwalk.plan.methods import METHODS, method
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.work import Work
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs, Pending, UnitCost
 from blockwalk.program.program import Op, Program, Shape, StepKind
@@ -186,7 +187,10 @@ def costs(model: ModelSpec) -> Costs:
         for k in range(1, len(kinds) + 1)
     )
     return Costs(
-        tuple((kind, UnitCost(*each)) for kind, each in zip(kinds, figures, strict=True)),
+        tuple(
+            (kind, UnitCost(*each, again=Work(products=each[3])))
+            for kind, each in zip(kinds, figures, strict=True)
+        ),
         scratch=4096,
     )
 

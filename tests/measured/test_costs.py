@@ -40,6 +40,12 @@ CASES = {
         LoraSettings(rank=4),
         {"recompute": "all", "sequence_tile": 64},
     ),
+    "LoRA, graphs kept, by tiles": ("plain", LoraSettings(rank=4), {"sequence_tile": 64}),
+    "LoRA on 4 bits, graphs kept, by tiles": (
+        "mebp",
+        LoraSettings(rank=4),
+        {"recompute": "none", "sequence_tile": 64},
+    ),
     "zeroth order, resident": ("mezo", None, {}),
     "zeroth order, streamed": ("zo2", None, {}),
 }

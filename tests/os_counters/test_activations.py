@@ -124,7 +124,7 @@ def test_a_small_view_that_a_graph_saves_does_not_keep_what_it_is_a_view_of(
 
 def test_views_of_one_tensor_are_read_back_as_they_were_and_written_once(tmp_path: Path) -> None:
     """Oracle: autograd without maps; the bytes in closed form. The whole, flat and turned about,
-    is one copy. Columns of it have gaps: those of two shapes are two."""
+    and rows of it are one copy. Columns of it have gaps: those of two shapes are two."""
     saved = SavedTensors(ScratchMaps(tmp_path))
     leaf_NM = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
@@ -134,7 +134,8 @@ def test_views_of_one_tensor_are_read_back_as_they_were_and_written_once(tmp_pat
         wide_HL = whole_NM.view(32, 64)[:, 8:40]  # as many from the same place on
         cubes = (narrow_NK**3).sum() + (wide_HL**3).sum()
         squares = whole_NM.square().sum() + whole_NM.view(-1).sin().sum()
-        return cubes + squares + whole_NM.t().cos().sum()
+        rows_KM = whole_NM[8:24]
+        return cubes + squares + whole_NM.t().cos().sum() + rows_KM.t().sin().sum()
 
     (expected_NM,) = torch.autograd.grad(loss(), leaf_NM)
     with saved.saving([leaf_NM]):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from blockwalk.cutting.calls import rebuild
@@ -88,18 +89,24 @@ class BlockTiles:
         self._idle = [modules[path] for path in idle if path in modules]
         self._attending: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
 
-    def run(self, *, reads_answer: bool) -> Tensor:
+    def run(self, *, reads_answer: bool, uses_up: bool = False) -> Tensor:
         """Return the block's hidden state [B, S, D].
 
         Args:
-            reads_answer: False where gradients alone are wanted; zeros then stand for it.
+            reads_answer: False where gradients alone are wanted, at once: zeros then stand for it,
+                and tiles are computed in backward. With a graph and an answer, tiles keep theirs.
+            uses_up: whether backward may write over the gradient of the hidden state. It does where
+                nobody reads the answer.
 
         Raises:
             NotByTiles: the block does not call its attention, or nothing but tensors goes there.
         """
         trained = [p for p in self.module.parameters() if p.requires_grad]
+        keeps_graphs = reads_answer and torch.is_grad_enabled()
         before = Positionwise(self.before_attention, (1,), (2, 2, 2), self._context)
-        query_BHSF, key_BHSF, value_BHSF = by_tiles(before, [self.hidden_BSD], trained, self.size)
+        query_BHSF, key_BHSF, value_BHSF = by_tiles(
+            before, [self.hidden_BSD], trained, self.size, keeps_graphs=keeps_graphs
+        )
         assert self._attending is not None
         attention, rest, options = self._attending
         mask = options.get("attention_mask", *rest[1:2])
@@ -112,7 +119,9 @@ class BlockTiles:
         after = Positionwise(self.after_attention, (1, 1), (1,), self._context)
         if not reads_answer:
             return unread_answer(after, inputs, trained, self.size, self.hidden_BSD)
-        (answer_BSD,) = by_tiles(after, inputs, trained, self.size)
+        (answer_BSD,) = by_tiles(
+            after, inputs, trained, self.size, keeps_graphs=keeps_graphs, uses_up=uses_up
+        )
         return answer_BSD
 
     @contextmanager

@@ -311,7 +311,12 @@ class CutModel(BoundUnits):
         return self.tiling.size
 
     def _by_tiles(
-        self, call: BlockCall, arguments: Mapping[int | str, Any], *, reads_answer: bool
+        self,
+        call: BlockCall,
+        arguments: Mapping[int | str, Any],
+        *,
+        reads_answer: bool,
+        uses_up: bool,
     ) -> Tensor | None:
         """Run one block by tiles of the sequence; None where it is to be run whole."""
         size = self.tile(arguments[call.hidden_at].shape[1], call.module)
@@ -327,7 +332,7 @@ class CutModel(BoundUnits):
 
         return BlockTiles(
             call.module, arguments, call.hidden_at, size, around, self.anatomy.attended
-        ).run(reads_answer=reads_answer)
+        ).run(reads_answer=reads_answer, uses_up=uses_up)
 
     def run(
         self,
@@ -336,16 +341,17 @@ class CutModel(BoundUnits):
         seed: int | None = None,
         *,
         reads_answer: bool = True,
-        by_tiles: bool = True,
+        uses_up: bool = False,
     ) -> BlockResult:
         """Run one block in the current grad mode: its hidden state, of the shape that went in, and
         what it hands on.
 
         Its parameters must be bound. With the same ``seed`` a block drops the same activations
         again. Where nobody ``reads_answer``, and gradients alone are wanted, zeros may stand for
-        the hidden state. A long sequence is computed by tiles where the model's cut allows it, and
-        the caller. Raises ValueError where the block writes into an argument that other
-        blocks read, but for entries that it adds to a dictionary."""
+        the hidden state. A long sequence is computed by tiles where the model's cut allows it,
+        whose backward ``uses_up`` the gradient of the hidden state where it may: writes over it.
+        Raises ValueError where the block writes into an argument that other blocks read, but for
+        entries that it adds to a dictionary."""
         args, kwargs = call.view(hidden_BSD)
         arguments: dict[int | str, Any] = dict(enumerate(args))
         arguments.update(kwargs)
@@ -354,9 +360,7 @@ class CutModel(BoundUnits):
         versions = [t._version for t in watched]
         containers = containers_of([args, kwargs])
         compiled = self._call_block is not _call
-        out: Any = None
-        if by_tiles:
-            out = self._by_tiles(call, arguments, reads_answer=reads_answer)
+        out: Any = self._by_tiles(call, arguments, reads_answer=reads_answer, uses_up=uses_up)
         if out is None:
             with ExitStack() as stack:
                 stack.enter_context(self._seeded(seed))

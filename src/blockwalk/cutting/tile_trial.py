@@ -103,7 +103,8 @@ def _compared(cut: CutModel, call: BlockCall, hidden_BSD: Tensor, attended: dict
     worst = 0.0
     for size, reads_answer in itertools.product(TILES, (True, False)):
         leaf_BSD = hidden_BSD.clone().requires_grad_()
-        answer_BSD = _tiles(call, leaf_BSD, size, idle).run(reads_answer=reads_answer)
+        tiles = _tiles(call, leaf_BSD, size, idle)
+        answer_BSD = tiles.run(reads_answer=reads_answer, uses_up=True)
         on_tiles = _gradients([leaf_BSD, *parameters], answer_BSD)
         first = 0 if reads_answer else 1
         pairs = zip(on_tiles[first:], expected[first:], strict=True)

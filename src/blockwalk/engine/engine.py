@@ -158,11 +158,6 @@ class Engine:
         slots = self._slots()
         return saved_by_place(slots, unit) if slots else nullcontext()
 
-    @property
-    def has_slots(self) -> bool:
-        """Whether parameters lie in slots, which another unit's take after their turn."""
-        return bool(self._slots())
-
     def _slots(self) -> list[Slots]:
         return [home.slots for home in self.homes.values() if home.slots is not None]
 

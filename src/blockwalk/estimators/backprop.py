@@ -312,8 +312,7 @@ class Backprop:
                 input_BSD,
                 seed=self._seed(state, op),
                 reads_answer=op.keep_graph,
-                # tiles are computed again in backward, where a kept graph's slots are another's
-                by_tiles=not (op.keep_graph and self.engine.has_slots),
+                uses_up=True,
             )
         if self._maps_graphs:
             state.graph_bytes[op.unit, op.micro_batch] = saved.nbytes

@@ -1,8 +1,8 @@
 """Functions that act on each position of a sequence by itself, computed by tiles of it.
 
-Forward, a tile's answer is written into its place of the whole one. Backward computes each tile
-again with its graph, so that nothing is kept but the inputs; gradients of parameters add up over
-the tiles in float32.
+Forward, a tile's answer is written into its place of the whole one. Backward differentiates a tile
+at a time: by its graph, where tiles keep theirs, or by one that is made again from the inputs, of
+which alone the memory then is. Gradients of parameters add up over the tiles in float32.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from blockwalk.plan.sizes import spans
 
@@ -45,15 +46,25 @@ def tiles(length: int, size: int) -> list[slice]:
 
 
 def by_tiles(
-    function: Positionwise, inputs: Sequence[Tensor], parameters: Sequence[Tensor], size: int
+    function: Positionwise,
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    size: int,
+    *,
+    keeps_graphs: bool = False,
+    uses_up: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return the answers of a function, computed by tiles of ``size`` positions.
 
     Args:
         inputs: tensors that are cut into tiles.
         parameters: leaves that the function reads whole, whose gradients add up in float32.
+        keeps_graphs: whether tiles keep their graphs for backward, which computes them again
+            otherwise.
+        uses_up: whether backward may use the first answer's gradient up: that of the first input,
+            where it is of the same shape, is written over it, a tile at a time.
     """
-    arguments = (function, size, len(inputs), *inputs, *parameters)
+    arguments = (function, size, keeps_graphs, uses_up, len(inputs), *inputs, *parameters)
     outs: tuple[Tensor, ...] = _ByTiles.apply(*arguments)  # type: ignore[no-untyped-call]
     return outs
 
@@ -66,29 +77,88 @@ def unread_answer(
     like: Tensor,
 ) -> Tensor:
     """Return zeros in place of the one answer, which nobody reads: its gradients are those of
-    :func:`by_tiles`. Backward uses the answer's gradient up: that of the first input, where it is
-    of the same shape, is written over it, a tile at a time."""
+    :func:`by_tiles`, which ``uses_up`` the answer's."""
     arguments = (function, size, len(inputs), *inputs, *parameters)
     out: Tensor = _Unread.apply(like, *arguments)  # type: ignore[no-untyped-call]
     return out
 
 
+@dataclass(frozen=True, slots=True)
+class _TileGraph:
+    """A tile's graph, by its edges: it holds what its operations save, and no inputs or answers
+    beside."""
+
+    starts: list[GradientEdge | None]
+    """The edge at which the gradient of each input ends; None of one that needs none."""
+    ends: list[GradientEdge | None]
+    """The edge that the gradient of each answer comes in by; None of one that has no gradient."""
+
+
+class _Begin(torch.autograd.Function):
+    """The part of an input that a tile's graph begins with. A leaf would be held by its graph; this
+    hangs on an empty one instead."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, part: Tensor) -> Tensor:
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Tensor) -> None:
+        raise AssertionError("gradients end here")
+
+
+def _with_graph(
+    function: Positionwise, tile: slice, inputs: Sequence[Tensor], needed: Sequence[bool]
+) -> tuple[_TileGraph, Sequence[Tensor]]:
+    """Compute a tile with its graph; beside it the answers."""
+    with torch.enable_grad(), function.around():
+        anchor = torch.empty(0, requires_grad=True)
+        parts = [
+            _begin(anchor, function.part(whole, dim, tile).detach(), needs=needs)
+            for whole, dim, needs in zip(inputs, function.takes, needed, strict=True)
+        ]
+        answers = function.of_tile(tile, parts)
+    return _TileGraph(_edges(parts), _edges(answers)), answers
+
+
+def _begin(anchor: Tensor, part: Tensor, *, needs: bool) -> Tensor:
+    """Return a part of an input, with a graph that ends there where it needs a gradient."""
+    begun: Tensor = _Begin.apply(anchor, part) if needs else part  # type: ignore[no-untyped-call]
+    return begun
+
+
+def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
+    return [get_gradient_edge(t) if t.requires_grad else None for t in tensors]
+
+
 class _ByTiles(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, function: Positionwise, size: int, count: int, *tensors: Tensor
+        ctx: Any,
+        function: Positionwise,
+        size: int,
+        keeps_graphs: bool,
+        uses_up: bool,
+        count: int,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         inputs = tensors[:count]
         _keep(ctx, function, size, count, tensors)
+        ctx.uses_up = uses_up
+        needed = ctx.needs_input_grad[5 : 5 + count]
         length = inputs[0].shape[function.takes[0]]
         wholes: list[Tensor] = []
         for tile in tiles(length, size):
-            parts = [
-                function.part(whole, dim, tile)
-                for whole, dim in zip(inputs, function.takes, strict=True)
-            ]
-            with function.around():
-                answers = function.of_tile(tile, parts)
+            if keeps_graphs:
+                graph, answers = _with_graph(function, tile, inputs, needed)
+                ctx.graphs.append(graph)
+            else:
+                parts = [
+                    function.part(whole, dim, tile)
+                    for whole, dim in zip(inputs, function.takes, strict=True)
+                ]
+                with function.around():
+                    answers = function.of_tile(tile, parts)
             if not wholes:
                 wholes = [
                     _lengthened(answer, dim, length)
@@ -102,7 +172,8 @@ class _ByTiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, *_gradients(ctx, grads, None))
+        used_up = grads[0] if ctx.uses_up else None
+        return (None, None, None, None, None, *_gradients(ctx, grads, used_up))
 
 
 class _Unread(torch.autograd.Function):
@@ -124,6 +195,7 @@ def _keep(
 ) -> None:
     ctx.function = function
     ctx.size = size
+    ctx.graphs = list[_TileGraph]()
     ctx.save_for_backward(*tensors[:count])
     ctx.parameters = tensors[count:]
     ctx.set_materialize_grads(False)
@@ -150,24 +222,18 @@ def _gradients(
     trained = [p for p, needs in zip(ctx.parameters, needed[count:], strict=True) if needs]
     wholes = _wholes(function, inputs, read, used_up)
     sums: list[Tensor | None] = [None] * len(trained)
+    kept = iter(ctx.graphs)
     for tile in tiles(inputs[0].shape[function.takes[0]], ctx.size):
-        leaves = [
-            function.part(whole, dim, tile).detach().requires_grad_(needs)
-            for whole, dim, needs in zip(inputs, function.takes, read, strict=True)
+        graph = next(kept, None) or _with_graph(function, tile, inputs, read)[0]
+        ends = [
+            (edge, function.part(grad, dim, tile))
+            for edge, dim, grad in zip(graph.ends, function.gives, grads, strict=True)
+            if grad is not None and edge is not None
         ]
-        with torch.enable_grad(), function.around():
-            answers = function.of_tile(tile, leaves)
-        pairs = [
-            (answer, function.part(grad, dim, tile))
-            for answer, dim, grad in zip(answers, function.gives, grads, strict=True)
-            if grad is not None and answer.requires_grad
-        ]
-        del answers
-        needing = [leaf for leaf in leaves if leaf.requires_grad]
-        outputs = [answer for answer, _ in pairs]
-        seeds = [seed for _, seed in pairs]
-        of_tile = torch.autograd.grad(outputs, [*needing, *trained], seeds, allow_unused=True)
-        del outputs, pairs
+        outputs, seeds = zip(*ends, strict=True)
+        starts = [edge for edge in graph.starts if edge is not None]
+        of_tile = torch.autograd.grad(outputs, [*starts, *trained], seeds, allow_unused=True)
+        del graph, outputs, starts, ends
         gradients = iter(of_tile)
         for whole, dim in zip(wholes, function.takes, strict=True):
             if whole is not None:

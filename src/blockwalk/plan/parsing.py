@@ -12,6 +12,7 @@ import re
 import string
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import StrEnum
+from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
@@ -128,11 +129,15 @@ hints_of: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 def from_plain(hint: Any, value: Any) -> Any:
     """Return the value of a type that JSON holds taken apart: a dataclass of such values, an
-    enumeration, a tuple; others as they are.
+    enumeration, a tuple, one of these where it may be None; others as they are.
 
     Raises:
         TypeError, LookupError, AttributeError, ValueError: it is none.
     """
+    if isinstance(hint, UnionType):
+        if value is None:
+            return None
+        hint, _ = get_args(hint)
     if dataclasses.is_dataclass(hint):
         hints = hints_of(hint)
         fields = {name: from_plain(hints[name], part) for name, part in value.items()}

@@ -256,8 +256,7 @@ class Plan:
 
     def tiling(self, device: str) -> Tiling | None:
         """Return how long sequences are computed by tiles on a device; None where they are not."""
-        kept = self.sequence_tile == AUTO_TILE and self.recompute == "none"
-        if self.compile or kept or not self.estimator.facts.walks_back:
+        if self.compile or not self.estimator.facts.walks_back:
             return None
         if isinstance(self.sequence_tile, int):
             return Tiling(self.sequence_tile, self.sequence_tile)

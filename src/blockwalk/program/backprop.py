@@ -130,6 +130,7 @@ class _Backprop:
         """Emit the forwards of a unit for a group of micro-batches, and return them."""
         b = self.b
         cost = b.cost(unit)
+        kept = cost.graph(kept=True)
         graph = self._graph(unit)
         on_device = any(pool is Pool.DEVICE for pool, _ in graph)
         transient = cost.forward_transient
@@ -148,7 +149,7 @@ class _Backprop:
                 keep_graph=unit in self.keep,
                 flops=cost.forward_flops if unit else 0,
                 takes=graph,
-                transient=max(transient - cost.saved, 0) if on_device else transient,
+                transient=max(transient - kept.nbytes, 0) if on_device else transient,
                 **b.exchanges(unit, cost.forward_sent),
             )
             forwards.append(self.hidden[m])
@@ -200,10 +201,12 @@ class _Backprop:
         cost = b.cost(unit)
         kept = unit in self.keep
         block = 0 < unit < places.last
-        flops = cost.backward_flops + (cost.unread.flops if kept else cost.forward_flops)
+        before = 0 if kept else cost.again.flops if block else cost.forward_flops
         sent = cost.backward_sent + (0 if kept else cost.forward_sent)
         beside_graph = block and (kept or places.maps_graphs)
-        transient = cost.backward_transient - (cost.saved if beside_graph else 0)
+        transient = cost.backward_transient
+        if beside_graph:
+            transient = cost.graph(kept=kept).transient
         deps = self.reductions.open(unit, after)
         deps += self.handover.waits(unit, micro_batch, backwards=True)
         details = self._claims(unit, micro_batch, transient)
@@ -220,7 +223,7 @@ class _Backprop:
             buffer=self.reductions.buffer(unit),
             micro_batch=micro_batch,
             last=micro_batch == self.final,
-            flops=flops if unit else 0,
+            flops=before + cost.backward_flops if unit else 0,
             **details,
             **b.exchanges(unit, sent),
         )
@@ -358,7 +361,8 @@ class _Backprop:
         """Hand the file maps that a block's graph was written to over to the disk, or bring their
         pages back."""
         details = {"part": StateKind.ACTIVATION, "micro_batch": micro_batch, "of_graph": True}
-        return self.b.op(kind, unit, lane, after, nbytes=self.b.cost(unit).saved, **details)
+        graph = self.b.cost(unit).graph(kept=unit in self.keep)
+        return self.b.op(kind, unit, lane, after, nbytes=graph.nbytes, **details)
 
     def _moves_input(
         self, kind: OpKind, lane: Lane, unit: int, micro_batch: int, *after: int, takes: Bytes = ()
@@ -386,8 +390,8 @@ class _Backprop:
     def _graph(self, unit: int) -> Bytes:
         """Return the memory of a block's kept graph."""
         pool = Pool.MAPPED if self.b.places.maps_graphs else Pool.DEVICE
-        saved = self.b.cost(unit).saved
-        return ((pool, saved),) if unit in self.keep and saved else ()
+        nbytes = self.b.cost(unit).graph(kept=True).nbytes
+        return ((pool, nbytes),) if unit in self.keep and nbytes else ()
 
 
 def _kept_graphs(b: Builder, graphs: int, lowest: int) -> frozenset[int]:

@@ -10,6 +10,16 @@ from blockwalk.program.program import OpKind
 
 
 @dataclass(frozen=True, slots=True)
+class GraphCost:
+    """The memory of a block's graph, and of differentiating it."""
+
+    nbytes: int = 0
+    """Bytes of activations that it holds."""
+    transient: int = 0
+    """Peak device bytes of differentiating it, beyond those; gradients of parameters included."""
+
+
+@dataclass(frozen=True, slots=True)
 class UnitCost:
     """The memory and the work of one kind of unit while it computes, for one shape: measured once,
     read by plan, program and simulator."""
@@ -21,23 +31,32 @@ class UnitCost:
     """Peak device bytes of recomputing with graph and differentiating, gradients of parameters
     included."""
     saved: int = 0
-    """Bytes of activations that a kept graph holds; of a prologue, its hidden state and the tensors
-    that its calls hold for the blocks."""
+    """Bytes of activations that a block's graph holds when it has been made again; of a prologue,
+    its hidden state and the tensors that its calls hold for the blocks."""
     forward_flops: int = 0
     backward_flops: int = 0
-    """FLOPs of differentiating; the recomputation of a block is not included."""
+    """FLOPs of differentiating a kept graph."""
     forward: Work = NOTHING
     """The operations of a forward: those that ``forward_flops`` count, and all others; empty where
     only FLOPs are known."""
     backward: Work = NOTHING
+    """The operations of differentiating a kept graph."""
     forward_sent: int = 0
     """Bytes that a forward sends to the ranks that hold the other parts of its sequences."""
     backward_sent: int = 0
     """Bytes that differentiating sends them, without the recomputation."""
-    unread: Work = NOTHING
-    """The operations of a forward that a recomputation leaves out
-    (:mod:`blockwalk.cutting.unread_outputs`). They are already subtracted from ``backward``: add
-    them back for a kept graph, which recomputes nothing."""
+    again: Work = NOTHING
+    """The operations that a block computes again where it keeps no graph: a forward without what
+    nobody reads then (:mod:`blockwalk.cutting.unread_outputs`), and of tiles what they compute once
+    more in backward."""
+    kept: GraphCost | None = None
+    """A kept graph, where it is another than the one that is made again: tiles keep theirs."""
+
+    def graph(self, *, kept: bool) -> GraphCost:
+        """Return the memory of a block's graph, of one that is kept or made again."""
+        if kept and self.kept is not None:
+            return self.kept
+        return GraphCost(self.saved, self.backward_transient - self.saved)
 
 
 TimedOp = tuple[OpKind, str, bool]

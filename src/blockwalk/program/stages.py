@@ -195,9 +195,7 @@ def loads(plan: Plan, model: ModelSpec, costs: Costs, price: Price) -> list[floa
 
     def load(kind: str) -> float:
         cost = costs.of(kind)
-        again = NOTHING
-        if kind in blocks:
-            again = cost.unread if plan.recompute == "none" else cost.forward
+        again = cost.again if kind in blocks and plan.recompute != "none" else NOTHING
         return price(cost.forward + cost.backward + again)
 
     prices = {kind: load(kind) for kind in {unit.kind for unit in model.units}}

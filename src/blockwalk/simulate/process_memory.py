@@ -30,10 +30,11 @@ GUESSED = (
 )
 """The words of a forecast on a machine that was not measured."""
 
-_FREE_IN_LONG_STEPS = 32 * 10**6
+_FREE_IN_LONG_STEPS = 16 * 10**6
 """Bytes of free heap among the smaller tensors of a step that gives large ones back at once: 20 to
-54 MB by the C library's own figures at the peaks of steps of 4,096 and 8,192 tokens (two blocks of
-Qwen2.5-0.5B); a whole run of 8,192 held 32 MB more than was foreseen without any."""
+29 MB by the C library's own figures at the peaks of a step of 4,096 tokens (three blocks of
+Qwen2.5-0.5B), not all of it in memory; a whole run of 8,192 held 5 MB more than was foreseen
+without any."""
 
 
 def walk_kind(plan: Plan, program: Program, model: ModelSpec) -> str:

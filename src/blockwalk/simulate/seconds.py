@@ -227,8 +227,10 @@ class CostModel:
             case OpKind.PROLOGUE | OpKind.FORWARD:
                 return cost.forward * op.passes
             case OpKind.BACKWARD if op.keep_graph:
-                return cost.backward + cost.unread
-            case OpKind.BACKWARD | OpKind.LOSS:
+                return cost.backward
+            case OpKind.BACKWARD:
+                return cost.backward + cost.again
+            case OpKind.LOSS:
                 return cost.forward + cost.backward
             case OpKind.PROLOGUE_BACKWARD:
                 return cost.backward

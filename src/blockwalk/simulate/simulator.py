@@ -104,8 +104,7 @@ def simulate(
     model_of = CostModel(plan, model, hardware, costs, program)
     spans = schedule(programs, model_of.seconds)
     recomputed = sum(
-        costs.of(model.units[op.unit].kind).forward_flops
-        - costs.of(model.units[op.unit].kind).unread.flops
+        costs.of(model.units[op.unit].kind).again.flops
         for op in program.ops
         if op.kind is OpKind.BACKWARD and not op.keep_graph
     )

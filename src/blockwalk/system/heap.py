@@ -21,10 +21,11 @@ MARGIN = 15 << 20
 given back sooner, each block would fault its own pages in again (a 0.5B step: 150,000 page faults
 and 0.7 s of the kernel's time; 8,000 and 0.1 s when they are kept)."""
 
-RETURNED = 2 << 20
+RETURNED = 1 << 20
 """Bytes of a block that goes back to the system at once in a step of long sequences, whose holes
-would be as large: pages are of 2 MB from here on, and products of so many rows outweigh what
-faulting them in costs."""
+would be as large: products of so many rows outweigh what faulting them in costs. Hidden states of a
+tile are among them (1.8 MB of Qwen2.5-0.5B): what a kept graph holds of small pieces would end up
+in the hole that each leaves, and the next one would need another."""
 
 LARGE = 1 << 20
 """Bytes of a block that is large while a tokenizer is read. Left to itself glibc keeps larger and

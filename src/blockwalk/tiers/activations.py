@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import cycle
 
 import torch
@@ -119,6 +120,41 @@ whose place those of the next block then have no room: at 4096, where norms' sta
 heap grew by 30 MB over SmolLM2's forward."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy of elements of a storage."""
+
+    tensor: Tensor
+    places: tuple[object, ...]
+    """The place, shape and strides, in the storage, of what was copied."""
+    begin: int
+    end: int
+    """The elements of the storage that are in the copy, side by side; none where there are gaps."""
+
+    @classmethod
+    def of_storage(cls, tensor: Tensor, copy: Tensor) -> _Copy:
+        """Describe the copy of a tensor."""
+        begin = int(tensor.storage_offset())
+        count = tensor.numel() if _has_no_gaps(tensor) else 0
+        return cls(copy, _places(tensor), begin, begin + count)
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return the copy of a tensor of the same storage, where it is part of this one. Two views
+        of the same elements without gaps, as [B, S, D] and [B S, D], are one copy."""
+        if self.places == _places(tensor):
+            return self.tensor
+        first = tensor.storage_offset()
+        within = self.begin <= first and first + tensor.numel() <= self.end
+        if not within or not _has_no_gaps(tensor):
+            return None
+        offset = self.tensor.storage_offset() + first - self.begin
+        return self.tensor.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+def _places(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
 class SavedTensors(ReusedMaps):
     """The tensors that the graph of one block and micro-batch saves for its backward, in file maps
     that are used again in every step.
@@ -129,7 +165,7 @@ class SavedTensors(ReusedMaps):
 
     def __init__(self, scratch: ScratchMaps) -> None:
         super().__init__(scratch)
-        self._written: dict[object, tuple[StorageWeakRef, Tensor]] = {}
+        self._written: dict[object, tuple[StorageWeakRef, list[_Copy]]] = {}
 
     def write(self, tensor: Tensor) -> Tensor:
         """Return a copy of the tensor in a map, with its strides where it has no gaps; a tensor
@@ -158,16 +194,13 @@ class SavedTensors(ReusedMaps):
                 return tensor
             # while it lives no other storage takes its number
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            begins = (tensor.dtype, tensor.storage_offset())
-            layout = (tensor.shape, tensor.stride())
-            no_gaps = _has_no_gaps(tensor)
-            # two views of the same elements without gaps, as [B, S, D] and [B S, D], are one copy
-            extent = tensor.numel() if no_gaps else layout
-            identity = (ref.cdata, tensor._version, begins, extent)
-            if identity not in self._written:
-                self._written[identity] = ref, self.write(tensor)
-            written = self._written[identity][1]
-            return written.as_strided(*layout) if no_gaps else written
+            identity = (ref.cdata, tensor._version, tensor.dtype)
+            _, copies = self._written.setdefault(identity, (ref, []))
+            for copy in copies:
+                if (found := copy.of(tensor)) is not None:
+                    return found
+            copies.append(_Copy.of_storage(tensor, self.write(tensor)))
+            return copies[-1].tensor
 
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -10,13 +10,15 @@ vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
 from blockwalk.cutting.batch_facts import BatchFacts, note
 from blockwalk.cutting.calls import BlockCall, Handed, Prologue, rebuild
@@ -34,7 +36,7 @@ from blockwalk.plan.placement import Codec
 from blockwalk.plan.row_order import RowOrder
 from blockwalk.plan.sizes import UPDATE_ELEMENTS, decoded_bytes
 from blockwalk.plan.work import NOTHING, Work
-from blockwalk.program.costs import Costs, UnitCost
+from blockwalk.program.costs import Costs, GraphCost, UnitCost
 from blockwalk.program.program import Shape
 from blockwalk.program.state_sizes import epilogue_reads
 from blockwalk.ranks.exchange import CountedExchange
@@ -309,7 +311,6 @@ def _block(
         call = replace(_fake_call(prologue.calls[index - 1], bench.device), handed=handed)
         sides = (shape.batch, shape.sequence, cut.spec().hidden_size)
         hidden_BSD = torch.empty(sides, dtype=bench.dtype, device=bench.device)
-        grad_BSD = torch.empty_like(hidden_BSD)
         with torch.set_grad_enabled(bench.backprop):
             values = bench.frozen_values(unit)
             cut.bind(index, values)
@@ -329,32 +330,78 @@ def _block(
                 forward=forward.work,
                 forward_sent=forward_sent,
             )
-        with Meter() as meter:
-            leaves = bench.live(index, masters)
-            input_BSD = hidden_BSD.detach().requires_grad_()
-            layer = cut.layer_name(index)
-            unread = (values.get(f"{layer}.{path}.weight") for path in cut.anatomy.unread)
-            with lazy_linear.unread([w for w in unread if isinstance(w, _FakeWeight)]):
-                result = cut.run(call, input_BSD, reads_answer=False)
-            saved = meter.live
-            again = meter.work
-            inputs = [input_BSD, *leaves.values(), *call.leaves]
-            seeds = [grad_BSD, *map(torch.empty_like, result.handed)]
-            grads = torch.autograd.grad(result.outputs, inputs, seeds, allow_unused=True)
+        layer = cut.layer_name(index)
+        weights = (values.get(f"{layer}.{path}.weight") for path in cut.anatomy.unread)
+        unread = [w for w in weights if isinstance(w, _FakeWeight)]
+        before = bench.exchange.sent_bytes
+        made_again = _differentiated(bench, call, hidden_BSD, masters, unread)
+        sent = bench.exchange.sent_bytes - before
+        kept = made_again
+        if cut.tile(shape.sequence, call.module):
+            kept = _differentiated(bench, call, hidden_BSD, masters)
         cut.unbind(index)
-        del grads, result
         return UnitCost(
             forward_transient=forward.peak,
-            backward_transient=meter.peak,
-            saved=saved,
+            backward_transient=made_again.peak,
+            saved=made_again.saved,
             forward_flops=forward.work.flops,
-            backward_flops=meter.work.flops - forward.work.flops,
+            backward_flops=kept.backward.flops,
             forward=forward.work,
-            backward=meter.work - forward.work,
+            backward=kept.backward,
             forward_sent=forward_sent,
-            backward_sent=bench.exchange.sent_bytes - before - 2 * forward_sent,
-            unread=forward.work - again,
+            backward_sent=sent - forward_sent,
+            again=made_again.work - kept.backward,
+            kept=None if kept is made_again else GraphCost(kept.saved, kept.peak - kept.saved),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Differentiated:
+    """A block that is run with its graph and differentiated: bytes and operations."""
+
+    saved: int
+    """Bytes that the graph holds."""
+    peak: int
+    forward: Work
+    work: Work
+
+    @property
+    def backward(self) -> Work:
+        return self.work - self.forward
+
+
+def _differentiated(
+    bench: _Bench,
+    call: BlockCall,
+    hidden_BSD: Tensor,
+    masters: Mapping[str, Tensor],
+    unread: Sequence[_FakeWeight] | None = None,
+) -> _Differentiated:
+    """Run a block on fake tensors as one that keeps its graph, or as one that is made again, whose
+    products with some weights are ``unread``. What a kept graph saves stays until the end, for it
+    may lie in file maps."""
+    grad_BSD = torch.empty_like(hidden_BSD)
+    stays: list[Tensor] = []
+
+    def stay(tensor: Tensor) -> Tensor:
+        stays.append(tensor)
+        return tensor
+
+    with Meter() as meter:
+        leaves = bench.live(call.unit, masters)
+        input_BSD = hidden_BSD.detach().requires_grad_()
+        saving = (
+            saved_tensors_hooks(stay, lambda tensor: tensor) if unread is None else nullcontext()
+        )
+        with lazy_linear.unread(unread or []), saving:
+            result = bench.cut.run(call, input_BSD, reads_answer=unread is None, uses_up=True)
+        saved = meter.live
+        forward = meter.work
+        inputs = [input_BSD, *leaves.values(), *call.leaves]
+        seeds = [grad_BSD, *map(torch.empty_like, result.handed)]
+        torch.autograd.grad(result.outputs, inputs, seeds, allow_unused=True)
+    bench.cut.unbind(call.unit, list(masters))
+    return _Differentiated(saved, meter.peak, forward, meter.work)
 
 
 def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:
