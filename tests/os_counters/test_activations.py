@@ -122,6 +122,18 @@ def test_a_small_view_that_a_graph_saves_does_not_keep_what_it_is_a_view_of(
     assert torch.equal(leaf.grad, torch.cat([torch.full((256,), 8.0), torch.zeros(256)]))
 
 
+def test_a_graph_that_nothing_differentiates_is_let_go_of(tmp_path: Path) -> None:
+    """Oracle: the storage's own count of references. A reciprocal root saves its answer: held with
+    its graph it would hold itself, as a tile's norm that leads nowhere does."""
+    saved = SavedTensors(ScratchMaps(tmp_path))
+    leaf = torch.ones(8, requires_grad=True)
+    with saved.saving([leaf]):
+        root = (leaf * 2).rsqrt()
+    kept = StorageWeakRef(root.untyped_storage())
+    del root
+    assert kept.expired()
+
+
 def test_views_of_one_tensor_are_read_back_as_they_were_and_written_once(tmp_path: Path) -> None:
     """Oracle: autograd without maps; the bytes in closed form. The whole, flat and turned about,
     and rows of it are one copy. Columns of it have gaps: those of two shapes are two."""

@@ -189,9 +189,10 @@ class SavedTensors(ReusedMaps):
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            small = storage.nbytes() < _SMALL  # of what stays, not of the part that is saved
-            if small or storage.data_ptr() in staying:
+            if storage.data_ptr() in staying:
                 return tensor
+            if storage.nbytes() < _SMALL:  # of what stays, not of the part that is saved
+                return tensor.detach()  # an operation that saved its own answer would hold itself
             # while it lives no other storage takes its number
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             identity = (ref.cdata, tensor._version, tensor.dtype)
