@@ -22,6 +22,7 @@ CASES = {1024: (512, 1.05, 21), 8192: ("auto", 1.10, 5)}
 """Tokens of a row: the tile, the most that tiles may take of the whole's seconds, and rounds."""
 KEPT_TOKENS = 4096
 KEPT_ROUNDS = 7
+"""Tokens of the row, and rounds, where tiles keep their graphs."""
 EXACT_TOKENS = 1024
 ERROR = 1e-6
 """The largest difference of a gradient, relative to its norm, in float32."""

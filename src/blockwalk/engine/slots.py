@@ -82,7 +82,7 @@ def saved_by_place(homes: Sequence[Slots], unit: int) -> Iterator[None]:
             start = slots.place_of(saved)
             if start is not None:
                 return slots, start, saved.dtype, saved.shape, saved.stride()
-        return saved
+        return saved.detach()  # an operation that saved its own answer would hold itself
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):

@@ -130,8 +130,8 @@ class _Backprop:
         """Emit the forwards of a unit for a group of micro-batches, and return them."""
         b = self.b
         cost = b.cost(unit)
-        kept = cost.graph(kept=True)
         graph = self._graph(unit)
+        graph_bytes = sum(nbytes for _, nbytes in graph)
         on_device = any(pool is Pool.DEVICE for pool, _ in graph)
         transient = cost.forward_transient
         forwards = []
@@ -149,7 +149,7 @@ class _Backprop:
                 keep_graph=unit in self.keep,
                 flops=cost.forward_flops if unit else 0,
                 takes=graph,
-                transient=max(transient - kept.nbytes, 0) if on_device else transient,
+                transient=max(transient - graph_bytes, 0) if on_device else transient,
                 **b.exchanges(unit, cost.forward_sent),
             )
             forwards.append(self.hidden[m])
@@ -201,7 +201,9 @@ class _Backprop:
         cost = b.cost(unit)
         kept = unit in self.keep
         block = 0 < unit < places.last
-        before = 0 if kept else cost.again.flops if block else cost.forward_flops
+        forward_flops = cost.forward_flops  # of the loss; a block was computed before
+        if block:
+            forward_flops = 0 if kept else cost.again.flops
         sent = cost.backward_sent + (0 if kept else cost.forward_sent)
         beside_graph = block and (kept or places.maps_graphs)
         transient = cost.backward_transient
@@ -223,7 +225,7 @@ class _Backprop:
             buffer=self.reductions.buffer(unit),
             micro_batch=micro_batch,
             last=micro_batch == self.final,
-            flops=before + cost.backward_flops if unit else 0,
+            flops=forward_flops + cost.backward_flops if unit else 0,
             **details,
             **b.exchanges(unit, sent),
         )

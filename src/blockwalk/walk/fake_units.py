@@ -384,8 +384,8 @@ def _differentiated(
     stays: list[Tensor] = []
 
     def stay(tensor: Tensor) -> Tensor:
-        stays.append(tensor)
-        return tensor
+        stays.append(tensor.detach())  # an operation that saved its own answer would hold itself
+        return stays[-1]
 
     with Meter() as meter:
         leaves = bench.live(call.unit, masters)
