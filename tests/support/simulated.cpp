@@ -73,7 +73,7 @@ struct Lock {
 // ---- what is counted ------------------------------------------------------------------------------------------------
 
 struct Counts {
-  int64_t ops = 0, waits = 0, pageable = 0;
+  int64_t ops = 0, waits = 0, pageable = 0, pinned = 0, segments = 0;
   std::map<std::string, int64_t> waited_by;
 };
 Counts g_counts;
@@ -388,6 +388,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
       address = home.guarded + home.used;
       memset(home.open + home.used, 0xff, std::min(nbytes, size_t(1) << 20));
       home.used += nbytes;
+      ++g_counts.segments;
     }
     home.live += static_cast<int64_t>(nbytes);
     home.peak = std::max(home.peak, home.live);
@@ -448,6 +449,10 @@ struct PinnedMemory final : c10::Allocator {
     void* place = nullptr;
     TORCH_CHECK(posix_memalign(&place, 4096, std::max<size_t>(nbytes, 1)) == 0, "out of host memory");
     pin(place, std::max<size_t>(nbytes, 1));
+    {
+      Lock lock;
+      ++g_counts.pinned;
+    }
     return {place, place, &release, c10::Device(c10::DeviceType::CPU)};
   }
   static void release(void* place) {
@@ -953,7 +958,8 @@ void sim_reset_counts() {
 }
 int64_t sim_count(int which) {
   Lock lock;
-  return which == 0 ? g_counts.ops : which == 1 ? g_counts.waits : g_counts.pageable;
+  const int64_t counts[] = {g_counts.ops, g_counts.waits, g_counts.pageable, g_counts.pinned, g_counts.segments};
+  return counts[which];
 }
 const char* sim_waits() {
   static std::string text;

@@ -69,11 +69,14 @@ def build() -> Path:
 @dataclass(frozen=True)
 class Counts:
     """Counts since :meth:`Simulated.start_counting`: operators queued, waits of the host by what
-    waited, pageable copies."""
+    waited, pageable copies, allocations of pinned memory, and segments that the device's allocator
+    took anew."""
 
     ops: int
     waits: dict[str, int]
     pageable: int
+    pinned: int
+    segments: int
 
     @property
     def here(self) -> int:
@@ -101,7 +104,8 @@ class Simulated:
             part.partition("=") for part in self.driver.sim_waits().decode().split(";") if part
         ]
         waits_by_cause = {why: int(times) for why, _, times in waits}
-        return Counts(self.driver.sim_count(0), waits_by_cause, self.driver.sim_count(2))
+        ops, _, *others = (self.driver.sim_count(which) for which in range(5))
+        return Counts(ops, waits_by_cause, *others)
 
     def waiting(self) -> int:
         """Tasks that have not run."""

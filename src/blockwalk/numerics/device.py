@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
@@ -153,11 +154,71 @@ def recorded(device: torch.device, *, timing: bool = False) -> torch.Event:
     return event
 
 
+STAGING_BYTES = 1 << 20
+"""Bytes of a :class:`Staging` at first: the tables and batches of several steps."""
+
+
+class Staging:
+    """Pinned memory through which the host's tensors go to a device, for one thread and stream.
+
+    Torch pins memory for each tensor, which takes a call of the driver whenever no block of its own
+    is free: a step sends some hundred tables. This memory is made once. Its halves take turns, and
+    a half is written again when the copies from it are done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._half_bytes = 0
+        self._memory_P = torch.empty(0, dtype=torch.uint8)
+        self._left: list[torch.Event | None] = [None, None]
+        """The ends of the copies from each half."""
+        self._half = 0
+        self._next = 0
+
+    def sent(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host's on the device, by a copy that nobody waits for."""
+        start = self._place(tensor.nbytes)
+        staged_P = self._memory_P[start : start + tensor.nbytes]
+        staged = staged_P.view(tensor.dtype).view(tensor.shape)
+        return staged.copy_(tensor).to(self._device, non_blocking=True)
+
+    def _place(self, nbytes: int) -> int:
+        """Return the first byte of a place for so many."""
+        if nbytes > self._half_bytes:
+            size = max(STAGING_BYTES, 1 << (4 * nbytes - 1).bit_length())
+            # torch's allocator of pinned memory keeps the old one until its copies are done
+            self._memory_P = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._half_bytes = size // 2
+            self._left = [None, None]
+            self._half = self._next = 0
+        if self._next + nbytes > (self._half + 1) * self._half_bytes:
+            self._left[self._half] = recorded(self._device)
+            self._half = 1 - self._half
+            self._next = self._half * self._half_bytes
+            event = self._left[self._half]
+            if event is not None:
+                event.synchronize()
+        start = self._next
+        self._next = start + -(-nbytes // 64) * 64
+        return start
+
+
+class _Stagings(threading.local):
+    def __init__(self) -> None:
+        self.by_stream: dict[tuple[torch.device, int], Staging] = {}
+
+
+_STAGINGS = _Stagings()
+
+
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the host's on the device, by a copy that nobody waits for."""
-    if is_cpu(device) or not is_cpu(tensor.device):
+    if is_processor(device) or not is_cpu(tensor.device) or not tensor.numel():
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    key = (device, torch.accelerator.current_stream(device).stream_id)
+    staging = _STAGINGS.by_stream.get(key)
+    if staging is None:
+        staging = _STAGINGS.by_stream[key] = Staging(device)
+    return staging.sent(tensor)
 
 
 # ---- host memory ---------------------------------------------------------------------------------

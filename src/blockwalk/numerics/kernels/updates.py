@@ -128,14 +128,16 @@ def advance(
     numbers = _numbers(words, factors, len(masters))
     for pair in dict.fromkeys(pairs):
         chosen = [n for n, dtypes in enumerate(pairs) if dtypes == pair]
-        rows = []
+        heads = []
         tiles = 0
         for n in chosen:
             master = masters[n]
             out = outs[n].data_ptr() if outs else 0
-            rows.append([tiles, master.data_ptr(), out, master.numel(), starts[n], *numbers[n]])
-            tiles += _programs(master.numel(), draws, _COUNTERS[code], starts[n] % draws == 0)
-        table = sent(torch.tensor(rows, dtype=torch.int64), masters[0].device)
+            count = master.numel()
+            heads.append((tiles, master.data_ptr(), out, count, starts[n]))
+            tiles += _programs(count, draws, _COUNTERS[code], starts[n] % draws == 0)
+        rows = np.concatenate([np.array(heads, dtype=np.int64), numbers[chosen]], axis=1)
+        table = sent(torch.from_numpy(rows), masters[0].device)
         with _on(masters[0]):
             _advance_kernel[(tiles,)](
                 table,
