@@ -6,15 +6,13 @@ MKL), and a chunk has another shape than the whole."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
-from blockwalk.numerics.lazy_linear import _borders, lazy_linear, lora_linear
+from blockwalk.numerics.lazy_linear import _chunks, lazy_linear, lora_linear
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import DECODE_BYTES
 from tests.support.codecs import encode
@@ -120,19 +118,12 @@ def test_chunks_of_a_real_models_matrices_are_of_one_shape() -> None:
     a width without a divisor is cut nearly equally."""
     for inner, outer in ((896, 4864), (1536, 8960), (4096, 14336)):
         for n_in, n_out in ((inner, outer), (outer, inner)):
-            borders = _borders(n_in, n_out, torch.empty(1, n_in, dtype=torch.bfloat16))
-            assert len({stop - start for start, stop in pairwise(borders)}) == 1, (
-                n_in,
-                n_out,
-                borders,
-            )
-            assert 2 << 20 <= n_in * borders[1] * 2 <= DECODE_BYTES["cpu"]
-    widths = {
-        b - a
-        for a, b in pairwise(
-            _borders(896, 7 * 11 * 13 * 64, torch.empty(1, 896, dtype=torch.bfloat16))
-        )
-    }
+            chunks = _chunks(n_in, n_out, torch.empty(1, n_in, dtype=torch.bfloat16))
+            widths = {stop - start for start, stop in chunks}
+            assert len(widths) == 1, (n_in, n_out, chunks)
+            assert 2 << 20 <= n_in * widths.pop() * 2 <= DECODE_BYTES["cpu"]
+    chunks = _chunks(896, 7 * 11 * 13 * 64, torch.empty(1, 896, dtype=torch.bfloat16))
+    widths = {stop - start for start, stop in chunks}
     assert max(widths) - min(widths) == 64
 
 

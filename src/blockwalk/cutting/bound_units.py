@@ -62,6 +62,15 @@ class BoundUnits:
         self.spared_by_decay = spared_by_decay(model, canonical)
         """The norms and biases, which weight decay spares, by canonical name."""
         self._bound: set[int] = set()
+        self._modules = tuple(model.modules())
+
+    def set_training(self, training: bool) -> None:
+        """Put the model in training or in evaluation mode, where a module of it is not yet: torch
+        goes through all modules, which takes longer than their forwards."""
+        for module in self._modules:
+            if module.training is not training:
+                self.model.train(training)
+                return
 
     def spec(self) -> ModelSpec:
         """Return units in execution order with their parameters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,27 +26,32 @@ STATE = "\0"
 """The separator between a parameter's name and that of a state kept beside it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BucketTensor:
     """One encoded tensor where it lies now: ``bytes_P`` is a view of its bytes in a bucket, on any
-    device."""
+    device. Views of it are made once, for every forward and update reads them."""
 
     layout: Layout
     bytes_P: Tensor
     origin: int = 0
     """The index of its first element in the parameter that it is a range of."""
 
-    @property
+    @cached_property
     def dense(self) -> bool:
         """Whether its elements are numbers as they stand, without scales."""
         return not self.layout.groups
 
-    @property
+    @cached_property
+    def codes(self) -> Tensor:
+        """The codes, or plain numbers, by rows: see :meth:`Layout.codes`."""
+        return self.layout.codes(self.bytes_P)
+
+    @cached_property
     def tensor(self) -> Tensor:
         """The elements themselves, in the parameter's shape: dense codecs only. Writing to it
         writes the parameter."""
         assert self.dense
-        return self.layout.codes(self.bytes_P).view(self.layout.shape)
+        return self.codes.view(self.layout.shape)
 
     @property
     def value(self) -> Value:
@@ -98,7 +104,9 @@ class BucketTensor:
         self, rows: tuple[int, int], columns: tuple[int, int], scratch: ScratchArena, name: str
     ) -> Tensor:
         if self.dense:
-            return self.layout.codes(self.bytes_P)[slice(*rows), slice(*columns)]
+            if rows == (0, self.layout.rows) and columns == (0, self.layout.columns):
+                return self.codes
+            return self.codes[slice(*rows), slice(*columns)]
         shape = (rows[1] - rows[0], columns[1] - columns[0])
         out = scratch.take(name, *shape, like=self.bytes_P, dtype=torch.float32)
         return codecs.decode_rows(self.bytes_P, self.layout, *rows, out, columns=columns)
@@ -107,7 +115,7 @@ class BucketTensor:
         """Return the rows named, freshly allocated, in the elements' own dtype or decoded to
         float32."""
         if self.dense:
-            return self.layout.codes(self.bytes_P)[index_n]
+            return self.codes[index_n]
         shape = (len(index_n), self.layout.columns)
         out = torch.empty(shape, dtype=torch.float32, device=self.bytes_P.device)
         return codecs.gather_rows(self.bytes_P, self.layout, index_n, out)

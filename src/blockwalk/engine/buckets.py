@@ -20,6 +20,7 @@ from blockwalk.engine.assembled import Assembled, Assembler
 from blockwalk.engine.bucket_tensors import (
     STATE,
     BucketTensor,
+    BucketTensors,
     Initial,
     fill,
     tensors_in,
@@ -114,6 +115,8 @@ class Buckets:
         }
         """Each unit's trainables where they lie on the device: resident, or in the slot that it was
         last fetched into."""
+        self._views: dict[tuple[int, int], BucketTensors] = {}
+        """The trainables of a unit in a slot, by both numbers: a unit comes to the same few."""
 
     def _room(self, unit: int) -> int:
         """Return bytes of a slot that a unit takes."""
@@ -198,8 +201,10 @@ class Buckets:
         """Bring a streamed unit, or this process's slice of it, into a slot."""
         self.slots.await_vacant(slot)
         slot_P = self.slots.enter(unit, slot, self._room(unit))
-        bucket = self._slices[unit].bucket if self.sliced(unit) else self.units[unit]
-        self.tensors[unit] = tensors_in(bucket, slot_P)
+        if (unit, slot) not in self._views:
+            bucket = self._slices[unit].bucket if self.sliced(unit) else self.units[unit]
+            self._views[unit, slot] = tensors_in(bucket, slot_P)
+        self.tensors[unit] = self._views[unit, slot]
         self._steps[unit] = self.tier.read_unit(unit, self._moved(unit))
 
     def store(self, unit: int) -> None:

@@ -203,7 +203,7 @@ class Backprop:
         if self._pause is not None:
             self._pause.cancel()
         if not self.engine.module.training:
-            self.engine.module.train()
+            self.engine.cut.set_training(True)
         self.gradients.begin()
         self.activations.begin(
             max(self._input_bytes(batch["input_ids"].numel()) for batch in batches)

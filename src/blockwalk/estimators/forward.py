@@ -59,7 +59,7 @@ class Forward:
     ) -> None:
         """Start an evaluation on its micro-batches, which lie on the device; labels are on the
         CPU."""
-        self.engine.module.eval()
+        self.engine.cut.set_training(False)
         self.batches = batches
         self.labels = labels
         self.request = request

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from blockwalk.numerics.codecs.layout import Layout
@@ -37,6 +38,19 @@ def _advance(
         kernels.updates.advance(
             masters, outs, starts, words, factors, entries, queries, rounding, kind
         )
+        return
+    if cpu.has_runs() and (outs or in_one_pass(queries)):
+        pairs = list(zip(words[::2], words[1::2], strict=True))
+        numbers_of = zip(pairs, factors, strict=True)
+        runs: list[cpu.Run] = []
+        for n, (master, start) in enumerate(zip(masters, starts, strict=True)):
+            if outs:
+                runs.append(cpu.Run(master, outs[n], start, *next(numbers_of)))
+            for _ in range(entries):
+                draws, decay = next(numbers_of)
+                rounded = draws if rounding and master.dtype != torch.float32 else None
+                runs.append(cpu.Run(master, master, start, *next(numbers_of), decay, rounded))
+        cpu.write_runs(runs, kind)
         return
     numbers = zip(_pairs(words), factors, strict=True)
     for n, (master, start) in enumerate(zip(masters, starts, strict=True)):
@@ -77,6 +91,12 @@ def _advance_rows(
     for _ in range(entries):
         x, key = _entry_(codes.float() * scales, origin, numbers, queries, kind)
         encode(x, scales, codes, layout, Rounding(key, origin) if rounding else None)
+
+
+def in_one_pass(queries: int) -> bool:
+    """Return whether an entry changes a tensor in one pass over it: that of one query does. A sum
+    over several queries in 16 bits is made in float32, and rounded once."""
+    return queries == 1
 
 
 def _pairs(words: Sequence[int]) -> list[Words]:

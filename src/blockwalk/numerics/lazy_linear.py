@@ -9,8 +9,9 @@ of W [N, D]; backward, dX = dY·W walks its columns. Nothing is saved for backwa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +42,8 @@ on an H100 (14 to 20 on an RTX 4090) by the compiled kernels; before, it is deco
 24, written and read once more. So counted, inside is the cheaper to beyond 512 rows on an H100. A
 library's product keeps its units busier than ours does, by nobody knows how much, so the number is
 low until then."""
+
+_NOTHING = nullcontext()
 
 _unread: ContextVar[tuple[Weight, ...]] = ContextVar("unread", default=())
 """Weights, by identity, whose products' values nobody reads for now: those of the thread that
@@ -139,8 +142,12 @@ def lora_linear(
         weight, bias, transposed: as in :func:`lazy_linear`.
         scaling: PEFT's, α / R (or α / √R).
     """
-    arguments = (x, a_RD, b_NR, bias, weight, scaling, transposed)
-    with torch._C.DisableTorchFunction():  # each operation within would ask the mode of row_tiles
+    has_mode = torch._C._len_torch_function_stack() > 0
+    # each operation within would ask the mode of row_tiles
+    with torch._C.DisableTorchFunction() if has_mode else _NOTHING:
+        if a_RD is None and not torch.is_grad_enabled():
+            return _only_product(x, weight, bias, transposed=transposed)
+        arguments = (x, a_RD, b_NR, bias, weight, scaling, transposed)
         y: Tensor = _LazyLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return y
 
@@ -222,11 +229,7 @@ class _LazyLinear(torch.autograd.Function):
             t_PR.mul_(scaling)
             thin = (t_PR, b_NR.t().contiguous())
             ctx.save_for_backward(x, a_RD, b_NR, t_PR)
-        if any(weight is unused for unused in _unread.get()):
-            y = x.new_zeros(*x.shape[:-1], weight.shape[1 if transposed else 0])
-        else:
-            y = _product(x, weight, bias, by_rows=not transposed, thin=thin)
-        return y
+        return _only_product(x, weight, bias, transposed=transposed, thin=thin)
 
     @staticmethod
     @once_differentiable
@@ -249,6 +252,20 @@ class _LazyLinear(torch.autograd.Function):
         return grad_x, grad_a, grad_b, grad_bias, None, None, None
 
 
+def _only_product(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    *,
+    transposed: bool,
+    thin: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return the product without a graph, or the zeros that stand for it."""
+    if any(weight is unused for unused in _unread.get()):
+        return x.new_zeros(*x.shape[:-1], weight.shape[1 if transposed else 0])
+    return _product(x, weight, bias, by_rows=not transposed, thin=thin)
+
+
 def _product(
     a: Tensor,
     weight: Weight,
@@ -265,7 +282,12 @@ def _product(
     # Not a view of it is what a layer gets: some (falcon) add to their products in place.
     out = torch.empty(*a.shape[:-1], n_out, dtype=a.dtype, device=a.device)
     out_PO = out.view(a_PI.shape[0], n_out)
-    if native_products.takes(a_PI, out_PO) and (source := _source(weight, by_rows=by_rows)):
+    is_narrow = row_tiles.narrow(a_PI)
+    if (
+        is_narrow
+        and native_products.takes(a_PI, out_PO)
+        and (source := _source(weight, by_rows=by_rows))
+    ):
         native_products.product_of_codes(a_PI, *source, out_PO, bias, by_rows=by_rows, thin=thin)
         return out
     if (
@@ -280,7 +302,7 @@ def _product(
         arguments = (a_PI, weight.buffer, bias, layout.codec, shape, layout.group_size, by_rows)
         torch.ops.blockwalk.product_(out_PO, *arguments)
     else:
-        for start, stop in pairwise(_borders(n_in, n_out, a_PI)):
+        for start, stop in _chunks(n_in, n_out, a_PI):
             part_IO = weight.rows(start, stop).t() if by_rows else weight.columns(start, stop)
             part_O = None if bias is None else bias[start:stop]
             row_tiles.mm(a_PI, part_IO, out_PO[:, start:stop], part_O)
@@ -321,17 +343,26 @@ def _multiply(
 register("product_", _multiply, "out_PO")
 
 
-def _borders(n_in: int, n_out: int, a_PI: Tensor) -> list[int]:
-    """Return the borders of the chunks of output features: chunk i begins at feature borders[i].
+def _chunks(n_in: int, n_out: int, a_PI: Tensor) -> tuple[tuple[int, int], ...]:
+    """Return the chunks of output features, each from its first to the one after its last."""
+    align = min(_ALIGN * torch.get_num_threads(), 1024) if is_cpu(a_PI.device) else _ALIGN
+    return _chunks_of(n_in * a_PI.itemsize, n_out, align, DECODE_BYTES[a_PI.device.type])
+
+
+@lru_cache(1024)
+def _chunks_of(
+    feature_bytes: int, n_out: int, align: int, chunk_bytes: int
+) -> tuple[tuple[int, int], ...]:
+    """Return the chunks of output features of so many bytes each, in multiples of ``align``.
 
     Chunks are equal where up to half as many more make them so, and nearly equal elsewhere, so that
     a layer has few shapes of product (the BLAS plans each once, and keeps that) and none so narrow
     that another kernel, with another order of additions, would take it."""
-    align = min(_ALIGN * torch.get_num_threads(), 1024) if is_cpu(a_PI.device) else _ALIGN
-    chunks = -(-n_out * n_in * a_PI.itemsize // DECODE_BYTES[a_PI.device.type])
+    chunks = -(-n_out * feature_bytes // chunk_bytes)
     chunks = max(min(chunks, n_out // align), 1)
     chunks = next(
         (more for more in range(chunks, chunks + chunks // 2 + 1) if n_out % (more * align) == 0),
         chunks,
     )
-    return [round(i * n_out / chunks / align) * align for i in range(chunks)] + [n_out]
+    borders = [round(i * n_out / chunks / align) * align for i in range(chunks)] + [n_out]
+    return tuple(pairwise(borders))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import library
 
-from blockwalk.numerics.noise.key import Key, NoiseKind
+from blockwalk.numerics.noise.key import Key, NoiseKind, signed
 
 LIBRARY: Any = library.Library("blockwalk", "DEF")  # type: ignore[no-untyped-call]
 WITH_KERNELS = ("CUDA", "XPU")
@@ -27,13 +27,17 @@ class Words(NamedTuple):
     k0: int
     k1: int
 
+    @property
+    def signed(self) -> tuple[int, int]:
+        return signed(self.k0), signed(self.k1)
+
     def philox_key(self) -> tuple[int, int]:
         return self
 
 
 def sent(key: Key | None) -> list[int]:
     """Return a key as an operator's argument: its words as signed integers; none for no key."""
-    return [] if key is None else [(word + 2**63) % 2**64 - 2**63 for word in key.philox_key()]
+    return [] if key is None else [*key.signed]
 
 
 def received(words: Sequence[int]) -> Words | None:

@@ -94,6 +94,12 @@ def rows_of(tensor: Tensor, rows: int) -> int:
 
 def mm(a_PI: Tensor, b_IO: Tensor, out_PO: Tensor, bias_O: Tensor | None = None) -> None:
     """Write a·b (+ bias) into ``out_PO``, all of one dtype."""
+    if not narrow(a_PI):
+        if bias_O is None:
+            torch.mm(a_PI, b_IO, out=out_PO)
+        else:
+            torch.addmm(bias_O, a_PI, b_IO, out=out_PO)
+        return
     if widened(a_PI):
         _in_float32(a_PI, b_IO, out_PO, bias_O)
         return

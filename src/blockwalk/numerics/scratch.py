@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import math
 import threading
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockwalk.numerics.device import is_cpu
+
+VIEWS = 256
+"""Views of an arena's buffers that are remembered: batches of ever new lengths ask for ever new
+ones."""
 
 
 class ScratchArena:
@@ -21,22 +26,32 @@ class ScratchArena:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
+        self._views: dict[tuple[Any, ...], Tensor] = {}
+        """Tensors that were answered, by everything that was asked of them: a walk asks for the
+        same few again and again."""
 
     def take(self, name: str, *shape: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised contiguous tensor [*shape] on ``like``'s device: valid until
         ``name`` is taken again."""
+        asked = (name, shape, dtype, like.device)
+        view = self._views.get(asked)
+        if view is not None and not view.requires_grad:  # a copy of a graph's tensor makes it one's
+            return view
         nbytes = math.prod(shape) * dtype.itemsize
         key = (name, like.device)
         buffer_P = self._buffers.get(key)
         if buffer_P is None or buffer_P.numel() < nbytes:
-            self._buffers.pop(
-                key, None
-            )  # free before allocating: the old and the new one never stand side by side
+            # free before allocating: the old and the new one never stand side by side
+            self._buffers.pop(key, None)
+            self._views.clear()
             del buffer_P
             buffer_P = self._buffers[key] = torch.empty(
                 nbytes, dtype=torch.uint8, device=like.device
             )
-        return buffer_P[:nbytes].view(dtype).view(shape)
+        if len(self._views) == VIEWS:
+            self._views.clear()
+        view = self._views[asked] = buffer_P[:nbytes].view(dtype).view(shape)
+        return view
 
     @property
     def nbytes(self) -> int:

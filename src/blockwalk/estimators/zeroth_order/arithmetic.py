@@ -27,6 +27,7 @@ from blockwalk.estimators.zeroth_order.updates import (
     fuses,
     reserve,
 )
+from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
 from blockwalk.program.program import Op
@@ -74,13 +75,15 @@ class PerturbedCopies:
     def _reserve(self) -> None:
         """Make what updates work in now: the first one comes with the second step, where nothing is
         to be allocated."""
-        if fuses(self.rule, self.device):
-            return
+        fused = fuses(self.rule, self.device)
         for number, unit in enumerate(self.buckets.units):
             scratch = self.slice_scratch if self.buckets.sliced(number) else self.units.scratch
             for param in unit.params:
+                layout = param.layout(32)
+                if fused and not (layout.groups and is_cpu(self.device)):
+                    continue
                 state = param.name.partition(STATE)[2]
-                reserve(self.rule, state, param.layout(32), scratch, self.device)
+                reserve(self.rule, state, layout, scratch, self.device)
 
     def perturbation(self, forward_pass: int, state: StepState) -> Perturbation:
         query, sign = state.passes[forward_pass]

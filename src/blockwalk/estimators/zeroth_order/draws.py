@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol, Unpack
 
 import torch
@@ -30,6 +31,9 @@ from blockwalk.plan.choices import ZerothOrderSettings
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.table import resolved
+
+REMEMBERED = 1 << 12
+"""Noises that are remembered: those of the last few steps of a model of some hundred parameters."""
 
 
 class Noise(Protocol):
@@ -133,13 +137,18 @@ class Draws:
         self.noise = NOISES[zo.noise]
         self.parameters = parameters
         self.streams = Streams(parameters.values(), steps + 1)
+        self._make = resolved(self.noise.implementation or _MAKERS[self.zo.noise])
+        # the forwards of a query read the same noise, and so does its update
+        self._remembered = lru_cache(REMEMBERED)(self._noise)
 
     def __call__(self, seed: int, step: int, query: int, name: str) -> Noise:
+        return self._remembered(seed, step, query, name)
+
+    def _noise(self, seed: int, step: int, query: int, name: str) -> Noise:
         if pool := self.zo.seed_pool:
             query = derive_seed("pool", seed, step, query) % pool
             step = 0
-        make = resolved(self.noise.implementation or _MAKERS[self.zo.noise])
-        noise: Noise = make(self, DrawKey(seed, step, query, name))
+        noise: Noise = self._make(self, DrawKey(seed, step, query, name))
         return noise
 
 

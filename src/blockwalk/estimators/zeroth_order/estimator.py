@@ -152,7 +152,7 @@ class ZerothOrder:
         Raises:
             ValueError: no label of the step counts towards the loss.
         """
-        self.engine.module.eval()
+        self.engine.cut.set_training(False)
         self.arithmetic.units.forget()
         counted = tuple(loss_tokens({"labels": labels_BS}) for labels_BS in labels)
         step.require_labels(sum(counted))

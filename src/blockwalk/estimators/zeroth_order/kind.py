@@ -7,6 +7,7 @@ the kind's name. Which forwards a step has, and what lies beside the weights, is
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,9 +57,15 @@ def kind_of(name: str) -> Kind:
     Raises:
         ValueError: there is no such kind.
     """
-    brought = KINDS[name].implementation
-    kind = brought or importlib.import_module(f"{__package__}.{name}").KIND
+    kind = KINDS[name].implementation or _of_file(name)
     assert isinstance(kind, Kind)
+    return kind
+
+
+@functools.cache
+def _of_file(name: str) -> Kind:
+    """Return the kind that the file of this name exports."""
+    kind: Kind = importlib.import_module(f"{__package__}.{name}").KIND
     return kind
 
 

@@ -11,9 +11,11 @@ from functools import cache
 
 from torch import Tensor
 
+from blockwalk.engine.bucket_tensors import BucketTensor
 from blockwalk.engine.buckets import Buckets
 from blockwalk.engine.engine import Engine
 from blockwalk.estimators.head import Matrix, Vector
+from blockwalk.estimators.zeroth_order.draws import Elementwise
 from blockwalk.estimators.zeroth_order.perturbed_weight import (
     Perturbation,
     PerturbedWeight,
@@ -23,9 +25,11 @@ from blockwalk.estimators.zeroth_order.perturbed_weight import (
 from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule
 from blockwalk.numerics.codecs.weights import DenseWeight, Value, Weight
 from blockwalk.numerics.device import is_cpu
+from blockwalk.numerics.noise.cpu import has_runs
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.model_spec import ParamSpec
 
+NO_STATES: dict[str, BucketTensor] = {}
 REST = Perturbation(seed=0, step=0, query=0, scale=0.0)
 """The weights as they are."""
 
@@ -44,6 +48,13 @@ class PerturbedUnits:
         self.buckets = buckets
         self.rule = rule
         self.scratch = ScratchArena()
+        self._states = tuple(engine.plan.kind.states)
+        self._dtypes = {name: engine.compute_dtype_of(name) for name in buckets.home}
+        self._vectors = [
+            [p.name for p in engine.trainables(unit) if not read_in_ranges(p)]
+            for unit in range(len(engine.spec.units))
+        ]
+        """The trainables of each unit that are no matrices."""
         self._made: tuple[int, tuple[Perturbation, ...], list[dict[str, Value]]] | None = None
         """The unit and the perturbations that were asked for last, and their answer."""
 
@@ -59,32 +70,63 @@ class PerturbedUnits:
         all whole, for many of them."""
         key = tuple(perturbations)
         if self._made is None or self._made[:2] != (unit, key):
-            values = [self._values(unit, perturbation, copies) for perturbation in key]
+            values = [
+                self._values(unit, perturbation, number, copies)
+                for number, perturbation in enumerate(key)
+            ]
             self._made = (unit, key, values)
         return self._made[2]
 
-    def _values(self, unit: int, perturbation: Perturbation, copies: bool) -> dict[str, Value]:
-        """Return a unit's trainables under a perturbation: matrices as they are read, the rest as
-        copies. Those of a compiled block are all whole, in buffers that blocks share."""
+    def _values(
+        self, unit: int, perturbation: Perturbation, number: int, copies: bool
+    ) -> dict[str, Value]:
+        """Return a unit's trainables under one of several perturbations, by its number: matrices as
+        they are read, the rest as copies. Those of a compiled block are all whole, in buffers that
+        blocks share."""
         compiled = self.engine.plan.compile
         block = 0 < unit < self.engine.cut.epilogue_index
         copied = block and (compiled or copies)
         trainables = self.engine.trainables(unit)
         values: dict[str, Value] = {}
-        if (
-            not (block and compiled)
-            and not is_cpu(self.engine.device)
-            and perturbation.scale
-            and self.rule.kind.direction_ is None
-        ):
-            vectors = [
-                self.weight(p.name, perturbation) for p in trainables if not read_in_ranges(p)
-            ]
-            values |= perturbed_at_once(vectors)
-        for number, p in enumerate(trainables):
+        if not (block and compiled):
+            values |= self._vectors_at_once(unit, perturbation, number)
+        for place, p in enumerate(trainables):
             if p.name not in values:
-                values[p.name] = self._value(p, perturbation, f"whole {number}" if copied else None)
+                values[p.name] = self._value(p, perturbation, f"whole {place}" if copied else None)
         return values
+
+    def _vectors_at_once(
+        self, unit: int, perturbation: Perturbation, number: int
+    ) -> dict[str, Tensor]:
+        """Return those of a unit's vectors whose numbers are plain and whose noise is drawn by
+        element, under a perturbation, in buffers that units share; none where no call serves
+        many."""
+        names = self._vectors[unit]
+        if not (names and perturbation.scale) or self.rule.kind.direction_ is not None:
+            return {}
+        if perturbation.stochastic or (is_cpu(self.engine.device) and not has_runs()):
+            return {}
+        tensors = self.buckets.tensors[unit]
+        masters = []
+        noises = []
+        outs: dict[str, Tensor] = {}
+        for place, name in enumerate(names):
+            master = tensors[name][""]
+            noise = perturbation.noise(self.rule.draws, name)
+            if not (master.dense and isinstance(noise, Elementwise)):
+                continue
+            masters.append(master)
+            noises.append(noise)
+            outs[name] = self.scratch.take(
+                f"vector {number} {place}",
+                *master.layout.shape,
+                like=master.bytes_P,
+                dtype=self._dtypes[name],
+            )
+        if outs:
+            scale = 0.0 if self.rule.trains_scales else perturbation.scale
+            perturbed_at_once(masters, noises, list(outs.values()), scale)
+        return outs
 
     def _value(self, param: ParamSpec, perturbation: Perturbation, buffer: str | None) -> Value:
         """Return a trainable under a perturbation: whole in the named buffer, or in whatever form
@@ -123,7 +165,7 @@ class PerturbedUnits:
     def weight(self, name: str, perturbation: Perturbation) -> PerturbedWeight:
         """Return one trainable under a perturbation."""
         tensors = self.buckets.tensors[self.buckets.home[name]][name]
-        states = {state: tensors[state] for state in self.engine.plan.kind.states}
+        states = {state: tensors[state] for state in self._states} if self._states else NO_STATES
         noise = perturbation.noise(self.rule.draws, name)
         master = tensors[""]
         scale = perturbation.scale
@@ -134,7 +176,7 @@ class PerturbedUnits:
             master,
             noise,
             scale,
-            self.engine.compute_dtype_of(name),
+            self._dtypes[name],
             self.scratch,
             states,
             self.rule.kind.direction_,

@@ -21,8 +21,7 @@ from blockwalk.estimators.zeroth_order.kind import Direction
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.weights import LowRankSum, Weight
 from blockwalk.numerics.noise.key import NoiseKey
-from blockwalk.numerics.noise.noise import Where, perturbed, stochastic_round
-from blockwalk.numerics.operators import sent
+from blockwalk.numerics.noise.noise import Where, add_run, perturbed, stochastic_round
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.sizes import DECODE_BYTES
 
@@ -74,10 +73,26 @@ class PerturbedWeight:
         return self.master.layout.rows, self.master.layout.columns
 
     def rows(self, start: int, stop: int) -> Tensor:
+        if self.scale and self.direction_ is None and self.master.dense:
+            if isinstance(self.noise, Elementwise):
+                return self._run(self.noise, start, stop)
+            return self._some_rows(start, stop)
         decoded = self.master.layout.code_dtype if self.master.dense else torch.float32
         if not self.scale and decoded == self.dtype:
             return self.master.rows(start, stop, self.scratch, "value")
         return self._some_rows(start, stop)
+
+    def _run(self, noise: Elementwise, start: int, stop: int) -> Tensor:
+        """Return rows of plain numbers, to which noise is added by element: most of what products
+        read, by the fewest calls."""
+        master = self.master
+        columns = master.layout.columns
+        source_RD = master.codes
+        if stop - start < master.layout.rows:
+            source_RD = source_RD[start:stop]
+        out_RD = self.scratch.take("range", stop - start, columns, like=source_RD, dtype=self.dtype)
+        first = start * columns
+        return add_run(source_RD, out_RD, noise.key, first, self.scale, noise.kind, self.rounding)
 
     def lazily(self) -> Weight:
         """Return this weight for products: that of low rank as the master and its factors, without
@@ -195,26 +210,18 @@ def with_scales(
     return copied
 
 
-def perturbed_at_once(weights: Sequence[PerturbedWeight]) -> dict[str, Tensor]:
-    """Return those of the weights whose numbers are plain, and whose noise is drawn by element, by
-    name: each whole and freshly allocated in its own shape, in one launch of an accelerator's
-    kernel: the vectors of a block."""
-    plain = [
-        (w, w.noise)
-        for w in weights
-        if w.master.dense and isinstance(w.noise, Elementwise) and not w.rounding
-    ]
-    if not plain:
-        return {}
-    outs = [
-        torch.empty(w.master.layout.shape, dtype=w.dtype, device=w.master.bytes_P.device)
-        for w, _ in plain
-    ]
-    words = [word for _, noise in plain for word in sent(noise.key)]
-    masters = [w.master.tensor for w, _ in plain]
-    starts = [w.master.origin for w, _ in plain]
-    scales = [w.scale for w, _ in plain]
-    torch.ops.blockwalk.advance_(
-        masters, outs, starts, words, scales, 0, 0, False, plain[0][1].kind
-    )
-    return {noise.key.name: out for (_, noise), out in zip(plain, outs, strict=True)}
+def perturbed_at_once(
+    masters: Sequence[BucketTensor],
+    noises: Sequence[Elementwise],
+    outs: Sequence[Tensor],
+    scale: float,
+) -> None:
+    """Write plain numbers and ``scale`` times their noise into ``outs``, each tensor whole and in
+    its own shape, in one call of a kernel: the vectors of a block."""
+    words: list[int] = []
+    for noise in noises:
+        words += noise.key.signed
+    tensors = [master.tensor for master in masters]
+    starts = [master.origin for master in masters]
+    scales = [scale] * len(outs)
+    torch.ops.blockwalk.advance_(tensors, outs, starts, words, scales, 0, 0, False, noises[0].kind)

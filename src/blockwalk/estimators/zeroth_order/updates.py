@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +28,11 @@ from blockwalk.checkpoints.ledger import LedgerEntry
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.estimators.zeroth_order.draws import Draws, Elementwise, LowRank, add_low_rank_
 from blockwalk.estimators.zeroth_order.kind import Kind, kind_of
-from blockwalk.numerics import advance  # noqa: F401  (its operators)
+from blockwalk.numerics import advance
 from blockwalk.numerics.device import is_cpu
+from blockwalk.numerics.noise import cpu
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.noise.noise import perturbed
-from blockwalk.numerics.operators import sent
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.numerics.updates import Rule
 from blockwalk.plan.choices import OptimizerSettings, ZerothOrderSettings
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 UNDECAYED = ("bias", "layer_norm", "layernorm")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ZerothOrderRule:
     """The rule that turns an entry into an update: all that a replay must know beside the
     entries."""
@@ -73,7 +74,7 @@ class ZerothOrderRule:
         rounding = plan.update.rounding
         return cls(plan.zo, plan.optimizer, rounding, plan.noise, plan.update_rule, draws)
 
-    @property
+    @cached_property
     def kind(self) -> Kind:
         """The kind of the run."""
         return kind_of(self.zo.kind)
@@ -148,15 +149,16 @@ def apply_all_(
     params: Iterable[tuple[str, Mapping[str, BucketTensor]]],
     scratch: ScratchArena,
 ) -> None:
-    """Bring the parameters of a unit, or ranges of them, up to date: on an accelerator all plain
-    numbers of a dtype in one launch, and each matrix of eight-bit codes in one, where the update is
-    a sum of the queries' noise."""
+    """Bring the parameters of a unit, or ranges of them, up to date: all plain numbers in one call,
+    and on an accelerator each matrix of eight-bit codes in one, where the update is a sum of the
+    queries' noise."""
     params = list(params)
-    if not params or not fuses(rule, params[0][1][""].bytes_P.device):
+    if not params or not entries:
+        return
+    device = params[0][1][""].bytes_P.device
+    if not fuses(rule, device):
         for name, tensors in params:
             apply_entries_(rule, entries, name, tensors, scratch)
-        return
-    if not entries:
         return
     shared = (
         len(entries),
@@ -164,26 +166,37 @@ def apply_all_(
         rule.rounding == "stochastic",
         rule.noise.element,
     )
+    scales_of = [[-e.learning_rate * c for c in e.coefficients] for e in entries]
     masters = []
     starts = []
     words = []
     factors = []
     for name, tensors in params:
         master = tensors[""]
-        numbers = [_as_sent(rule, entry, name) for entry in entries]
-        own_words = [word for keys, _ in numbers for key in keys for word in key]
-        own_factors = [factor for _, its in numbers for factor in its]
-        codes = master.layout.codes(master.bytes_P)
-        codec = master.layout.codec
-        if not codes.numel():
+        if not master.bytes_P.numel():
             continue
+        if not master.dense and is_cpu(device):
+            apply_entries_(rule, entries, name, tensors, scratch)
+            continue
+        own_words: list[int] = []
+        own_factors: list[float] = []
+        for entry, scales_Q in zip(entries, scales_of, strict=True):
+            own_words += _words(rule, entry, name)
+            own_factors.append(_decay(rule, entry, name))
+            own_factors += scales_Q
         if not master.dense:
             scales = master.layout.scales(master.bytes_P)
             torch.ops.blockwalk.advance_rows_(
-                scales, codes, codec, master.origin, own_words, own_factors, *shared
+                scales,
+                master.codes,
+                master.layout.codec,
+                master.origin,
+                own_words,
+                own_factors,
+                *shared,
             )
             continue
-        masters.append(codes)
+        masters.append(master.codes)
         starts.append(master.origin)
         words += own_words
         factors += own_factors
@@ -192,30 +205,31 @@ def apply_all_(
 
 
 def fuses(rule: ZerothOrderRule, device: torch.device) -> bool:
-    """Return whether a launch serves many parameters: on an accelerator, where nothing but the
-    noise goes into an update."""
+    """Return whether a call serves many parameters, where nothing but the noise goes into an
+    update: on an accelerator, and on a processor with a kernel, for steps of one query."""
     kind = rule.kind
     plain = rule.facts.linear and kind.direction_ is None and kind.advance_ is None
-    return plain and not rule.trains_scales and rule.noise.elementwise and not is_cpu(device)
+    if not plain or rule.trains_scales or not rule.noise.elementwise:
+        return False
+    return not is_cpu(device) or (cpu.has_runs() and advance.in_one_pass(rule.zo.queries))
 
 
-def _as_sent(
-    rule: ZerothOrderRule, entry: LedgerEntry, name: str
-) -> tuple[list[list[int]], list[float]]:
-    """Return the numbers of an entry that an operator takes for one parameter: keys, and a factor
-    for each: first the rounding's with the decay, then the queries'."""
+def _words(rule: ZerothOrderRule, entry: LedgerEntry, name: str) -> list[int]:
+    """Return the keys of an entry that an operator takes for one parameter, as signed words: the
+    rounding's, then the queries'."""
     rounding = _rounding(rule, entry, name, "")
-    rate = entry.learning_rate
-    noises = [
-        rule.draws(entry.seed, entry.step, query, name)
-        for query in range(len(entry.projected_grads))
-    ]
-    keys = [noise.key for noise in noises if isinstance(noise, Elementwise)]
-    decay = 1.0 - rate * rule.optimizer.weight_decay if rule.decays(name) else 1.0
-    return [sent(rounding) or [0, 0], *map(sent, keys)], [
-        decay,
-        *(-rate * coefficient for coefficient in entry.coefficients),
-    ]
+    words = [0, 0] if rounding is None else [*rounding.signed]
+    for query in range(len(entry.projected_grads)):
+        noise = rule.draws(entry.seed, entry.step, query, name)
+        assert isinstance(noise, Elementwise)
+        words += noise.key.signed
+    return words
+
+
+def _decay(rule: ZerothOrderRule, entry: LedgerEntry, name: str) -> float:
+    """Return the factor that an entry's weight decay multiplies one parameter by."""
+    weight_decay = rule.optimizer.weight_decay
+    return 1.0 - entry.learning_rate * weight_decay if weight_decay and rule.decays(name) else 1.0
 
 
 def reserve(

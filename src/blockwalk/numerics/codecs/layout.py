@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,12 +57,13 @@ class Parts:
         return side_by_side((math.prod(shape) * dtype.itemsize for dtype, shape in self.tensors), 8)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """The layout of one parameter's bytes.
 
     ``dtype`` (torch's name without ``torch.``) is that of the raw codec; ``group_size`` is that of
-    codecs with groups."""
+    codecs with groups. Numbers that follow from the fields are computed once: every product asks
+    for them."""
 
     shape: tuple[int, ...]
     codec: Codec
@@ -81,33 +83,33 @@ class Layout:
                 f"group_size is {self.group_size}; {self.codec} has groups of {choices}"
             )
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """D: elements in a row."""
         return self.shape[-1] if self.shape else 1
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """R: all dimensions but the last."""
         return math.prod(self.shape[:-1])
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """Groups in a row that have scales of their own; 0 where elements are plain numbers."""
         if not self.codec.encoded:
             return 0
         return -(-self.columns // self.group_size) if self.codec.facts.group_sizes else 1
 
-    @property
+    @cached_property
     def scale_dtype(self) -> torch.dtype:
         return dtype_of(self.codec.facts.scales[0]) if self.codec.facts.scales else torch.float32
 
-    @property
+    @cached_property
     def code_dtype(self) -> torch.dtype:
         facts = self.codec.facts
         return dtype_of(facts.codes if self.codec.encoded else self.codec.dtype_of(self.dtype))
 
-    @property
+    @cached_property
     def code_columns(self) -> int:
         """Elements of ``code_dtype`` in a row."""
         facts = self.codec.facts
@@ -115,12 +117,12 @@ class Layout:
             return self.columns
         return self.groups * self.group_size * facts.bits // 8
 
-    @property
+    @cached_property
     def scale_bytes(self) -> int:
         """Bytes of all scales: where the codes begin, unless they are interleaved."""
         return self.rows * self.groups * len(self.codec.facts.scales) * self.scale_dtype.itemsize
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         if self.parts is not None:
             return self.parts.places()[1]

@@ -72,6 +72,11 @@ ARGUMENTS = {
         *(_POINTER, _POINTER),  # coefficients, table
         *(_POINTER, _INT),  # the team, its threads
     ),
+    "blockwalk_noise_runs": (
+        *(_POINTER, _LONG, _INT),  # runs, their number, kind
+        *(_POINTER, _POINTER),  # coefficients, table
+        *(_POINTER, _INT, _LONG),  # the team, its threads, elements for each
+    ),
     "blockwalk_add_products": (_POINTER, _LONG, _LONG, _LONG, _LONG, *(_POINTER,) * 4, _INT),
     "blockwalk_attention": (
         *(_POINTER, _POINTER, _POINTER, _LONG),  # tensors, strides, pieces, their number
@@ -113,6 +118,8 @@ def load(name: str) -> ctypes.CDLL | None:
     that fails is reported once, as a ``RuntimeWarning``."""
     if os.environ.get("BLOCKWALK_NATIVE", "1") == "0":
         return None
+    if name in _loaded:  # a step asks hundreds of times
+        return _loaded[name]
     with _lock:
         if name not in _loaded:
             try:

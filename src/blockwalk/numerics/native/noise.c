@@ -284,7 +284,7 @@ typedef struct {
     const float *coefficients, *table;
     int64_t source_stride, out_stride, rows, width, start, pitch, piece, next;
     uint64_t k0, k1, r0, r1;
-    float scale;
+    float scale, decay;
     enum dtype source_dtype, out_dtype;
     int kind, rounding;
 } noise_job_t;
@@ -293,7 +293,7 @@ typedef struct {
 static void noise_row(const noise_job_t *job, int64_t r, int64_t from, int64_t to) {
     const int64_t element = job->start + (job->row_index ? job->row_index[r] : r) * job->pitch;
     const int kind = job->kind;
-    const float scale = job->scale;
+    const float scale = job->scale, decay = job->decay;
     uint64_t words[WORDS], rounding_words[WORDS];
     float noise[TILE + 2 * EDGE];
     float x[TILE];
@@ -315,6 +315,7 @@ static void noise_row(const noise_job_t *job, int64_t r, int64_t from, int64_t t
             random = (const draw_t *)rounding_words + skip;
         }
         if (job->source) load(job->source, job->source_dtype, r * job->source_stride + c, n, x);
+        if (decay != 1.0f) for (int64_t i = 0; i < n; i++) x[i] *= decay;
         if (kind != NONE && job->source) for (int64_t i = 0; i < n; i++) x[i] += scale * z[i];
         if (kind != NONE && !job->source) for (int64_t i = 0; i < n; i++) x[i] = scale * z[i];
         store(x, random, job->out, job->out_dtype, r * job->out_stride + c, n);
@@ -347,10 +348,38 @@ void blockwalk_noise(const void *source, int source_dtype, int64_t source_stride
                      int threads) {
     if (rows <= 0 || width <= 0) return;
     noise_job_t job = {source, out, row_index, coefficients, table, source_stride, out_stride, rows, width, start, pitch,
-                       rows == 1 ? PIECE : PIECE / width + 1, 0, k0, k1, r0, r1, scale, (enum dtype)source_dtype,
-                       (enum dtype)out_dtype, kind, rounding};
+                       rows == 1 ? PIECE : PIECE / width + 1, 0, k0, k1, r0, r1, scale, 1.0f,
+                       (enum dtype)source_dtype, (enum dtype)out_dtype, kind, rounding};
     if (parallel == NULL || threads < 2) noise_body(&job);
     else parallel(noise_body, &job, (unsigned)threads, 0);
+}
+
+/* One tensor of many: count elements that follow each other, in the parameter from element `start` on. */
+typedef struct {
+    const void *source;
+    void *out;
+    int64_t count, start;
+    uint64_t k0, k1, r0, r1;
+    float scale, decay;
+    int32_t source_dtype, out_dtype, rounding, unused;
+} run_t;
+
+/* out = cast(source * decay + scale * z) for each run in turn: product, product and sum rounded separately. A step has
+ * hundreds of short vectors, and each call from Python takes longer than the work on one.
+ *
+ * thread_elements: a thread gets at least this many; the rest as in blockwalk_noise. */
+void blockwalk_noise_runs(const run_t *runs, int64_t count, int kind, const float *coefficients, const float *table,
+                          parallel_fn parallel, int threads, int64_t thread_elements) {
+    for (const run_t *run = runs; run < runs + count; run++) {
+        if (run->count <= 0) continue;
+        noise_job_t job = {run->source, run->out, NULL, coefficients, table, 0, 0, 1, run->count, run->start, 0,
+                           PIECE, 0, run->k0, run->k1, run->r0, run->r1, run->scale, run->decay,
+                           (enum dtype)run->source_dtype, (enum dtype)run->out_dtype, kind, run->rounding};
+        const int64_t most = run->count / thread_elements;
+        const int team = most < threads ? (int)most : threads;
+        if (parallel == NULL || team < 2) noise_body(&job);
+        else parallel(noise_body, &job, (unsigned)team, 0);
+    }
 }
 
 typedef struct {

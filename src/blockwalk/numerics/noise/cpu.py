@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from blockwalk.numerics import native as native_code
 from blockwalk.numerics.noise import numpy_words
-from blockwalk.numerics.noise.key import Key, Write
+from blockwalk.numerics.noise.key import Key, NoiseKind, Write
 from blockwalk.numerics.noise.numpy_words import KIND_NUMBERS, cubic_coefficients, gaussian_table
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint16: 3, torch.int32: 4}
 _THREAD_ELEMENTS = 1 << 14
 """Elements for each thread below which sharing them out costs more than it saves."""
+
+
+_RUN = np.dtype(
+    [
+        *((name, np.int64) for name in ("source", "out", "count", "start")),
+        *((name, np.int64) for name in ("k0", "k1", "r0", "r1")),
+        *((name, np.float32) for name in ("scale", "decay")),
+        *((name, np.int32) for name in ("source_dtype", "out_dtype", "rounding", "unused")),
+    ]
+)
+"""The kernel's ``run_t``."""
 
 
 def random_uint16(key: Key, start: int, out: Tensor) -> Tensor:
@@ -86,10 +100,64 @@ def _write_native(library: ctypes.CDLL, w: Write) -> None:
         w.scale,
         w.rounding is not None,
         *(w.rounding.philox_key() if w.rounding is not None else (0, 0)),
-        cubic_coefficients().ctypes.data,
-        gaussian_table().ctypes.data,
+        *_tables(),
         native_code.team(),
         _thread_count(place.rows * place.width),
+    )
+
+
+@functools.cache
+def _tables() -> tuple[int, int]:
+    """Return the addresses of the Gaussian tables, which live as long as the process."""
+    return cubic_coefficients().ctypes.data, gaussian_table().ctypes.data
+
+
+class Run(NamedTuple):
+    """One tensor of many that are written in one call: ``out`` = cast(``source``·decay + scale·z),
+    each product and sum rounded by itself."""
+
+    source: Tensor
+    """Contiguous tensor in float32, bfloat16 or float16."""
+    out: Tensor
+    """Tensor of the source's shape that is written to; it may be the source."""
+    start: int
+    """The element of the parameter at which it begins."""
+    key: tuple[int, int]
+    """The key's words, signed."""
+    scale: float
+    decay: float = 1.0
+    rounding: tuple[int, int] | None = None
+    """The words, signed, of the draws of stochastic rounding; None: to nearest even."""
+
+
+def has_runs() -> bool:
+    """Return whether :func:`write_runs` works: a kernel is there."""
+    return native_code.load("noise") is not None
+
+
+def write_runs(runs: Sequence[Run], kind: NoiseKind) -> None:
+    """Write noise of one kind into many tensors, one after the other, in one call of the kernel."""
+    library = native_code.load("noise")
+    assert library is not None, "ask has_runs first"
+    rows = [
+        (
+            *(run.source.data_ptr(), run.out.data_ptr(), run.out.numel(), run.start),
+            *run.key,
+            *(run.rounding or (0, 0)),
+            *(run.scale, run.decay, _DTYPES[run.source.dtype], _DTYPES[run.out.dtype]),
+            *(run.rounding is not None, 0),
+        )
+        for run in runs
+    ]
+    table = np.array(rows, dtype=_RUN)
+    library.blockwalk_noise_runs(
+        table.ctypes.data,
+        len(rows),
+        KIND_NUMBERS[kind],
+        *_tables(),
+        native_code.team(),
+        torch.get_num_threads(),
+        _THREAD_ELEMENTS,
     )
 
 

@@ -23,6 +23,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class Key(Protocol):
     """Anything that has the two words of a key."""
 
+    @property
+    def signed(self) -> tuple[int, int]: ...
+
     def philox_key(self) -> tuple[int, int]: ...
 
 
@@ -41,6 +44,8 @@ class NoiseKey:
     domain: str = "noise"
 
     def __post_init__(self) -> None:
+        if 0 <= self.seed < 2**64 and 0 <= self.step < 2**64 and 0 <= self.query < 2**64:
+            return
         for field in ("seed", "step", "query"):
             value = getattr(self, field)
             if not 0 <= value < 2**64:
@@ -50,7 +55,18 @@ class NoiseKey:
         """Return the two 64-bit words of the key: BLAKE2b of 128 bits, personalised by
         "blockwalk-noise" and the version, of seed, step and query (64-bit little-endian each),
         domain, a zero byte and name (UTF-8), read little-endian."""
-        return _philox_key(self.seed, self.step, self.query, self.domain, self.name)
+        digest = _digest(self.seed, self.step, self.query, self.domain, self.name)
+        return struct.unpack("<QQ", digest)
+
+    @property
+    def signed(self) -> tuple[int, int]:
+        """The words as an operator takes them: as signed integers."""
+        return _signed(self.seed, self.step, self.query, self.domain, self.name)
+
+
+def signed(word: int) -> int:
+    """Return a 64-bit word as a signed integer of the same bits."""
+    return word - 2**64 if word >= 2**63 else word
 
 
 def derive_seed(*parts: int | str | bytes) -> int:
@@ -123,8 +139,15 @@ def window(tensor: Tensor, other: Tensor, pitch: int | None, rows: Tensor | None
     return Window(height, width, pitch)
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def _philox_key(seed: int, step: int, query: int, domain: str, name: str) -> tuple[int, int]:
-    message = struct.pack("<QQQ", seed, step, query) + domain.encode() + b"\0" + name.encode()
-    person = f"blockwalk-noise{GENERATOR_VERSION}".encode()
-    return struct.unpack("<QQ", hashlib.blake2b(message, digest_size=16, person=person).digest())
+_PERSON = f"blockwalk-noise{GENERATOR_VERSION}".encode()
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _digest(seed: int, step: int, query: int, domain: str, name: str) -> bytes:
+    message = struct.pack("<QQQ", seed, step, query) + f"{domain}\0{name}".encode()
+    return hashlib.blake2b(message, digest_size=16, person=_PERSON).digest()
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _signed(seed: int, step: int, query: int, domain: str, name: str) -> tuple[int, int]:
+    return struct.unpack("<qq", _digest(seed, step, query, domain, name))

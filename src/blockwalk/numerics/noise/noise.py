@@ -27,7 +27,7 @@ from torch import Tensor
 
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.noise import cpu
-from blockwalk.numerics.noise.key import Key, NoiseKey, NoiseKind, Write, window
+from blockwalk.numerics.noise.key import Key, NoiseKey, NoiseKind, Window, Write, window
 from blockwalk.numerics.noise.numpy_words import KIND_NUMBERS
 from blockwalk.numerics.operators import received, register, sent
 
@@ -89,6 +89,26 @@ def perturbed(
     torch.ops.blockwalk.noise_(
         out, source, rows, sent(key), sent(rounding), start, pitch, scale, kind
     )
+    return out
+
+
+def add_run(
+    source: Tensor,
+    out: Tensor,
+    key: NoiseKey,
+    start: int,
+    scale: float,
+    kind: NoiseKind,
+    rounding: Key | None = None,
+) -> Tensor:
+    """Return :func:`perturbed` of elements that follow each other, ``start`` the first: ``source``
+    and ``out`` are contiguous, of one shape, float32, bfloat16 or float16. A walk's products ask
+    for it once each, so nothing is checked here."""
+    if is_cpu(out.device):
+        place = Window(1, out.numel(), 0)
+        return cpu.write(Write(source, out, key, start, scale, kind, rounding, place, None))
+    words = key.signed
+    torch.ops.blockwalk.noise_(out, source, None, words, sent(rounding), start, None, scale, kind)
     return out
 
 
