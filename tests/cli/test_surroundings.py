@@ -72,8 +72,8 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> 
     )  # as for a user id that the system does not know
     with refused(PermissionError, "BLOCKWALK_CACHE"):
         cache.folder()
-    cache.write_json("entry", 1)
-    assert cache.read_json("entry", int) is None
+    cache.write_sealed("entry", {"a": 1})
+    assert cache.read_sealed("entry", dict) is None
 
 
 def test_a_tilde_is_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

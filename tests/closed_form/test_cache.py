@@ -90,11 +90,11 @@ def test_a_folder_that_cannot_be_made_keeps_nothing(
     """Oracle: a file where the folder should be; what is torn counts as not there."""
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "file" / "below"))
     (tmp_path / "file").write_text("")
-    cache.write_json("entry", {"a": 1})
-    assert cache.read_json("entry", dict) is None
+    cache.write_sealed("entry", {"a": 1})
+    assert cache.read_sealed("entry", dict) is None
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "made" / "now"))
-    cache.write_json("entry", {"a": [1, "é"]})
-    assert cache.read_json("entry", dict) == {"a": [1, "é"]}
-    assert cache.read_json("entry", lambda kept: kept["b"]) is None, "another version wrote it"
+    cache.write_sealed("entry", {"a": [1, "é"]})
+    assert cache.read_sealed("entry", dict) == {"a": [1, "é"]}
+    assert cache.read_sealed("entry", lambda kept: kept["b"]) is None, "another version wrote it"
     (cache.folder() / "entry.json").write_text('{"a": [1,')
-    assert cache.read_json("entry", dict) is None
+    assert cache.read_sealed("entry", dict) is None

@@ -62,11 +62,33 @@ def certified_anatomy(model: Any) -> Anatomy:
     """
     key = key_of(model)
     if key not in _verdicts:
-        _verdicts[key] = cache.read_json(f"anatomy-{key}", _parsed) or _study_and_keep(key, model)
+        _verdicts[key] = cache.read_sealed(_entry(key), _parsed) or _study_and_keep(key, model)
     verdict = _verdicts[key]
     if isinstance(verdict, str):
         raise ValueError(f"{type(model).__name__} cannot be walked block by block: {verdict}")
     return verdict
+
+
+def identity_of(model: Any) -> dict[str, str]:
+    """Return the key of a (plain) model's configuration, and a digest of what was concluded from
+    it. A checkpoint has both: under one key every run walks alike.
+
+    Raises:
+        ValueError: as :func:`certified_anatomy`.
+    """
+    facts = asdict(certified_anatomy(model))
+    del facts["notes"]  # figures of rounding errors, which depend on the number of threads
+    digest = cache.key(json.dumps(facts, sort_keys=True).encode())
+    return {"key": key_of(model), "digest": digest}
+
+
+def file_of(key: str) -> Path:
+    """Return the file of the cache that keeps the verdict on a configuration."""
+    return cache.file_of(_entry(key))
+
+
+def _entry(key: str) -> str:
+    return f"anatomy-{key}"
 
 
 _SOURCES = cache.source_key(*map(str, sorted(Path(__file__).parent.glob("*.py"))))
@@ -110,7 +132,7 @@ def _study_and_keep(key: str, model: Any) -> Anatomy | str:
         if "meta" in verdict:
             verdict = f"a unit reads a parameter that another one owns ({verdict})"
     kept = {"refused": verdict} if isinstance(verdict, str) else asdict(verdict)
-    cache.write_json(f"anatomy-{key}", kept)
+    cache.write_sealed(_entry(key), kept)
     return verdict
 
 

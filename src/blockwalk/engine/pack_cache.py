@@ -17,7 +17,7 @@ from blockwalk.plan.placement import Codec
 from blockwalk.system.atomic_files import discard
 from blockwalk.system.locks import lock
 from blockwalk.tiers.block_store.store import BlockStore, is_store
-from blockwalk.tiers.block_store.writer import write_store
+from blockwalk.tiers.block_store.writer import restore_model_files, write_store
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from blockwalk.tiers.model_folder.identity import weights_digest
 
@@ -42,6 +42,7 @@ def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
     stores = [folder / f"{name}-{weights_digest(path)}" for folder in workdirs]
     with closing(CheckpointFolder(path, model)) as source, _alone(workdirs[-1]):
         if (store := next(filter(_is_undamaged, stores), None)) is not None:
+            restore_model_files(path, store)
             return store
         log.info("packing %s to %s, once, into %s", path, codec, stores[-1])
         for other in workdirs[-1].glob(f"{escape(name)}-{'[0-9a-f]' * 32}"):

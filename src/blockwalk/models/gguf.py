@@ -25,6 +25,7 @@ from blockwalk.models.gguf_architectures import ARCHITECTURES
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.words import counted
+from blockwalk.system.file_states import FileState, state_of
 from blockwalk.system.lfs import refuse_pointer
 from blockwalk.system.paths import StrPath
 
@@ -150,8 +151,7 @@ def read_header(path: StrPath) -> Header:
             read.
     """
     files = parts_of(Path(path))
-    states = [(os.fspath(file), file.stat()) for file in files]
-    parts = [_read_header(file, state.st_size, state.st_mtime_ns) for file, state in states]
+    parts = [_read_header(os.fspath(file), state_of(file)) for file in files]
     tensors = tuple(tensor for part in parts for tensor in part.tensors)
     count = parts[0].metadata.get("split.tensors.count", len(tensors))
     if len(parts) > 1 and count != len(tensors):
@@ -163,7 +163,8 @@ def read_header(path: StrPath) -> Header:
 
 
 @lru_cache(64)
-def _read_header(path: str, size: int, changed: int) -> Header:
+def _read_header(path: str, state: FileState) -> Header:
+    _, size, *_ = state
     with open(path, "rb") as file:
         if file.read(4) != b"GGUF":
             refuse_pointer(path)

@@ -3,16 +3,23 @@ link to the file itself.
 
 A GGUF file holds a configuration, a tokenizer and a chat template as metadata. They are written
 once, in the cache, as the files of a model folder: whatever reads a model's folder reads a GGUF.
-The tensors stay where they are. No torch, but in transformers, when a folder is made."""
+The tensors stay where they are. No torch, but in transformers, when a folder is made.
+
+A folder's name has the state of the GGUF file (inode, size, times): another file has another
+folder. :data:`MADE` has the digest of every file in it, and each process compares them."""
 
 from __future__ import annotations
 
 import atexit
+import hashlib
+import json
+import logging
 import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +29,13 @@ from blockwalk.models.gguf_architectures import FACTORS
 from blockwalk.models.gguf_config import settings_of
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files, cache, versions
+from blockwalk.system.file_states import FileState, state_of
+
+log = logging.getLogger(__name__)
 
 MADE = "gguf.json"
-"""The file of a folder that stands for a GGUF file: what that was."""
-_FORM = 2
+"""The file of a folder that stands for a GGUF file: its seal, the digests of the others."""
+_FORM = 3
 """The number of the rules by which such a folder is made; another number makes it anew."""
 
 
@@ -38,57 +48,97 @@ def folder_of(path: Path) -> Path:
     """Return the model folder that stands for a GGUF file: configuration, tokenizer, chat template,
     and a link to the file, or to each of its parts.
 
-    It is made once, in the cache folder, and again when the file changes; where the cache cannot be
-    written, for this process.
+    It is made once, in the cache folder, and again when the file changes or a bit of what was made
+    does; if the cache cannot be written, for this process.
 
     Raises:
-        ValueError: as :func:`read_header`; metadata that transformers cannot use; or a version of
-            transformers before :data:`READS_TOKENIZERS`.
+        ValueError: as :func:`read_header`; metadata that transformers cannot use; a file that
+            changed meanwhile; or a version of transformers before :data:`READS_TOKENIZERS`.
     """
     if versions.is_older("transformers", READS_TOKENIZERS):
         raise ValueError(
             f"model: {path} is GGUF, which needs transformers {READS_TOKENIZERS} or newer: before,"
             " texts do not begin with the token that the file says. pip install -U transformers"
         )
+    parts = tuple(parts_of(path.absolute()))
+    states = tuple(map(state_of, parts))
     header = read_header(path)
-    parts = parts_of(path.absolute())
-    seen = [[str(part), part.stat().st_size, part.stat().st_mtime_ns, _FORM] for part in parts]
-    path = parts[0]
     try:
-        folder = cache.folder() / "gguf" / f"{path.stem}-{cache.key(os.fsencode(path))}"
-        if not _stands_for(folder, seen):
+        folder = cache.folder() / "gguf" / f"{parts[0].stem}-{_key(parts, states)}"
+        if not _stands_for(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_files.locked(folder.parent):
-                if not _stands_for(folder, seen):
+            with atomic_files.in_turn(folder.with_name(f"{folder.name}.lock")):
+                if not _stands_for(folder):
                     with atomic_files.atomic_folder(folder, replace=True) as new_folder:
-                        _write(new_folder, path, header, seen)
-    except PermissionError:
-        folder = Path(tempfile.mkdtemp(prefix="blockwalk-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        _write(folder, path, header, seen)
+                        _write(new_folder, parts, header)
+    except OSError as error:
+        log.warning(
+            "the cache folder cannot be used (%s): what stands for %s is made for this process"
+            " alone; BLOCKWALK_CACHE moves the cache folder",
+            error,
+            path,
+        )
+        folder = _private(parts, states)
+    if tuple(map(state_of, parts)) != states:
+        raise ValueError(
+            f"model: {path} changed while it was read: wait until it is written, and start again"
+        )
     return folder
 
 
-def _stands_for(folder: Path, seen: list[Any]) -> bool:
-    """Whether a folder was made of this file as it is now."""
+def _key(parts: Sequence[Path], states: Sequence[FileState]) -> str:
+    """Return the key of GGUF files at their places as they are now. Their device is no part of it:
+    machines that share a disk know it by other numbers."""
+    return cache.key(json.dumps([_FORM, list(map(str, parts)), states]).encode())
+
+
+@lru_cache(8)
+def _private(parts: Sequence[Path], states: Sequence[FileState]) -> Path:
+    """Return a folder that stands for GGUF files in their state now, made for this process."""
+    folder = Path(tempfile.mkdtemp(prefix="blockwalk-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with atomic_files.naming(folder / MADE):
+        _write(folder, parts, read_header(parts[0]))
+    return folder
+
+
+def _stands_for(folder: Path) -> bool:
+    """Whether a folder was made, and every file in it is as it was made."""
     try:
-        return bool(atomic_files.read_json(folder / MADE) == seen)
-    except (OSError, ValueError):
+        seal = atomic_files.read_sealed(folder / MADE)
+        return bool(seal["files"] == _digests(folder))
+    except (OSError, ValueError, LookupError):
         return False
 
 
-def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
+@lru_cache(64)
+def _digest(file: Path, state: FileState) -> str:
+    """Return the digest of a file; of a link, where it leads. ``state`` makes a process read a file
+    again after it changed."""
+    if file.is_symlink():
+        return os.readlink(file)
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Return the digest of every file in a folder but its seal, by name."""
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name != MADE]
+    return {str(file.relative_to(folder)): _digest(file, state_of(file)) for file in files}
+
+
+def _write(folder: Path, parts: Sequence[Path], header: Header) -> None:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PreTrainedTokenizerFast
 
+    path = parts[0]
     settings = _settings(path, header)
     if header.metadata.get("tokenizer.ggml.model") == "gpt2":
         try:
             gguf_splits.pre_tokenizer(str(header.metadata.get("tokenizer.ggml.pre", "")))
         except ValueError as error:
             raise ValueError(f"model: {path} {error}") from None
-    for part, *_ in seen:
-        os.symlink(part, folder / Path(part).name)
+    for part in parts:
+        os.symlink(part, folder / part.name)
     try:
         config = AutoConfig.for_model(**settings)
         config.dtype = header.main_codec.facts.dtype or "bfloat16"
@@ -103,6 +153,8 @@ def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
             f"model: {path} is GGUF, which needs the gguf package: pip install 'blockwalk[gguf]'"
         ) from None
     except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+        if getattr(error, "errno", None) is not None:  # of the disk, not of the metadata
+            raise
         text = " ".join(str(error).split())
         raise ValueError(
             f"model: {path}: transformers cannot use its metadata: {type(error).__name__}: {text}"
@@ -110,7 +162,7 @@ def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
     ends = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     if stops := sorted({end for end in ends if end is not None}):
         atomic_files.write_json(folder / "generation_config.json", {"eos_token_id": stops})
-    atomic_files.write_json(folder / MADE, seen)
+    atomic_files.write_sealed(folder / MADE, {"files": _digests(folder)})
 
 
 def _split_in_order(file: Path, metadata: Mapping[str, Any]) -> None:

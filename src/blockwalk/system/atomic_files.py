@@ -135,8 +135,13 @@ def write_bytes(path: StrPath, data: bytes | bytearray | memoryview) -> None:
 def write_json(path: StrPath, value: Any) -> None:
     """Replace ``path`` by ``value`` as indented JSON, atomically and durably. NaN and infinity are
     refused."""
+    write_bytes(path, json_bytes(value))
+
+
+def json_bytes(value: Any) -> bytes:
+    """Return ``value`` as indented JSON. NaN and infinity are refused."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
-    write_bytes(path, (text + "\n").encode())
+    return (text + "\n").encode()
 
 
 def read_json(path: Path) -> Any:
@@ -210,7 +215,10 @@ def read_sealed(path: StrPath) -> dict[str, Any]:
     """
     try:
         with reading(path):
-            return dict(unseal(Path(path).read_text(encoding="utf-8"))[0].items())
+            text, end, beyond = Path(path).read_bytes().decode().rpartition("\n")
+            if not end or beyond:  # a seal covers all but the last byte
+                raise ValueError("it does not end as it was written")
+            return dict(unseal(text)[0].items())
     except FileNotFoundError:
         raise Damaged(f"{os.fspath(path)} is missing") from None
     except Damaged:
@@ -319,6 +327,21 @@ def locked(folder: StrPath) -> Iterator[None]:
                     for new_folder in new_folders:
                         new_folder.rmdir()
             return
+
+
+@contextmanager
+def in_turn(path: Path) -> Iterator[None]:
+    """Hold a file as a lock, made if it is not there, after every process that holds it now. The
+    file stays: whoever removed it would let two processes in.
+
+    Raises:
+        ValueError: its name is taken by a link, or by another file.
+    """
+    with links.append_to(path) as file:
+        if not lock(file.fileno(), path):
+            log.info("another process holds %s: waiting for it", path)
+            lock(file.fileno(), path, wait=True)
+        yield
 
 
 @contextmanager

@@ -1,6 +1,10 @@
 """The cache folder: what can be found out again, kept between runs and shared by them. It may be
 removed at any time.
 
+Runs depend on what they read there, so every entry is sealed: a bit that flips on the disk makes an
+entry that is not there. What other rooms keep in folders of their own has seals of its own: the
+stand-ins of GGUF files, compiled kernels, packed models.
+
 ``BLOCKWALK_CACHE`` names it; else it is ``$XDG_CACHE_HOME/blockwalk``, else ``~/.cache/blockwalk``.
 """
 
@@ -46,18 +50,24 @@ def source_key(*files: str | None) -> str:
     return key(b"".join(Path(str(file)).read_bytes() for file in files))
 
 
-def read_json(name: str, parse: Callable[[Any], T]) -> T | None:
-    """Return the value that ``parse`` makes of what :func:`write_json` kept as ``name``, or None
-    where there is none, or one that is not as this version writes it."""
+def file_of(name: str) -> Path:
+    """Return the file of an entry."""
+    return folder() / f"{name}.json"
+
+
+def read_sealed(name: str, parse: Callable[[dict[str, Any]], T]) -> T | None:
+    """Return the value that ``parse`` makes of the object that :func:`write_sealed` kept as
+    ``name``, or None if there is none, if a bit of it has changed since, or if another version of
+    Blockwalk wrote it."""
     try:
-        return parse(atomic_files.read_json(folder() / f"{name}.json"))
+        return parse(atomic_files.read_sealed(file_of(name)))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def write_json(name: str, value: Any) -> None:
-    """Keep a value as ``name``. A folder that cannot be written costs the next run the time to find
-    it out, nothing else."""
+def write_sealed(name: str, value: dict[str, Any]) -> None:
+    """Keep a JSON object, with its digest, as ``name``. If the folder cannot be written, the next
+    run takes the time to find it out again."""
     with suppress(OSError):
         folder().mkdir(parents=True, exist_ok=True)
-        atomic_files.write_json(folder() / f"{name}.json", value)
+        atomic_files.write_sealed(file_of(name), value)

@@ -16,6 +16,7 @@ from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.run_checkpoint import Checkpoint
 from blockwalk.checkpoints.run_start import Start
 from blockwalk.contrib.elastic_ranks.elastic import Elastic, elastic
+from blockwalk.cutting import verify
 from blockwalk.models.places import adapter_paths, data_paths, model_paths, refuse_overlap
 from blockwalk.plan.data_source import joined, names_of
 from blockwalk.plan.run_config import RunConfig
@@ -161,7 +162,11 @@ def _refuse_places(run: RunConfig, start: Start, trace: StrPath | None) -> None:
 
 def _require_agreement(run: RunConfig, prepared: PreparedRun) -> None:
     """Raise ValueError where ranks have other settings or data than the others."""
-    facts = {**facts_of(run.shared()), "data.train": prepared.rows.fingerprint()}
+    facts = {
+        **facts_of(run.shared()),
+        "data.train": prepared.rows.fingerprint(),
+        "the model's anatomy": prepared.anatomy["digest"],
+    }
     if prepared.held_out is not None:
         facts["data.eval"] = prepared.held_out.encoded.fingerprint()
     require_agreement(facts)
@@ -210,6 +215,7 @@ def _resume(beginning: Beginning, saved: Checkpoint) -> Resumed:
     config = beginning.config
     prepared = beginning.prepared
     _require_same_weights(beginning, saved)
+    _require_same_anatomy(beginning, saved)
     _require_same_data(beginning, saved)
     changes = changed_settings(
         saved.config,
@@ -248,6 +254,19 @@ def _require_same_weights(beginning: Beginning, saved: Checkpoint) -> None:
             f"{model} holds other weights, or another configuration, than when this run began"
             f" (content {saved_weights}, now {weights}): put those back, or begin a new run in"
             " another output_dir"
+        )
+
+
+def _require_same_anatomy(beginning: Beginning, saved: Checkpoint) -> None:
+    """Raise ValueError where another way to walk the model is known now than when the saved run
+    began, by the same code from the same configuration."""
+    anatomy = beginning.prepared.anatomy
+    saved_anatomy = saved.data.get("anatomy", anatomy)
+    if saved_anatomy["key"] == anatomy["key"] and saved_anatomy != anatomy:
+        raise ValueError(
+            f"{verify.file_of(anatomy['key'])} says how {beginning.config.model} is walked, and it"
+            f" says something else than when this run began (content {saved_anatomy['digest']}, now"
+            f" {anatomy['digest']}): remove that file, which is then made again"
         )
 
 

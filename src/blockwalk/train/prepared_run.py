@@ -79,6 +79,8 @@ class PreparedRun:
     usual: Simulation | None
     """The simulation of a step with as many tokens as a step has on average; None before doctor has
     measured the machine."""
+    anatomy: Mapping[str, str]
+    """The identity of the model's anatomy: see :func:`blockwalk.cutting.verify.identity_of`."""
     notes: tuple[str, ...] = ()
     """Sentences about the data and the tokenizer that the user should know of."""
 
@@ -215,6 +217,7 @@ def prepare(run: RunConfig) -> PreparedRun:
         held_bytes=held_bytes,
         foreseen=foreseen,
         usual=usual,
+        anatomy=costs.anatomy(),
         notes=notes,
     )
 

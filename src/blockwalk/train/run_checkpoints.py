@@ -79,6 +79,7 @@ class RunCheckpoints:
         data = {
             "batches": beginning.prepared.batches.state_dict(),
             "weights": beginning.weights,
+            "anatomy": dict(beginning.prepared.anatomy),
             "identity": beginning.identity,
             "run": beginning.start.run,
             "held_out": beginning.records,

@@ -84,7 +84,7 @@ def require_parts(model: StrPath | nn.Module, plan: Plan) -> None:
         )
     key = cache.key(f"{verify.key_of(base)} {_SOURCES}".encode())
     if key not in _verdicts:
-        kept = cache.read_json(f"parts-{key}", dict)
+        kept = cache.read_sealed(f"parts-{key}", dict)
         _verdicts[key] = kept or _study_and_keep(key, base, anatomy)
     for reason in [_verdicts[key][tried] for tried in COUNTS if way in (tried, "auto")]:
         if reason:
@@ -110,7 +110,7 @@ def _study_and_keep(key: str, base: Any, anatomy: Any) -> dict[str, str]:
                 raise  # of the machine as it is now, not of the model
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             verdict[way] = f"{kind}{error}"
-    cache.write_json(f"parts-{key}", verdict)
+    cache.write_sealed(f"parts-{key}", verdict)
     return verdict
 
 

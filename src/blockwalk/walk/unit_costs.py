@@ -12,7 +12,7 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass, replace
 from functools import lru_cache, partial
 from os import PathLike
@@ -26,7 +26,7 @@ from blockwalk.cutting.adapters import adapt
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.peft_models import add_adapter
 from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class, model_config
-from blockwalk.cutting.verify import certified
+from blockwalk.cutting.verify import certified, identity_of
 from blockwalk.models.model_source import model_source
 from blockwalk.numerics import (
     attention_pieces,
@@ -122,6 +122,11 @@ class UnitCosts:
         """Return the model as the walk sees it, adapters included."""
         return self._cut(self.stored).spec()
 
+    def anatomy(self) -> dict[str, str]:
+        """Return the identity of the model's anatomy: see
+        :func:`blockwalk.cutting.verify.identity_of`."""
+        return identity_of(self._cut(self.stored).base)
+
     def walks_documents(self, plan: Plan) -> bool:
         """Return whether the walk leaves padding out
         (:meth:`blockwalk.cutting.cut_model.CutModel.walks_documents`)."""
@@ -134,7 +139,7 @@ class UnitCosts:
         loss = f"{plan.loss} {_source(traits.loss.cost)}"
         key = cache.key(f"{self._digest} {loss} {traits} {shape}".encode())
         if key not in self._known:
-            kept = cache.read_json(f"costs-{key}", partial(from_plain, Costs))
+            kept = cache.read_sealed(f"costs-{key}", partial(from_plain, Costs))
             self._known[key] = kept or self._measured(key, traits, shape)
         return self._known[key]
 
@@ -162,8 +167,7 @@ class UnitCosts:
         threads = torch.get_num_threads()
         facts = (self._digest, plan, shape, learnt, machine, threads, *_speeds())
         key = cache.key(repr(facts).encode())
-        parse: Callable[[Any], timed_units.Timed] = partial(from_plain, timed_units.Timed)
-        kept = cache.read_json(f"seconds-{key}", parse)
+        kept = cache.read_sealed(f"seconds-{key}", _seconds)
         if kept is not None:
             return kept
         if self._untimed:
@@ -184,7 +188,7 @@ class UnitCosts:
         except ValueError as error:
             self._untimed = str(error)
             raise
-        cache.write_json(f"seconds-{key}", timed)
+        cache.write_sealed(f"seconds-{key}", {"seconds": timed})
         return timed
 
     @deferred_imports()  # fake tensors ask symbolic shapes about plain ones
@@ -206,7 +210,7 @@ class UnitCosts:
             text = "what a block needs while it computes is not foreseen: %s on fake tensors (%s)"
             log.warning(text, self.config.model_type, reason)
             return Costs()
-        cache.write_json(f"costs-{key}", asdict(costs))
+        cache.write_sealed(f"costs-{key}", asdict(costs))
         return costs
 
     def _as_stored(self, costs: Costs, dtype: torch.dtype) -> Costs:
@@ -275,6 +279,11 @@ def _perturbed_traits(plan: Plan) -> dict[str, Any]:
         "copied": plan.compile or plan.copies_blocks,
         "scales": plan.zo.target == "scales",
     }
+
+
+def _seconds(entry: Mapping[str, Any]) -> timed_units.Timed:
+    timed: timed_units.Timed = from_plain(timed_units.Timed, entry["seconds"])
+    return timed
 
 
 # ---- what was measured once is kept --------------------------------------------------------------

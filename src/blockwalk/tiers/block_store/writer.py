@@ -3,7 +3,7 @@ docs/block-store.md)."""
 
 from __future__ import annotations
 
-import shutil
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -185,20 +185,35 @@ def encode(weight: Value, param: StoredParam, group_size: int, bytes_P: Tensor) 
 
 def copy_model_files(source: StrPath, target: StrPath) -> None:
     """Copy a model folder's configuration and tokenizer files, and its licence."""
-    folder = model_source(source).folder
+    for name, content in model_files(source):
+        (Path(target) / name).parent.mkdir(exist_ok=True)
+        (Path(target) / name).write_bytes(content)
+
+
+def restore_model_files(source: StrPath, target: StrPath) -> None:
+    """Write those files of :func:`copy_model_files` anew that differ from the model's, or are
+    missing: a bit of a copy has changed, or the model's own file has."""
+    for name, content in model_files(source):
+        copy = Path(target) / name
+        if not copy.is_file() or copy.read_bytes() != content:
+            copy.parent.mkdir(exist_ok=True)
+            atomic_files.write_bytes(copy, content)
+
+
+def model_files(source: StrPath) -> Iterator[tuple[str, bytes]]:
+    """Yield a model folder's configuration and tokenizer files, and its licence: the name below the
+    folder, and the content that stands beside weights which are not quantised."""
+    model = model_source(source)
+    folder = model.folder
     for file in sorted(folder.iterdir()):
         licence = file.name.upper().startswith(("LICENSE", "NOTICE"))
         of_weights = file.name in (INDEX, MADE) or file.name.endswith(".index.json")
-        copied = licence or file.name.endswith(COPIED)
-        if copied and not of_weights and file.is_file():
-            shutil.copyfile(file, Path(target) / file.name)
-    templates = sorted((folder / TEMPLATES).glob("*.jinja"))
-    for file in templates:
-        (Path(target) / TEMPLATES).mkdir(exist_ok=True)
-        shutil.copyfile(file, Path(target) / TEMPLATES / file.name)
-    config = Path(target) / "config.json"  # what is written beside it is not quantised any more
-    if model_source(target).quantisation is not None:
-        values = atomic_files.read_json(config)
-        atomic_files.write_json(
-            config, {key: value for key, value in values.items() if key not in KEYS}
-        )
+        if of_weights or not (licence or file.name.endswith(COPIED)) or not file.is_file():
+            continue
+        content = file.read_bytes()
+        if file.name == "config.json" and model.quantisation is not None:
+            values = {key: value for key, value in json.loads(content).items() if key not in KEYS}
+            content = atomic_files.json_bytes(values)
+        yield file.name, content
+    for file in sorted((folder / TEMPLATES).glob("*.jinja")):
+        yield f"{TEMPLATES}/{file.name}", file.read_bytes()

@@ -24,6 +24,7 @@ from pathlib import Path
 from blockwalk.models.gguf_folder import MADE
 from blockwalk.models.model_source import STORE_INDEX, model_source
 from blockwalk.system import cache
+from blockwalk.system.file_states import state_of
 from blockwalk.system.paths import StrPath
 
 _SPAN = 64 << 20
@@ -56,7 +57,7 @@ def weights_digest(name: StrPath, *, by_name: bool = False) -> str:
         _sync(path)
     seen = _seen(paths)
     entry = f"digest-{cache.key(os.fsencode(folder) + b' by content' * free_names)}"
-    remembered = cache.read_json(entry, lambda kept: (kept["seen"], str(kept["digest"])))
+    remembered = cache.read_sealed(entry, lambda kept: (kept["seen"], str(kept["digest"])))
     if remembered is not None and remembered[0] == seen:
         return remembered[1]
     began = time.time()
@@ -76,7 +77,7 @@ def weights_digest(name: StrPath, *, by_name: bool = False) -> str:
         )
     settled = began - max(max(written, changed) for *_, written, changed in seen) / 1e9 > _SETTLED
     if settled and not _in_memory({device for device, *_ in seen}):
-        cache.write_json(entry, {"seen": seen, "digest": digest.hexdigest()})
+        cache.write_sealed(entry, {"seen": seen, "digest": digest.hexdigest()})
     return digest.hexdigest()
 
 
@@ -104,8 +105,7 @@ def _in_memory(devices: set[int]) -> bool:
 
 def _seen(paths: list[Path]) -> list[list[int]]:
     """Return device, inode, size and times of each file, as the kernel has them."""
-    stats = [path.stat() for path in paths]
-    return [[s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for s in stats]
+    return [[path.stat().st_dev, *state_of(path)] for path in paths]
 
 
 def _digest_span(path: Path, start: int) -> str:
