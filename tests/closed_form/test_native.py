@@ -3,6 +3,7 @@ as compiled for this processor, which those of wheels are compared with, bit for
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import stat
@@ -74,12 +75,16 @@ def answer() -> int:
     return int(library.answer())
 
 
-def plant(library: Path) -> None:
-    """Put a library that answers something else in the place of the one that was compiled."""
+def plant(library: Path) -> Path:
+    """Put a library that answers something else, under a name with its digest, in the place of the
+    one that was compiled."""
     source = library.with_name("other.c")
     source.write_text("int answer(void) { return 13; }")
     native._compile(native._compiler() or (), source, library)
     source.unlink()
+    kernel, key, _ = library.stem.split("-")
+    digest = hashlib.blake2b(library.read_bytes(), digest_size=8).hexdigest()
+    return library.rename(library.with_name(f"{kernel}-{key}-{digest}.so"))
 
 
 def test_a_library_that_another_user_planted_is_not_opened(cache: Path) -> None:
@@ -89,7 +94,7 @@ def test_a_library_that_another_user_planted_is_not_opened(cache: Path) -> None:
         pytest.skip("giving a file to another user needs root")
     assert answer() == 42
     (library,) = cache.iterdir()
-    plant(library)
+    library = plant(library)
     os.chown(library, 65534, -1)
     with warned(RuntimeWarning, f"{library.name} user|user's"):
         assert answer() == 42
@@ -106,9 +111,86 @@ def test_a_library_that_others_may_write_is_not_opened(of: str, mode: int, cache
     """Oracle: as above; the folder's mode, then the library's."""
     assert answer() == 42
     (library,) = cache.iterdir()
-    plant(library)
+    library = plant(library)
     (cache if of == "folder" else library).chmod(mode)
     with warned(RuntimeWarning, "write"):
+        assert answer() == 42
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o757])
+def test_a_cache_below_a_folder_of_others_is_not_opened(mode: int, cache: Path) -> None:
+    """Oracle: as above; the mode of a folder around the cache. With the sticky bit nobody exchanges
+    the folders of others."""
+    assert answer() == 42
+    (library,) = cache.iterdir()
+    library = plant(library)
+    above = cache.parent.parent
+    above.chmod(mode)
+    with warned(RuntimeWarning, f"{above} write"):
+        assert answer() == 42
+    above.chmod(mode | stat.S_ISVTX)
+    assert answer() == 13
+
+
+def test_a_link_on_the_way_to_the_cache_is_looked_behind(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: as above; the mode of the folder that holds a link to the cache."""
+    cache.parent.mkdir()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "open" / "link").symlink_to(cache.parent)
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "open" / "link"))
+    with warned(RuntimeWarning, f"{tmp_path / 'open'} write"):
+        assert answer() == 42
+    assert not cache.exists() or not [*cache.iterdir()]
+
+
+def test_the_folder_that_was_checked_is_the_one_that_is_read(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: what the library answers that takes the name of the checked one between the check and
+    the opening."""
+    assert answer() == 42
+    (library,) = cache.iterdir()
+    (tmp_path / "evil").mkdir()
+    shutil.copy(library, tmp_path / "evil" / library.name)
+    name = plant(tmp_path / "evil" / library.name)
+    name.rename(tmp_path / "evil" / library.name)
+    undamaged = native._undamaged
+
+    def exchanged(folder: Path, descriptor: int, stem: str) -> str | None:
+        checked = undamaged(folder, descriptor, stem)
+        cache.rename(tmp_path / "checked")
+        (tmp_path / "evil").rename(cache)
+        return checked
+
+    monkeypatch.setattr(native, "_undamaged", exchanged)
+    assert answer() == 42
+
+
+def test_a_flipped_bit_is_compiled_away(cache: Path) -> None:
+    """Oracle: the bytes that were compiled."""
+    assert answer() == 42
+    (library,) = cache.iterdir()
+    whole = library.read_bytes()
+    for place in range(0, len(whole), len(whole) // 8):
+        (beside := library.with_name("beside")).write_bytes(
+            whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :]
+        )
+        beside.replace(library)  # this process has mapped the one that was there
+        assert answer() == 42
+        assert library.read_bytes() == whole
+    assert [*cache.iterdir()] == [library]
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the kernel's answer where a file is in the cache folder's place."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "file" / "cache"))
+    with warned(RuntimeWarning, "BLOCKWALK_CACHE"):
         assert answer() == 42
 
 

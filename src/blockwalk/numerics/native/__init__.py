@@ -11,7 +11,9 @@ The kernels start no threads: they share their work out over torch's own (:func:
 releases the interpreter's lock during a call.
 
 A library runs as whoever opens it: one that another user could have put into the cache, or changed
-there, is not opened, and the kernel is compiled into a folder of this process alone.
+there, is not opened, and the kernel is compiled into a folder of this process alone. So it is if
+the cache cannot be written. The name of a library has the digest of its bytes: one in which a bit
+has flipped is compiled again.
 
 Environment: ``BLOCKWALK_NATIVE=0`` never compiles or loads; ``CC`` names the compiler.
 """
@@ -26,14 +28,15 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 import threading
+import uuid
 import warnings
 from pathlib import Path
 
 from blockwalk.system import cache
+from blockwalk.system.ownership import exposed, is_private
 
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-ffp-contract=off")
 """No fast-math anywhere: the kernels promise bits."""
@@ -180,21 +183,81 @@ def _build(name: str) -> ctypes.CDLL | None:
         _version(compiler).encode(),
     )
     digest = hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
-    library = cache.folder() / "native" / f"{name}-{digest}.so"
-    library.parent.parent.mkdir(parents=True, exist_ok=True)
-    library.parent.mkdir(mode=0o755, exist_ok=True)
-    paths = (library.parent, library)
-    if exposed := [path for path in paths if path.exists() and not _is_safe(path)]:
-        warnings.warn(
-            f"{exposed[0]} is another user's, or others may write to it: {name!r} is compiled for"
-            " this process alone, which takes seconds. Give it to you or root, writable by its"
-            " owner alone; BLOCKWALK_CACHE moves the cache folder",
-            RuntimeWarning,
-            stacklevel=3,
+    digest = hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
+    stem = f"{name}-{digest}"
+    try:
+        return _of_cache(stem, compiler, source)
+    except _ExposedError as error:
+        reason = (
+            f"{error} is another user's, or others may write to it. Give it to you or root,"
+            " writable by its owner alone"
         )
-        with tempfile.TemporaryDirectory(prefix="blockwalk-") as private:
-            return ctypes.CDLL(str(_compile(compiler, source, Path(private) / library.name)))
-    return ctypes.CDLL(str(library if library.exists() else _compile(compiler, source, library)))
+    except OSError as error:
+        reason = f"the cache folder cannot be used ({error})"
+    warnings.warn(
+        f"{reason}; {name!r} is compiled for this process alone, which takes seconds."
+        " BLOCKWALK_CACHE moves the cache folder",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    with tempfile.TemporaryDirectory(prefix="blockwalk-") as private:
+        return ctypes.CDLL(str(_compile(compiler, source, Path(private) / f"{stem}.so")))
+
+
+class _ExposedError(Exception):
+    """The path of a library, or of a folder around it, that another user may change."""
+
+
+def _of_cache(stem: str, compiler: tuple[str, ...], source: Path) -> ctypes.CDLL:
+    """Open a library of the cache, compiled if it is not there.
+
+    Raises:
+        _ExposedError: another user may have put it there, or may exchange it.
+        OSError: the cache cannot be read or written.
+    """
+    folder = cache.folder() / "native"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o755, exist_ok=True)
+    if (place := exposed(folder)) is not None:
+        raise _ExposedError(place)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        # of what is open now, whatever takes the folder's name from here on
+        if not is_private(os.fstat(descriptor)):
+            raise _ExposedError(folder)
+        library = _undamaged(folder, descriptor, stem)
+        if library is None:
+            scratch = _compile(compiler, source, folder / f"{stem}.{uuid.uuid4().hex[:8]}.tmp")
+            library = f"{stem}-{_digest(scratch.read_bytes())}.so"
+            os.replace(scratch, folder / library)
+        path = f"/proc/self/fd/{descriptor}/{library}"
+        # the loader knows a library by its path: this one has the digest of its bytes
+        return ctypes.CDLL(path if os.path.exists(path) else str(folder / library))
+    finally:
+        os.close(descriptor)
+
+
+def _undamaged(folder: Path, descriptor: int, stem: str) -> str | None:
+    """Return the name of a compiled library in an open folder, its bytes compared with the digest
+    in its name; None if there is none.
+
+    Raises:
+        _ExposedError: another user may have written it.
+    """
+    for name in os.listdir(descriptor):
+        if not name.startswith(stem) or not name.endswith(".so"):
+            continue
+        flags = os.O_RDONLY | os.O_NOFOLLOW
+        with open(os.open(name, flags, dir_fd=descriptor), "rb") as file:
+            if not is_private(os.fstat(file.fileno())):
+                raise _ExposedError(folder / name)
+            if name == f"{stem}-{_digest(file.read())}.so":
+                return name
+    return None
+
+
+def _digest(library: bytes) -> str:
+    return hashlib.blake2b(library, digest_size=8).hexdigest()
 
 
 @functools.cache
@@ -222,13 +285,6 @@ def _compile(compiler: tuple[str, ...], source: Path, library: Path) -> Path:
     finally:
         Path(scratch).unlink(missing_ok=True)
     return library
-
-
-def _is_safe(path: Path) -> bool:
-    """Whether only this user, or root, can have written a file or a folder's entries."""
-    facts = path.stat()
-    of_others = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return facts.st_uid in (0, os.geteuid()) and not of_others
 
 
 def _compiler() -> tuple[str, ...] | None:
