@@ -17,6 +17,7 @@ def work(settings):
     environment = {**os.environ, "MASTER_PORT": str(int(os.environ["MASTER_PORT"]) + 1)}
     command = [
         sys.executable,
+        "-P",  # a file of the folder runs in no module's place
         "-m",
         "blockwalk",
         "train",

@@ -541,8 +541,8 @@ def test_several_nodes_get_a_command_each(capsys: pytest.CaptureFixture[str]) ->
         "iptables -I INPUT ! -i lo ! -s NETWORK -p tcp -m multiport --dports 29500,"
     )
     assert commands == [
-        f"torchrun --nnodes 3 --node-rank {node} --master-addr HOST --master-port 29500"
-        f" --nproc-per-node 2 -m blockwalk train {run}"
+        f"PYTHONSAFEPATH=1 torchrun --nnodes 3 --node-rank {node} --master-addr HOST"
+        f" --master-port 29500 --nproc-per-node 2 -m blockwalk train {run}"
         for node in range(3)
     ]
     for wrong, said in (

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockwalk.ranks.launch import OF_A_RANK
+from blockwalk.system.child_python import SAFE_PATH, python_command
 
 if TYPE_CHECKING:
     from blockwalk.program.program import Program, Shape
@@ -124,9 +125,10 @@ def _make(sizes: dict[str, Any], path: Path) -> None:
 
 def _run(kinds: tuple[str, ...], folder: str) -> dict[str, WalkMemory]:
     walks = {}
-    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
+    variables = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
+    environment = {**variables, **SAFE_PATH}
     for kind in kinds:
-        command = [sys.executable, "-W", "ignore", "-m", "blockwalk.doctor.walks", kind, folder]
+        command = python_command("-W", "ignore", "-m", "blockwalk.doctor.walks", kind, folder)
         completed = subprocess.run(
             command, capture_output=True, text=True, env=environment, check=False
         )

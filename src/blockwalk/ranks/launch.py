@@ -32,6 +32,7 @@ from typing import Any
 from blockwalk.plan.words import counted
 from blockwalk.ranks.place import LOST, PORT, TIMEOUT, LostRank, Place, meeting_point, port_of
 from blockwalk.system import links
+from blockwalk.system.child_python import SAFE_PATH, python_command
 from blockwalk.system.cores import usable_cores
 from blockwalk.system.signals import STOPS, handled
 from blockwalk.system.terminal import clean_record, say
@@ -62,9 +63,12 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
     module = ["-m", "blockwalk", *arguments]
     if nodes > 1:
         say("run on each node, with the first node's name in place of HOST:")
+        # torchrun itself starts ranks with python -m
+        variables = " ".join(f"{name}={value}" for name, value in SAFE_PATH.items())
         for node in range(nodes):
             address = f"--nnodes {nodes} --node-rank {node} --master-addr HOST --master-port {PORT}"
-            say(f"torchrun {address} --nproc-per-node {ranks_per_node} {shlex.join(module)}")
+            count = f"--nproc-per-node {ranks_per_node}"
+            say(f"{variables} torchrun {address} {count} {shlex.join(module)}")
         say(
             "ranks listen without a password: whoever reaches them can stop the run or falsify"
             " it. Keep others out, as root on each node, with the nodes' network (such as"
@@ -80,6 +84,7 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
         common = {
             "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks_per_node)),
             **os.environ,
+            **SAFE_PATH,
             STORE: str(Path(folder, "store")),
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
@@ -89,7 +94,7 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
         environments = (
             {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks_per_node)
         )
-        command = [sys.executable, *module]
+        command = python_command(*module)
         ends = _ends_with(os.getpid()) if sys.platform == "linux" else None
         # a group of its own: a terminal's Ctrl-C comes from here alone, and a second one would end
         # a rank at once

@@ -10,7 +10,6 @@ import logging
 import os
 import pickle
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from blockwalk.plan.plan import Plan
 from blockwalk.program.costs import TimedOp
 from blockwalk.program.program import Shape
 from blockwalk.ranks.launch import OF_A_RANK
+from blockwalk.system.child_python import SAFE_PATH, python_command
 from blockwalk.system.load import LEAST, OtherLoad, of_other_ranks
 
 log = logging.getLogger(__name__)
@@ -100,11 +100,12 @@ def measure(request: Request) -> Timed:
 
 def _walked(request: bytes, load: OtherLoad) -> tuple[TimedStep, ...]:
     """Return the steps that a process of its own took."""
-    environment = {name: fact for name, fact in os.environ.items() if name not in OF_A_RANK}
+    variables = {name: fact for name, fact in os.environ.items() if name not in OF_A_RANK}
+    environment = {**variables, **SAFE_PATH}
     with tempfile.TemporaryDirectory(prefix="blockwalk-timed-") as folder:
         file = Path(folder) / "request"
         file.write_bytes(request)
-        command = [sys.executable, "-W", "ignore", "-m", "blockwalk.walk.timed_walk", str(file)]
+        command = python_command("-W", "ignore", "-m", "blockwalk.walk.timed_walk", str(file))
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         ) as process:
