@@ -10,6 +10,9 @@ void blockwalk_draws(void *, int, int64_t, int64_t, uint64_t, uint64_t, parallel
 void blockwalk_decode(int, int, int, const void *, const void *, int64_t, int64_t, const int64_t *, int64_t, int64_t, int64_t,
                       int64_t, void *, parallel_fn, int);
 void blockwalk_encode(int, const float *, const uint16_t *, float *, uint8_t *, int64_t, int64_t, parallel_fn, int);
+void blockwalk_encode_groups(int, int, int, const void *, const float *, uint8_t *, int64_t, int64_t, uint8_t *, int64_t, int64_t,
+                             int64_t, int64_t, parallel_fn, int);
+void blockwalk_largest(int, const void *, int64_t, float *);
 
 enum { ROWS = 3, COLUMNS = 1536, ALL = ROWS * COLUMNS };
 static float coefficients[128], table[65536], x[ALL], out[ALL], scales[ROWS];
@@ -56,5 +59,16 @@ int main(int count, char **arguments) {
             say("encode", codec, random, codes, ALL);
             say("scales", codec, random, scales, sizeof scales);
         }
+    float borders[15], largest[3];
+    for (int i = 0; i < 15; i++) borders[i] = -0.93f + 0.13f * (float)i;
+    const int formats[5][3] = {{2, 32, 2}, {2, 64, 2}, {4, 32, 4}, {8, 32, 4}, {8, 64, 4}};        /* codec, group, scales' bytes */
+    for (int i = 0; i < 5; i++) {
+        const int size = formats[i][1], groups = COLUMNS / size, of_scales = formats[i][2], block = of_scales + size / 2;
+        blockwalk_encode_groups(formats[i][0], size, 2, x, borders, codes, groups * block, block, codes + of_scales, groups * block,
+                                block, ROWS, COLUMNS - 7, NULL, 1);
+        say("groups", formats[i][0], size, codes, ROWS * groups * block);
+    }
+    for (int dtype = 0; dtype < 3; dtype++) blockwalk_largest(dtype, dtype == 2 ? (void *)x : (void *)draws, ALL, largest + dtype);
+    say("largest", 0, 0, largest, sizeof largest);
     return 0;
 }

@@ -14,6 +14,7 @@ update is far below a step: rounded to nearest it would always be lost."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 from typing import Any, NamedTuple
@@ -71,13 +72,15 @@ def encode_rows(
     origin: int = 0,
     name: str = "the parameter",
     check: bool = True,
+    threads: int | None = None,
 ) -> Tensor:
     """Write rows ``start`` … of a parameter, [rows, D] of any float dtype, into its bytes; returns
     ``buffer``.
 
     ``origin`` is the place in the parameter of the layout's first element, where the layout is that
     of a range of rows. Scales are computed anew from the values. Memory beyond the arguments is a
-    few MB, however many rows there are.
+    few MB, however many rows there are. The C kernel takes so many ``threads``: torch's, unless
+    they are named.
 
     Raises:
         ValueError: a value that the codec cannot hold: not finite, or beyond float16 for fp16 and
@@ -107,7 +110,7 @@ def encode_rows(
         place = origin + a * layout.columns
         if layout.groups:
             draws = None if rounding is None else Rounding(rounding, place)
-            _encode_groups(x_RD.float(), scales[a:b], codes[a:b], layout, draws)
+            _encode_groups(x_RD, scales[a:b], codes[a:b], layout, draws, threads)
         elif rounding is not None and layout.code_dtype in (torch.bfloat16, torch.float16):
             stochastic_round(x_RD.float(), codes[a:b], rounding, place)
         else:
@@ -131,13 +134,18 @@ def _require_written(layout: Layout, *, rounded: bool) -> None:
 
 
 def _encode_groups(
-    x_RD: Tensor, scales: Tensor, codes: Tensor, layout: Layout, rounding: Rounding | None
+    x_RD: Tensor,
+    scales: Tensor,
+    codes: Tensor,
+    layout: Layout,
+    rounding: Rounding | None,
+    threads: int | None,
 ) -> None:
     """Encode rows of a codec with groups, by the C kernel where it can."""
-    if not _encode_native(x_RD, scales, codes, layout, rounding):
+    if not _encode_native(x_RD, scales, codes, layout, rounding, threads):
         encode = matrix_codec(layout.codec).encode
         assert encode is not None
-        encode(x_RD, scales, codes, layout, rounding)
+        encode(x_RD.float(), scales, codes, layout, rounding)
 
 
 def decode_rows(
@@ -256,10 +264,9 @@ def _check_values(x_RD: Tensor, layout: Layout, start: int, name: str) -> None:
     limit = (
         matrix_codec(layout.codec).limit if layout.groups else torch.finfo(layout.code_dtype).max
     )
-    least, largest = (value.item() for value in torch.aminmax(x_RD))
-    if -limit <= least and largest <= limit:
+    if _largest(x_RD) <= limit:
         return
-    magnitude_R = x_RD.abs().amax(dim=1)
+    magnitude_R = x_RD.abs().amax(dim=1).double()  # float16 takes a larger limit for infinity
     row = int((~(magnitude_R <= limit)).nonzero()[0])
     value = magnitude_R[row].item()
     place = f"{name}, row {start + row}"
@@ -273,31 +280,72 @@ def _check_values(x_RD: Tensor, layout: Layout, start: int, name: str) -> None:
     )
 
 
-def _encode_native(
-    x_RD: Tensor, scales_R1: Tensor, codes_RD: Tensor, layout: Layout, rounding: Rounding | None
-) -> bool:
-    """Encode scaled rows with the C kernel where it can: False, and nothing written, where torch
-    must."""
+def _largest(x_RD: Tensor) -> float:
+    """Return the largest magnitude of some values; NaN where one of them is."""
     library = native_code.load("codecs")
-    native = matrix_codec(layout.codec).native
-    in_groups = layout.codec.facts.group_sizes
-    if library is None or native is None or x_RD.device.type != "cpu" or in_groups:
+    dtype = _NATIVE_DTYPE.get(x_RD.dtype)
+    if library is None or dtype is None or not is_cpu(x_RD.device):
+        least, largest = (float(value) for value in torch.aminmax(x_RD))
+        return math.nan if math.isnan(least) else max(-least, largest)
+    assert x_RD.is_contiguous(), x_RD.stride()
+    out = ctypes.c_float()
+    library.blockwalk_largest(dtype, x_RD.data_ptr(), x_RD.numel(), ctypes.byref(out))
+    return out.value
+
+
+def encodes_groups(layout: Layout, x_RD: Tensor) -> bool:
+    """Return whether the C kernel checks and encodes such values, and torch does nothing: threads
+    may then encode a parameter's rows side by side, each with one thread of the kernel."""
+    is_native = matrix_codec(layout.codec).encoder is not None if layout.groups else False
+    is_read = x_RD.dtype in _NATIVE_DTYPE and is_cpu(x_RD.device) and x_RD.is_contiguous()
+    in_groups = bool(layout.codec.facts.group_sizes)
+    return is_native and is_read and in_groups and native_code.load("codecs") is not None
+
+
+def _encode_native(
+    x_RD: Tensor,
+    scales: Tensor,
+    codes: Tensor,
+    layout: Layout,
+    rounding: Rounding | None,
+    threads: int | None,
+) -> bool:
+    """Encode rows with the C kernel where it can: False, and nothing written, where torch must."""
+    library = native_code.load("codecs")
+    codec = matrix_codec(layout.codec)
+    if library is None or codec.encoder is None or not is_cpu(x_RD.device):
         return False
+    pays_for = x_RD.numel() // _THREAD_ELEMENTS
+    team = (native_code.team(), min(threads or torch.get_num_threads(), pays_for))
+    if layout.codec.facts.group_sizes:
+        dtype = _NATIVE_DTYPE.get(x_RD.dtype)
+        if dtype is None:
+            return False
+        library.blockwalk_encode_groups(
+            *(codec.encoder, layout.group_size, dtype, x_RD.data_ptr()),
+            None if codec.table is None else codec.table.data_ptr(),
+            *(scales.data_ptr(), *_group_bytes(scales, layout)),
+            *(codes.data_ptr(), *_group_bytes(codes, layout)),
+            *(*x_RD.shape, *team),
+        )
+        return True
     draws = None
     if rounding is not None:
         draws = torch.empty(x_RD.numel(), dtype=torch.uint16)
         random_uint16(rounding.key, rounding.first_element, draws)
+    values_RD = x_RD.float()
     library.blockwalk_encode(
-        native,
-        x_RD.data_ptr(),
-        None if draws is None else draws.data_ptr(),
-        scales_R1.data_ptr(),
-        codes_RD.data_ptr(),
-        *x_RD.shape,
-        native_code.team(),
-        min(torch.get_num_threads(), x_RD.numel() // _THREAD_ELEMENTS),
+        *(codec.encoder, values_RD.data_ptr(), None if draws is None else draws.data_ptr()),
+        *(scales.data_ptr(), codes.data_ptr(), *x_RD.shape, *team),
     )
     return True
+
+
+def _group_bytes(values: Tensor, layout: Layout) -> tuple[int, int]:
+    """Return the bytes from a row's scales or codes to the next row's, and from a group's to the
+    next group's."""
+    of_group = values.shape[1] // layout.groups * values.stride(1)
+    return values.stride(0) * values.itemsize, of_group * values.itemsize
 
 
 class NativeSource(NamedTuple):

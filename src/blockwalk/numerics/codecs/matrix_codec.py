@@ -90,6 +90,10 @@ class MatrixCodec:
     """The largest magnitude that can be encoded."""
     native: int | None = None
     """The codec's number in ``codecs.c``, where that decodes it."""
+    encoder: int | None = None
+    """Its number there, where that encodes it."""
+    table: Tensor | None = None
+    """The numbers that the C encoder reads beside the values, float32 on the CPU."""
     grid: Grid | None = None
     """The codec's grids, if matrices can be rounded to it with more than their own values in
     view."""
@@ -109,8 +113,8 @@ def _of_file(codec: Codec) -> MatrixCodec:
 
 
 def grid_codec(grid: Grid, limit: float, native: int | None = None) -> MatrixCodec:
-    """Return the codec that rounds each group to its nearest codes on a grid; the others as
-    :class:`MatrixCodec` has them."""
+    """Return the codec that rounds each group to its nearest codes on a grid. ``native`` is its
+    number in ``codecs.c``, which encodes it too; the others as :class:`MatrixCodec` has them."""
 
     def encode(
         x_RD: Tensor, scales: Tensor, codes: Tensor, layout: Layout, rounding: Rounding | None
@@ -125,7 +129,7 @@ def grid_codec(grid: Grid, limit: float, native: int | None = None) -> MatrixCod
         nibbles_RGK = torch.cat((bytes_RGH & 15, bytes_RGH >> 4), dim=2)
         return coded.columns(grid.values(nibbles_RGK, coded.scales[:, coded.groups]))
 
-    return MatrixCodec(encode, decode, limit, native, grid)
+    return MatrixCodec(encode, decode, limit, native, native, grid=grid)
 
 
 def halves(codes_RGK: Tensor) -> Tensor:

@@ -24,16 +24,20 @@ LEVELS = (
 )  # fmt: skip
 
 
+def _borders(device: torch.device) -> Tensor:
+    """Return the numbers half-way between neighbouring levels, float32 [15]."""
+    levels = torch.tensor(LEVELS, device=device)
+    return (levels[1:] + levels[:-1]) / 2
+
+
 def encode(
     x_RD: Tensor, scales_RG: Tensor, codes: Tensor, layout: Layout, rounding: Rounding | None
 ) -> None:
     x_RGK = grouped(x_RD, layout)
     largest_RG1 = x_RGK.abs().amax(dim=2, keepdim=True)
     scales_RG.copy_(largest_RG1.squeeze(2))
-    levels = torch.tensor(LEVELS, device=x_RD.device)
-    borders = (levels[1:] + levels[:-1]) / 2
     unit_RGK = x_RGK / torch.where(largest_RG1 == 0, math.inf, largest_RG1)
-    nibbles_RGK = torch.bucketize(unit_RGK, borders).to(torch.uint8)
+    nibbles_RGK = torch.bucketize(unit_RGK, _borders(x_RD.device)).to(torch.uint8)
     codes.copy_((nibbles_RGK[..., ::2] << 4 | nibbles_RGK[..., 1::2]).flatten(1))
 
 
@@ -44,4 +48,10 @@ def decode(coded: Coded) -> Tensor:
     return coded.columns(levels[nibbles_RGK.int()].mul_(coded.scales[:, coded.groups].unsqueeze(2)))
 
 
-CODEC = MatrixCodec(encode, decode, limit=torch.finfo(torch.float32).max)
+CODEC = MatrixCodec(
+    encode,
+    decode,
+    limit=torch.finfo(torch.float32).max,
+    encoder=8,
+    table=_borders(torch.device("cpu")),
+)

@@ -22,7 +22,8 @@ def scaled_rows(largest: float, grid: Grid, native: int) -> MatrixCodec:
     """Return a codec of whole rows: ``largest`` is its largest code, ``native`` its number in
     ``codecs.c``."""
     # Scale and code are both rounded, and their product must not overflow: hence the limit.
-    return MatrixCodec(partial(_encode, largest, grid), _decode, limit=2.0**127, native=native)
+    encode = partial(_encode, largest, grid)
+    return MatrixCodec(encode, _decode, limit=2.0**127, native=native, encoder=native)
 
 
 def _encode(

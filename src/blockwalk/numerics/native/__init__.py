@@ -66,6 +66,13 @@ ARGUMENTS = {
         *(_INT, _POINTER, _POINTER, _POINTER, _POINTER),  # codec, values, draws, scales, codes
         *(_LONG, _LONG, _POINTER, _INT),  # rows, columns, the team, its threads
     ),
+    "blockwalk_encode_groups": (
+        *(_INT, _INT, _INT, _POINTER, _POINTER),  # codec, elements of a group, dtype, values, table
+        *(_POINTER, _LONG, _LONG),  # scales, bytes of a row, of a group
+        *(_POINTER, _LONG, _LONG),  # codes, bytes of a row, of a group
+        *(_LONG, _LONG, _POINTER, _INT),  # rows, columns, the team, its threads
+    ),
+    "blockwalk_largest": (_INT, _POINTER, _LONG, _POINTER),  # dtype, values, their number, out
     "blockwalk_noise": (
         *(_POINTER, _INT, _LONG),  # source
         *(_POINTER, _INT, _LONG),  # out

@@ -17,7 +17,8 @@
 #define WIDE 1
 #endif
 
-enum { FP8 = 0, INT8 = 1, INT4 = 2, Q4_0 = 3, Q4_1 = 4, Q8_0 = 5, Q4_K = 6, Q6_K = 7 };        /* codec */
+enum { FP8 = 0, INT8 = 1, INT4 = 2, Q4_0 = 3, Q4_1 = 4, Q8_0 = 5, Q4_K = 6, Q6_K = 7,
+       NF4 = 8 };                             /* codec; the last one is encoded here, and decoded by torch */
 enum { BF16 = 0, FP16 = 1, FP32 = 2 };       /* dtype of the output */
 
 typedef void (*parallel_fn)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
@@ -482,4 +483,158 @@ void blockwalk_encode(int codec, const float *x, const uint16_t *draws, float *s
     encode_job_t job = {x, draws, scales, codes, rows, columns, 16384 / columns + 1, 0, codec};
     if (parallel == NULL || threads < 2 || job.piece >= rows) encode_body(&job);
     else parallel(encode_body, &job, (unsigned)threads, 0);
+}
+
+/* --- encoding groups of four bits --------------------------------------------------------------------------------- */
+
+typedef struct {
+    const void *x;
+    uint8_t *scales, *codes;
+    const float *borders;                    /* of nf4: between neighbouring levels */
+    int64_t rows, columns, groups;
+    int64_t scale_row, scale_group, code_row, code_group;        /* bytes from one to the next */
+    int64_t piece, next;
+    int codec, dtype, size;
+} group_job_t;
+
+/* Elements of a group as float32, noughts after a row's last. */
+static inline void take_group(const group_job_t *job, int64_t first, int64_t count, float *restrict out, int size) {
+    if (job->dtype == FP32) {
+        memcpy(out, (const float *)job->x + first, (size_t)count * 4);
+    } else if (job->dtype == BF16) {
+        const uint16_t *halves = (const uint16_t *)job->x + first;
+        for (int64_t i = 0; i < count; i++) out[i] = bits_to_float((uint32_t)halves[i] << 16);
+    } else {
+        const uint16_t *halves = (const uint16_t *)job->x + first;
+        for (int64_t i = 0; i < count; i++) out[i] = from_fp16(halves[i]);
+    }
+    for (int64_t i = count; i < size; i++) out[i] = 0.0f;
+}
+
+/* The largest magnitude of n contiguous numbers of a dtype, as float32; not a number where one of them is none. */
+void blockwalk_largest(int dtype, const void *x, int64_t n, float *out) {
+    uint32_t top = 0;                        /* magnitudes compare as integers, what is no number above infinity */
+    if (dtype == FP32) {
+        for (int64_t i = 0; i < n; i++) {
+            const uint32_t bits = ((const uint32_t *)x)[i] & 0x7FFFFFFFu;
+            top = bits > top ? bits : top;
+        }
+        *out = bits_to_float(top);
+        return;
+    }
+    uint16_t half = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const uint16_t bits = ((const uint16_t *)x)[i] & 0x7FFFu;
+        half = bits > half ? bits : half;
+    }
+    if (dtype == BF16) *out = bits_to_float((uint32_t)half << 16);
+    else *out = half >= 0x7C00u ? bits_to_float(0x7F800000u | (uint32_t)(half & 0x3FFu) << 13) : from_fp16(half);
+}
+
+/* Integers in the order of the floats that they stand for, and back: compilers make vectors of their least and largest. */
+static inline int32_t in_order(int32_t bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }
+
+/* Of noughts of both signs torch keeps the first. */
+static inline float first_nought(float extreme, const float *x) {
+    if (extreme != 0.0f) return extreme;
+    while (*x != 0.0f) x++;
+    return *x;
+}
+
+static inline void extremes(const float *restrict x, int size, float *low, float *high) {
+    int32_t least = INT32_MAX, most = INT32_MIN;
+    for (int i = 0; i < size; i++) {
+        const int32_t key = in_order((int32_t)float_to_bits(x[i]));
+        least = key < least ? key : least;
+        most = key > most ? key : most;
+    }
+    *low = first_nought(bits_to_float((uint32_t)in_order(least)), x);
+    *high = first_nought(bits_to_float((uint32_t)in_order(most)), x);
+}
+
+static inline float or_infinity(float divisor) { return divisor == 0.0f ? __builtin_inff() : divisor; }
+
+static inline void put_half(uint8_t *out, uint16_t half) { memcpy(out, &half, 2); }
+
+static inline void encode_group(const float *restrict x, uint8_t *restrict scale, uint8_t *restrict bytes,
+                                const float *restrict borders, int codec, int size) {
+    uint8_t code[64];
+    if (codec == NF4) {
+        uint32_t top = 0;                    /* magnitudes compare as integers */
+        float unit[64];
+        int32_t passed[64];
+        for (int i = 0; i < size; i++) {
+            const uint32_t bits = float_to_bits(x[i]) & 0x7FFFFFFFu;
+            top = bits > top ? bits : top;
+        }
+        memcpy(scale, &top, 4);
+        const float divisor = or_infinity(bits_to_float(top));
+        for (int i = 0; i < size; i++) unit[i] = x[i] / divisor, passed[i] = 0;
+        for (int k = 0; k < 15; k++)
+            for (int i = 0; i < size; i++) passed[i] += !(borders[k] >= unit[i]);
+        for (int i = 0; i < size; i++) code[i] = (uint8_t)passed[i];
+        for (int i = 0; i < size / 2; i++) bytes[i] = (uint8_t)(code[2 * i] << 4 | code[2 * i + 1]);
+        return;
+    }
+    float low, high;
+    extremes(x, size, &low, &high);
+    if (codec == INT4) {
+        const uint16_t half = to_fp16((high >= -low ? high : low) / -8.0f);
+        const float divisor = or_infinity(from_fp16(half));
+        put_half(scale, half);
+        for (int i = 0; i < size; i++) {
+            float step = __builtin_rintf(x[i] / divisor);
+            step = step < -8.0f ? -8.0f : step > 7.0f ? 7.0f : step;
+            code[i] = (uint8_t)((int32_t)step + 8);
+        }
+    } else {
+        const float d = (high - low) / 15.0f, divisor = or_infinity(d);
+        put_half(scale, to_fp16(d));
+        put_half(scale + 2, to_fp16(low));
+        for (int i = 0; i < size; i++) {
+            float step = (x[i] - low) / divisor + 0.5f;
+            step = step < 0.0f ? 0.0f : step > 15.0f ? 15.0f : step;
+            code[i] = (uint8_t)(int32_t)step;
+        }
+    }
+    for (int i = 0; i < size / 2; i++) bytes[i] = (uint8_t)(code[i] | code[i + size / 2] << 4);
+}
+
+#define ENCODE_GROUPS(codec_, size_)                                                                      \
+    if (job->codec == codec_ && job->size == size_) {                                                     \
+        for (int64_t row = from; row < to; row++)                                                         \
+            for (int64_t group = 0; group < job->groups; group++) {                                       \
+                const int64_t begin = group * size_, rest = job->columns - begin;                         \
+                take_group(job, row * job->columns + begin, rest < size_ ? rest : size_, x, size_);       \
+                encode_group(x, job->scales + row * job->scale_row + group * job->scale_group,            \
+                             job->codes + row * job->code_row + group * job->code_group, job->borders,    \
+                             codec_, size_);                                                              \
+            }                                                                                             \
+    }
+
+static void encode_groups_body(void *data) {
+    group_job_t *job = data;
+    float x[64];
+    for (;;) {
+        const int64_t from = __atomic_fetch_add(&job->next, job->piece, __ATOMIC_RELAXED);
+        if (from >= job->rows) return;
+        const int64_t to = from + job->piece < job->rows ? from + job->piece : job->rows;
+        ENCODE_GROUPS(INT4, 32)
+        ENCODE_GROUPS(INT4, 64)
+        ENCODE_GROUPS(Q4_1, 32)
+        ENCODE_GROUPS(NF4, 32)
+        ENCODE_GROUPS(NF4, 64)
+    }
+}
+
+/* Rows of finite x [rows, columns], contiguous, of a dtype, to the scales and codes of groups of `size` elements. Both
+ * are given by the bytes from one row to the next, and from one group to the next: blocks may be interleaved. */
+void blockwalk_encode_groups(int codec, int size, int dtype, const void *x, const float *borders, uint8_t *scales,
+                             int64_t scale_row, int64_t scale_group, uint8_t *codes, int64_t code_row,
+                             int64_t code_group, int64_t rows, int64_t columns, parallel_fn parallel, int threads) {
+    if (rows <= 0 || columns <= 0) return;
+    group_job_t job = {x, scales, codes, borders, rows, columns, (columns + size - 1) / size, scale_row, scale_group,
+                       code_row, code_group, 16384 / columns + 1, 0, codec, dtype, size};
+    if (parallel == NULL || threads < 2 || job.piece >= rows) encode_groups_body(&job);
+    else parallel(encode_groups_body, &job, (unsigned)threads, 0);
 }

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -164,8 +166,9 @@ def write_store(
 
 
 def encode(weight: Value, param: StoredParam, group_size: int, bytes_P: Tensor) -> Iterator[int]:
-    """One parameter encoded into its bytes (CPU uint8), a few rows at a time; yields the number of
-    rows done."""
+    """Encode one parameter into its bytes (CPU uint8), a few rows at a time, and yield the number
+    of rows done. Where the C kernel does all of the work, as many threads as torch has encode rows
+    side by side: none of them waits for another at the end of a few rows."""
     layout = param.layout(group_size)
     if isinstance(weight, EncodedWeight) and weight.layout == layout:
         weight.together(bytes_P)
@@ -177,10 +180,19 @@ def encode(weight: Value, param: StoredParam, group_size: int, bytes_P: Tensor) 
         experts.read_into(weight)
     chunk_rows = max(1, CHUNK_ELEMENTS // max(1, layout.columns))
     rows_RD = weight.reshape(layout.rows, layout.columns) if isinstance(weight, Tensor) else weight
-    for start, stop in spans(0, layout.rows, chunk_rows):
+
+    def encoded(span: tuple[int, int], threads: int | None = None) -> int:
+        start, stop = span
         part_RD = rows_RD[start:stop] if isinstance(rows_RD, Tensor) else rows_RD.rows(start, stop)
-        codecs.encode_rows(part_RD, bytes_P, layout, start, name=param.name)
-        yield stop
+        codecs.encode_rows(part_RD, bytes_P, layout, start, name=param.name, threads=threads)
+        return stop
+
+    chunks = spans(0, layout.rows, chunk_rows)
+    if isinstance(rows_RD, Tensor) and codecs.encodes_groups(layout, rows_RD):
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            yield from pool.map(partial(encoded, threads=1), chunks)
+    else:
+        yield from map(encoded, chunks)
 
 
 def copy_model_files(source: StrPath, target: StrPath) -> None:
