@@ -21,7 +21,7 @@ from blockwalk.numerics import native_products, row_tiles
 from blockwalk.numerics.row_tiles import NarrowProducts
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
-from blockwalk.walk.meter import _CPU_ATTENTION
+from blockwalk.walk.attention_flops import attention_flops
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 
@@ -293,7 +293,8 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func._overloadpacket
-        if packet in flop_registry or packet in _CPU_ATTENTION or packet is torch.ops.aten.addmm_:
+        multiplies = packet in flop_registry or packet is torch.ops.aten.addmm_
+        if multiplies or attention_flops(func, args, kwargs or {}) is not None:
             self.dtypes |= {each.dtype for each in args if isinstance(each, torch.Tensor)} - {
                 torch.bool
             }

@@ -147,9 +147,29 @@ def card_of(device: torch.device) -> Card:
     return Card(model_of(device), memory, free, bfloat16)
 
 
+def peak_on(device: torch.device) -> int:
+    """Return the allocator's peak on an accelerator, in bytes; 0 on a CPU, and where torch does not
+    tell it."""
+    if is_cpu(device):
+        return 0
+    try:
+        return int(torch.accelerator.max_memory_allocated(device))
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return 0
+
+
 def recorded(device: torch.device, *, timing: bool = False) -> torch.Event:
-    """Return an event at the end of what the calling thread has issued on its current stream."""
-    event = torch.Event(device, enable_timing=timing)
+    """Return an event at the end of what the calling thread has issued on its current stream.
+
+    Args:
+        timing: has it tell seconds, where the device's events can.
+    """
+    try:
+        event = torch.Event(device, enable_timing=timing)
+    except (RuntimeError, NotImplementedError):
+        if not timing:
+            raise
+        return recorded(device)
     event.record(torch.accelerator.current_stream(device))
     return event
 
@@ -208,6 +228,14 @@ class _Stagings(threading.local):
 
 
 _STAGINGS = _Stagings()
+
+
+def elapsed(start: torch.Event, end: torch.Event) -> float | None:
+    """Return seconds between two events; None on a device whose events tell none."""
+    try:
+        return float(start.elapsed_time(end)) / 1e3
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:

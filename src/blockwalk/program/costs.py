@@ -75,6 +75,8 @@ class Costs:
     timed: tuple[tuple[TimedOp, float], ...] = ()
     """Seconds of an op on this machine, where they were measured
     (:mod:`blockwalk.walk.timed_units`)."""
+    uncounted: tuple[tuple[str, str], ...] = ()
+    """Operations whose FLOPs could not be counted, with the reason."""
 
     def of(self, kind: str) -> UnitCost:
         return dict(self.units).get(kind, UnitCost())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.plan import Plan
+from blockwalk.program.costs import Costs
 from blockwalk.program.program import Shape, StepKind
 from blockwalk.program.settling import settle
 from blockwalk.program.state_sizes import compute_dtype
@@ -71,13 +72,18 @@ def foresee(
         else:
             of_stages = compile_ranks(plan, model, StepKind.EVALUATE, of_part, **arguments)
             held_out = max(of_stages, key=process_memory.tensors)
-    notes = (*settled.notes, *without_bfloat16(machine.card(device), plan, model))
+    notes = (
+        *settled.notes,
+        *without_bfloat16(machine.card(device), plan, model),
+        *uncounted(costs),
+    )
     description = machine.this_machine(device)
     if description.measured:
         try:
             costs = replace(costs, timed=measured.timed(plan, shape, repr(description), learnt))
-        except ValueError as error:
-            notes = (*notes, f"note: seconds are foreseen by doctor's rates alone: {error}")
+        except Exception as error:  # nothing that is only foreseen ends a run
+            reason = str(error) or type(error).__name__
+            notes = (*notes, f"note: seconds are foreseen by doctor's rates alone: {reason}")
     decided = (settled.names, notes, room.device_free)
     copied = checkpoint_copies(plan, model, device=device) if run.saves_before(steps) else ()
     return Forecast(plan, model, programs, device, costs, held_out, *decided, copied)
@@ -92,6 +98,15 @@ def without_bfloat16(card: Card, plan: Plan, model: ModelSpec) -> Iterator[str]:
         yield (
             f"note: {card.name or 'this card'} has no bfloat16 arithmetic, and the plan computes in"
             f" bfloat16, slowly there: set compute_dtype: {other}"
+        )
+
+
+def uncounted(costs: Costs) -> Iterator[str]:
+    """Yield a sentence on the operations whose FLOPs could not be counted."""
+    for operation, reason in costs.uncounted:
+        yield (
+            f"note: the FLOPs of {operation} are not counted, and the seconds foreseen lack them"
+            f" ({reason})"
         )
 
 

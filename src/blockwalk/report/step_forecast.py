@@ -105,9 +105,10 @@ class StepForecast:
         if not foreseen:
             measured = "tensors"
             foreseen = self.tensor_bytes
+        peak = human_bytes(measured_bytes) if measured_bytes else "not told by this device"
         yield (
             f"forecast, memory   {human_bytes(foreseen)} of {measured} at a step's peak; measured:"
-            f" {human_bytes(measured_bytes)}"
+            f" {peak}"
         )
         steady = self.seconds[1:] or self.seconds
         if self.usual is not None and steady:

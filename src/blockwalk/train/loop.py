@@ -22,13 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from blockwalk.checkpoints import run_checkpoint, sweeping
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.engine.frozen_codec import already_said, refuse_rounded
 from blockwalk.models.model_source import model_source
-from blockwalk.numerics.device import is_cpu
+from blockwalk.numerics.device import is_cpu, peak_on
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.words import counted
 from blockwalk.program.program import human_bytes
@@ -200,7 +198,7 @@ def _grown(walker: Walker, process: int) -> int:
     process."""
     if is_cpu(walker.device):
         return max(process, 0)
-    return int(torch.accelerator.max_memory_allocated(walker.device))
+    return peak_on(walker.device)
 
 
 @dataclass(frozen=True, slots=True)

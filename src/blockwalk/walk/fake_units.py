@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -122,6 +122,8 @@ class _Bench:
     """The mode of every tensor that has no data."""
     exchange: CountedExchange
     """The exchange of the parts of its sequences."""
+    uncounted: dict[str, str] = field(default_factory=dict)
+    """Operations whose FLOPs no meter could count, with the reason."""
 
     @property
     def backprop(self) -> bool:
@@ -238,7 +240,11 @@ def measure(cut: CutModel, traits: Traits, shape: Shape, device: str, padded: bo
     gradients = nbytes if traits.backprop else 0
     prologue_cost = costs["prologue"]
     costs["prologue"] = replace(prologue_cost, saved=prologue_cost.saved + nbytes + gradients)
-    return Costs(tuple(costs.items()), _scratch(bench, device))
+    return Costs(
+        tuple(costs.items()),
+        _scratch(bench, device),
+        uncounted=tuple(bench.uncounted.items()),
+    )
 
 
 def _prologue(bench: _Bench, device: str, padded: bool) -> tuple[Prologue, UnitCost]:
@@ -261,7 +267,7 @@ def _prologue(bench: _Bench, device: str, padded: bool) -> tuple[Prologue, UnitC
         note(ids_BS, BatchFacts.of(batch, hides_unseen=bench.loss.by_chunks))
     with (
         torch.set_grad_enabled(bench.backprop and bool(unit.numel(trainable=True))),
-        Meter() as meter,
+        Meter(uncounted=bench.uncounted) as meter,
     ):
         prologue = cut.prologue(batch)
     cut.unbind(0)
@@ -316,7 +322,7 @@ def _block(
             cut.bind(index, values)
         masters = bench.masters(unit)
         before = bench.exchange.sent_bytes
-        with Meter() as forward, torch.no_grad():
+        with Meter(uncounted=bench.uncounted) as forward, torch.no_grad():
             leaves = bench.live(index, masters)
             out_BSD = cut.forward(call, hidden_BSD)
         cut.unbind(index, list(masters))
@@ -387,7 +393,7 @@ def _differentiated(
         stays.append(tensor.detach())  # an operation that saved its own answer would hold itself
         return stays[-1]
 
-    with Meter() as meter:
+    with Meter(uncounted=bench.uncounted) as meter:
         leaves = bench.live(call.unit, masters)
         input_BSD = hidden_BSD.detach().requires_grad_()
         saving = (
@@ -517,7 +523,10 @@ def _final_norm(bench: _Bench, prologue: Prologue, tile: slice | None) -> _Norm:
     hidden_BSD.requires_grad_(bench.backprop)
     length = shape.sequence if tile is None else prologue.hidden_BSD.shape[1]
     batch = {"input_ids": torch.zeros(shape.batch, length, dtype=torch.int64)}
-    with torch.set_grad_enabled(bench.backprop), Meter() as meter:
+    with (
+        torch.set_grad_enabled(bench.backprop),
+        Meter(uncounted=bench.uncounted) as meter,
+    ):
         normed_BSD = cut.head_input(prologue, hidden_BSD, batch, tile=tile)
         kept = meter.live
         if bench.backprop:

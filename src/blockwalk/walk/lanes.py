@@ -25,7 +25,7 @@ from functools import partial
 
 import torch
 
-from blockwalk.numerics.device import is_cpu, recorded
+from blockwalk.numerics.device import elapsed, is_cpu, recorded
 from blockwalk.program.program import Lane
 from blockwalk.ranks.groups import Completion
 
@@ -117,15 +117,18 @@ class Lanes:
 
     def seconds(self, marks: Iterable[Mark]) -> list[tuple[float, float]]:
         """Return the beginning and the end of each op, in host seconds; on an accelerator by its
-        events, which are waited for."""
+        events, which are waited for, or where they tell no time, of the issuing."""
         spans = []
         for mark in marks:
             began = mark.began
             ended = mark.ended
             if mark.start is not None and mark.event is not None and self._start is not None:
                 mark.event.synchronize()
-                began = self._began + self._start.elapsed_time(mark.start) / 1e3
-                ended = self._began + self._start.elapsed_time(mark.event) / 1e3
+                start_seconds = elapsed(self._start, mark.start)
+                end_seconds = elapsed(self._start, mark.event)
+                if start_seconds is not None and end_seconds is not None:
+                    began = self._began + start_seconds
+                    ended = self._began + end_seconds
             spans.append((began, ended))
         return spans
 

@@ -15,19 +15,15 @@ from torch.utils.flop_counter import flop_registry
 
 from blockwalk.numerics.causal_attention import pairs
 from blockwalk.plan.work import Work
+from blockwalk.walk.attention_flops import attention_flops
 
 _aten = torch.ops.aten
-_CPU_ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: 1.0,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: 2.5,
-}
-"""Attention on the CPU, which PyTorch's counter leaves out: FLOPs as a multiple of the forward's
-two products."""
 _OUR_ATTENTION = {
     torch.ops.blockwalk.causal_attention: 1.0,
     torch.ops.blockwalk.causal_attention_backward: 2.5,
 }
-"""The same of our kernel, whose arguments tell the documents."""
+"""Our kernel, whose arguments tell the documents: FLOPs as a multiple of the forward's two
+products."""
 _UNTOUCHED = (
     _aten.empty,
     _aten.empty_like,
@@ -43,6 +39,9 @@ _UNTOUCHED = (
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of the storages made under it that are alive, their peak, and FLOPs.
 
+    An operation whose FLOPs cannot be counted is one that moves bytes: nothing that is foreseen
+    may end a run.
+
     >>> with Meter() as meter:
     ...     x = torch.zeros(256); y = x + x; del x
     >>> meter.live, meter.peak
@@ -54,6 +53,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     products: int = 0
     attention: int = 0
     touched: int = 0
+    uncounted: dict[str, str] = field(default_factory=dict)
+    """Operations whose FLOPs could not be counted, with the reason."""
     _known: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,32 +104,42 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Work(self.products, self.attention, self.touched)
 
     def _count(self, func: Any, inputs: set[int], args: Any, kwargs: Any, out: Any) -> None:
+        try:
+            flops = _flops(func, args, kwargs, out)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            self.uncounted[str(func._overloadpacket)] = f"{type(error).__name__}: {reason}"
+            flops = None
+        if flops is not None:
+            self.products += flops.products
+            self.attention += flops.attention
+            return
         packet = func._overloadpacket
-        if packet is _aten.addmm_:
-            self.products += flop_registry[_aten.addmm](*args, **kwargs, out_val=out)
-        elif packet is _aten._grouped_mm:  # rows by experts, or experts by rows in backward
-            self.products += 2 * args[0].numel() * args[1].shape[-1]
-        elif packet in flop_registry:
-            self.products += flop_registry[packet](*args, **kwargs, out_val=out)
-        elif packet in _CPU_ATTENTION:
-            factor = _CPU_ATTENTION[packet]
-            # the backward's first argument is the gradient of the output
-            query, key = args[:2] if factor == 1 else args[1:3]
-            batch, heads, queries, width = query.shape
-            keys = key.shape[2]
-            self.attention += int(factor * 4 * batch * heads * queries * keys * width)
-        elif packet in _OUR_ATTENTION:
-            factor = _OUR_ATTENTION[packet]
-            _, heads, _, width = args[0].shape  # the queries', or the gradient's
-            self.attention += int(factor * 4 * heads * width * pairs(args[-2]))
-        else:
-            outputs = _tensors(out)
-            view = not func._schema.is_mutable and all(
-                id(t.untyped_storage()) in inputs for t in outputs
-            )
-            if not view and packet not in _UNTOUCHED:
-                written = {} if packet is _aten.copy_ else {id(t): t for t in outputs}
-                self.touched += sum(map(_touched, [*_tensors((args, kwargs)), *written.values()]))
+        outputs = _tensors(out)
+        view = not func._schema.is_mutable and all(
+            id(t.untyped_storage()) in inputs for t in outputs
+        )
+        if not view and packet not in _UNTOUCHED:
+            written = {} if packet is _aten.copy_ else {id(t): t for t in outputs}
+            self.touched += sum(map(_touched, [*_tensors((args, kwargs)), *written.values()]))
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
+    """Return the FLOPs of a product or of attention; None for an operation that moves bytes."""
+    packet = func._overloadpacket
+    if (attention := attention_flops(func, args, kwargs)) is not None:
+        return Work(attention=attention)
+    if packet in _OUR_ATTENTION:
+        factor = _OUR_ATTENTION[packet]
+        _, heads, _, width = args[0].shape  # the queries', or the gradient's
+        return Work(attention=int(factor * 4 * heads * width * pairs(args[-2])))
+    if packet is _aten.addmm_:
+        return Work(flop_registry[_aten.addmm](*args, **kwargs, out_val=out))
+    if packet is _aten._grouped_mm:  # rows by experts, or experts by rows in backward
+        return Work(2 * args[0].numel() * args[1].shape[-1])
+    if packet in flop_registry:
+        return Work(flop_registry[packet](*args, **kwargs, out_val=out))
+    return None
 
 
 def _touched(tensor: Tensor) -> int:

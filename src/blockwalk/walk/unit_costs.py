@@ -12,6 +12,7 @@ import inspect
 import json
 import logging
 import os
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass, replace
 from functools import lru_cache, partial
@@ -62,7 +63,7 @@ from blockwalk.system import cache
 from blockwalk.system.cores import usable_cores
 from blockwalk.system.deferred_imports import deferred_imports
 from blockwalk.system.paths import StrPath
-from blockwalk.walk import fake_units, timed_units
+from blockwalk.walk import attention_flops, fake_units, timed_units
 from blockwalk.walk import meter as metering
 from blockwalk.walk.fake_units import Traits, measure
 
@@ -133,8 +134,9 @@ class UnitCosts:
         return self.device == "cpu" and self._cut(self.stored).walks_documents(plan)
 
     def __call__(self, plan: Plan, shape: Shape) -> Costs:
-        """Return the cost of each kind of unit; none, with a warning, for a model whose code does
-        not run on fake tensors."""
+        """Return the cost of each kind of unit; none, with a warning, where they cannot be had:
+        a model's code does not run on fake tensors, or this version of torch lacks something for
+        them. A run needs none of it but to foresee."""
         traits = _traits(plan, name_of(self.stored), self._stored_codec, shape, self.device)
         loss = f"{plan.loss} {_source(traits.loss.cost)}"
         key = cache.key(f"{self._digest} {loss} {traits} {shape}".encode())
@@ -194,6 +196,7 @@ class UnitCosts:
     @deferred_imports()  # fake tensors ask symbolic shapes about plain ones
     def _measured(self, key: str, traits: Traits, shape: Shape) -> Costs:
         dtype = dtype_of(traits.dtype) if traits.backprop else self.stored
+        self._cut(dtype)  # a model that is no sequence of blocks is refused
         try:
             cut = (
                 self._cut_padding
@@ -204,9 +207,11 @@ class UnitCosts:
                 measure, self._cut(dtype), traits, shape, self.device, self._padded and not cut
             )
             costs: Costs = self._as_stored(standing_for(self.device, work), dtype)
-        except (RuntimeError, NotImplementedError) as error:
+        except Exception as error:
             del self._cuts[dtype]  # what was bound is still there
-            reason = str(error).partition("\n")[0]
+            if _is_refusal(error):
+                raise
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             text = "what a block needs while it computes is not foreseen: %s on fake tensors (%s)"
             log.warning(text, self.config.model_type, reason)
             return Costs()
@@ -235,6 +240,14 @@ class UnitCosts:
             self._cuts[dtype] = certified(model)
             self._cuts[dtype].take_parameters()
         return self._cuts[dtype]
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether this package raised a ValueError for its user: no failure of a library, nor of
+    a model's code."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raised_in = Path(frames[-1].f_code.co_filename)
+    return isinstance(error, ValueError) and raised_in.is_relative_to(Path(__file__).parents[1])
 
 
 def of_run(run: RunConfig) -> UnitCosts:
@@ -330,6 +343,7 @@ def _source(function: Callable[..., Any]) -> str:
 
 
 _ROOMS = (
+    attention_flops,
     attention_pieces,
     block_tiles,
     causal_attention,
