@@ -25,7 +25,7 @@ test-fast: $(VENV)/.installed-dev
 
 # The suite with the oldest and the newest supported versions, each in an environment of its own; writes docs/tested-with.md.
 test-range:
-	$(PYTHON) dev/test_range.py
+	$(PYTHON) -m dev.test_range
 
 # The simulated accelerator at length: every method in fifty orders.
 sim: $(VENV)/.installed-dev

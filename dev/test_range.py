@@ -1,23 +1,40 @@
 """The suite in two environments: the oldest and the newest supported versions of what Blockwalk
 computes with.
 
-    python dev/test_range.py [--only oldest|newest] [--again] [PYTEST ARGUMENT ...]
+    python -m dev.test_range [--only oldest|newest] [--again] [PYTEST ARGUMENT ...]
+    python -m dev.test_range --page                      # the page alone, of what is kept
 
-Each environment is made below ``build/range`` and kept. The outcome is kept in
-``dev/tested_with.json`` and shown by ``docs/tested-with.md``; ``--again`` adds that of the tests
-that failed, run once more. Exit code 1 where a test fails."""
+Each environment is made below ``build/range`` and kept. First it trains README's example, then it
+runs the suite. The outcome is kept in ``dev/tested_with.json`` and shown by
+``docs/tested-with.md``; ``--again`` runs the tests that failed once more, and adds what became of
+each. Exit code 1 where the example or a test fails."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import re
+import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
+from typing import Any
+
+from dev.suite_outcome import (
+    AGAIN,
+    PASSED,
+    SKIPPED,
+    Failure,
+    Verdict,
+    account,
+    failures,
+    fates,
+    verdicts,
+)
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "build" / "range"
@@ -41,7 +58,10 @@ PACKAGES = (
     "numpy",
     "trl",
 )
-SUITE = ("-q", "-n", "auto", "--dist", "worksteal")
+EXAMPLE = "examples/quickstart.yaml"
+EXCUSED = (AGAIN[PASSED], AGAIN[SKIPPED])
+"""Fates of failures with which the range holds."""
+SUITE = ("-q", "-n", "auto", "--dist", "worksteal", "--continue-on-collection-errors")
 
 
 def environment(name: str, requirements: tuple[str, ...]) -> Path:
@@ -75,32 +95,51 @@ def versions(python: Path) -> dict[str, str]:
     return dict(json.loads(answer.stdout))
 
 
-def outcome(python: Path, arguments: list[str]) -> tuple[str, list[str], bool]:
-    """The suite's closing line, the names of the tests that failed, and whether all passed."""
+def quickstart(name: str, python: Path) -> tuple[str, bool]:
+    """README's main command in an environment: its last line, or its error, and whether it
+    trained."""
+    run = FOLDER / name / "quickstart"
+    shutil.rmtree(run, ignore_errors=True)
+    command = [str(python), "-m", "blockwalk", "train", EXAMPLE, "--output_dir", str(run)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    printed = ended.stdout if ended.returncode == 0 else ended.stderr or ended.stdout
+    lines = [line.strip() for line in printed.splitlines() if line.strip()] or ["it said nothing"]
+    trained = ended.returncode == 0
+    text = next((line for line in lines if line.startswith("held-out loss")), lines[-1])
+    return ("trained: " if trained else f"code {ended.returncode}: ") + text, trained
+
+
+def suite(name: str, python: Path, arguments: list[str], *, again: bool) -> tuple[str, Path]:
+    """The suite's closing line, and its report. Each environment remembers its own failures."""
+    report = FOLDER / name / ("again.xml" if again else "first.xml")
+    report.unlink(missing_ok=True)
+    own = ["-o", f"cache_dir={FOLDER / name / 'pytest_cache'}", "-o", "junit_family=xunit1"]
+    chosen = ["--last-failed", *arguments] if again else arguments
     run = subprocess.run(
-        [str(python), "-m", "pytest", *SUITE, *arguments],
+        [str(python), "-m", "pytest", *SUITE, *own, f"--junit-xml={report}", *chosen],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    lines = run.stdout.splitlines()
+    endings = (" passed", " failed", " skipped", " error")
     closing = next(
-        (line.strip("= ") for line in reversed(lines) if " passed" in line or " failed" in line),
+        (
+            line.strip("= ")
+            for line in reversed(run.stdout.splitlines())
+            if any(ending in line for ending in endings)
+        ),
         "no test ran",
     )
-    failed = [
-        match[1] for line in lines if (match := re.match(r"(?:FAILED|ERROR) (.+?)(?: - |$)", line))
-    ]
-    return closing, failed, run.returncode == 0
+    return closing, report
 
 
-def page(rows: dict[str, dict[str, object]]) -> str:
+def page(rows: dict[str, dict[str, Any]]) -> str:
     """The page *tested with*, of what is known of both environments."""
     text = (
-        "# Tested with\n\n`make test-range` runs the suite with the oldest and the newest"
-        " supported versions.\n"
+        "# Tested with\n\n`make test-range` trains README's example with the oldest and the newest"
+        " supported versions,\nthen runs the suite with both.\n"
     )
     text += (
         "It writes this page. A newer version than the newest here is accepted, and a run says so"
@@ -108,17 +147,32 @@ def page(rows: dict[str, dict[str, object]]) -> str:
     )
     text += f"| | {' | '.join(rows)} |\n|---|{'---|' * len(rows)}\n"
     for package in PACKAGES:
-        versions = [row["versions"][package] for row in rows.values()]  # type: ignore[index]
-        text += f"| {package} | {' | '.join(map(str, versions))} |\n"
-    for label, key in (("outcome", "closing"), ("date", "date"), ("selection", "selection")):
-        text += f"| {label} | {' | '.join(str(row[key]) for row in rows.values())} |\n"
-    for name, row in rows.items():
-        failed = row["failed"]
-        if isinstance(failed, list) and failed:
-            text += f"\nFailed with the {name} versions:\n\n" + "".join(
-                f"- `{test}`\n" for test in failed
+        text += f"| {package} | {' | '.join(row['versions'][package] for row in rows.values())} |\n"
+    known = {name: [Failure(**entry) for entry in row["failures"]] for name, row in rows.items()}
+    lines = {
+        f"`blockwalk train {EXAMPLE}`": [row["quickstart"] for row in rows.values()],
+        "suite": [row["closing"] for row in rows.values()],
+        "failures": [account(row["failed"], row["fates"]) for row in rows.values()],
+        "date": [row["date"] for row in rows.values()],
+        "selection": [row["selection"] for row in rows.values()],
+    }
+    for label, cells in lines.items():
+        text += f"| {label} | {' | '.join(cell.replace('|', '/') for cell in cells)} |\n"
+    for name, failures_of_end in known.items():
+        for fate in dict.fromkeys(failure.fate for failure in failures_of_end):
+            text += f"\nWith the {name} versions, {fate}:\n\n"
+            text += "".join(
+                f"- `{failure.test}`: {inert(failure.reason)}\n"
+                for failure in failures_of_end
+                if failure.fate == fate
             )
     return text
+
+
+def inert(reason: str) -> str:
+    """A reason as Markdown that is nothing but text."""
+    words = " ".join(reason.split()).replace("`", "'")
+    return f"`{words[:200]}`" if words else "no reason was told"
 
 
 def main() -> int:
@@ -126,29 +180,49 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("oldest", "newest"))
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--page", action="store_true", help="write the page of what is kept alone")
     options, arguments = parser.parse_known_args()
-    rows: dict[str, dict[str, object]] = json.loads(KEPT.read_text(encoding="utf-8"))
+    rows: dict[str, dict[str, Any]] = json.loads(KEPT.read_text(encoding="utf-8"))
+    if options.page:
+        PAGE.write_text(page(rows), encoding="utf-8")
+        return 0
     passed = True
     for name, requirements in (("oldest", OLDEST), ("newest", ())):
-        if options.only in (None, name):
-            python = environment(name, requirements)
-            if options.again:
-                closing, failed, well = outcome(python, ["--last-failed", *arguments])
-                closing = f"{rows[name]['closing']}; the failed ones again: {closing}"
-            else:
-                closing, failed, well = outcome(python, arguments)
-            rows[name] = {
-                "versions": versions(python),
-                "closing": closing,
-                "failed": failed,
-                "date": date.today().isoformat(),
-                "selection": " ".join(arguments) or "all",
-            }
-            passed &= well
-            KEPT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-            PAGE.write_text(page(rows), encoding="utf-8")
-            print(f"{name}: {closing}", flush=True)
+        if options.only not in (None, name):
+            continue
+        python = environment(name, requirements)
+        example, trained = quickstart(name, python)
+        print(f"{name}: {EXAMPLE} {example}", flush=True)
+        closing, report = suite(name, python, arguments, again=options.again)
+        first = verdicts((FOLDER / name / "first.xml").read_text(encoding="utf-8"))
+        again = verdicts(report.read_text(encoding="utf-8")) if options.again else None
+        if options.again:
+            closing = f"{rows[name]['closing']}; the failed ones again: {closing}"
+        rows[name] = outcome(first, again) | {
+            "versions": versions(python),
+            "quickstart": example,
+            "closing": closing,
+            "date": date.today().isoformat(),
+            "selection": " ".join(arguments) or "all",
+        }
+        passed &= trained and all(row["fate"] in EXCUSED for row in rows[name]["failures"])
+        KEPT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(page(rows), encoding="utf-8")
+        print(f"{name}: {closing}", flush=True)
     return 0 if passed else 1
+
+
+def outcome(
+    first: Mapping[str, Verdict], again: Mapping[str, Verdict] | None = None
+) -> dict[str, Any]:
+    """What is kept of a first run and of the second, if there was one: how many tests failed, and
+    what became of each."""
+    rows = failures(first, again)
+    return {
+        "failed": len(rows),
+        "fates": fates(rows),
+        "failures": [asdict(row) for row in rows],
+    }
 
 
 if __name__ == "__main__":

@@ -36,16 +36,23 @@ class Ragged:
     axes: int = 0
 
 
+def overloads(name: str) -> list[str]:
+    return list(getattr(aten, name).overloads())
+
+
 def kernels() -> list[str]:
     """Names of the attention kernels that this torch has, but those that take what layers hand on:
     its operators with queries, keys and values."""
     names = []
-    for name in dir(aten):
-        if "attention" in name and name != "_native_multi_head_attention":
+    for operator in torch._C._dispatch_get_all_op_names():
+        name = operator.removeprefix("aten::").partition(".")[0]
+        if not operator.startswith("aten::") or name == "_native_multi_head_attention":
+            continue
+        if "attention" in name and name not in names and "default" in overloads(name):
             schema = getattr(aten, name).default._schema
             if {"query", "key", "value"} <= {argument.name for argument in schema.arguments}:
                 names.append(name)
-    return names
+    return sorted(names)
 
 
 def arguments(name: str, ragged: Ragged) -> dict[str, Any]:
