@@ -46,7 +46,7 @@ def kernels() -> list[str]:
     names = []
     for operator in torch._C._dispatch_get_all_op_names():
         name = operator.removeprefix("aten::").partition(".")[0]
-        if not operator.startswith("aten::") or name == "_native_multi_head_attention":
+        if not operator.startswith("aten::") or "multi_head" in name:
             continue
         if "attention" in name and name not in names and "default" in overloads(name):
             schema = getattr(aten, name).default._schema
