@@ -64,7 +64,8 @@ def draw(name: str, layout: Layout, bytes_P: Tensor) -> None:
         pattern = _pattern(layout.codec, layout.columns, layout.dtype, bytes_P.device)
         for target, rows in zip((layout.scales(bytes_P), codes), pattern, strict=True):
             repeated = len(target) // ROWS * ROWS
-            target[:repeated].unflatten(0, (-1, ROWS)).copy_(rows)
+            repeats = target[:repeated].unflatten(0, (-1, ROWS))
+            repeats.copy_(rows.expand_as(repeats))
             target[repeated:].copy_(rows[: len(target) - repeated])
 
 
@@ -161,7 +162,7 @@ def drawn(name: str, codec: Codec, dtype: str = "bfloat16", *, device: Any) -> I
     config = model_config(name, dtype)
     source = DrawnSource(config, codec, torch.device(device))
     patches = [
-        mock.patch.object(module, "open_source", lambda *_: source)
+        mock.patch.object(module, "open_source", return_value=source)
         for module in (model_weights, model_handle)
     ]
     patches.append(mock.patch.object(Frozen, "_open_tier", _frozen_tier))

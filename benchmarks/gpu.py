@@ -4,6 +4,7 @@ a JSON file of rows a part: a part that was killed, or one of whose rows failed,
 rows that it has. What is done is not done again.
 
     benchmarks/gpu.sh [--part NAME ...] [--again] [--check]
+    benchmarks/gpu.sh --minutes 12 [--check]   # what matters most, by a clock (gpu_minutes.py)
     benchmarks/gpu.sh --device cpu --tiny   # the script itself, without a GPU: proves no number
 
 Each bound says what it rests on. Peaks are the allocator's: without the driver's context and the
@@ -67,6 +68,7 @@ TINY = {
     "OPT-13B": "OPT-tiny",
     "Qwen2.5-1.5B": "Qwen2-tiny",
     "Qwen2.5-7B": "Qwen2-tiny",
+    "Llama-3-70B": "Qwen2-tiny",
 }
 
 ROWS: dict[str, tuple[str, dict[str, Any], bool]] = {
@@ -114,6 +116,10 @@ class Bench:
         self.rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
         self.failed: dict[str, str] = {}
         """The rows that raised, with their errors: they are tried again when the part is."""
+        self.ends: float | None = None
+        """The moment of :func:`time.perf_counter` after which no row is begun."""
+        self.late: list[str] = []
+        """The rows that were not begun for want of time."""
         self.tiny = arguments.tiny
         self.device = chosen(arguments.device)
         self.rounds, self.sequence = (2, 32) if self.tiny else (5, 2048)
@@ -135,12 +141,18 @@ class Bench:
         if not is_cpu(self.device):
             row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
 
-    def row(self, name: str, measure: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    def row(
+        self, name: str, measure: Callable[[dict[str, Any]], None], *, needs: float = 0.0
+    ) -> dict[str, Any]:
         """A row by its name: that of an earlier try, or else what ``measure`` puts into it, and
         where the device's memory did not suffice that. Another failure is noted, and the rest of
-        the part goes on."""
+        the part goes on. A row that ``needs`` more seconds than the part has left is not begun."""
         if name not in self.rows:
             row: dict[str, Any] = {}
+            margin = 0.0 if self.tiny else needs
+            if self.ends is not None and time.perf_counter() + margin > self.ends:
+                self.late.append(name)
+                return row
             try:
                 with self.peak(row):
                     measure(row)
@@ -227,9 +239,22 @@ def write(path: Path, value: Any) -> None:
     path.with_suffix(".tmp").replace(path)
 
 
-def correct(bench: Bench) -> list[Bound]:
-    """Every row against the CPU: three losses and an evaluation; our operators, bit for bit."""
+def correct(bench: Bench, *, command: bool = True) -> list[Bound]:
+    """Our operators, bit for bit, and every row against the CPU: three losses and an evaluation;
+    the command of README's example where ``command`` says so."""
     bounds = []
+    differing = bench.row("operators", lambda row: row.update(operators(bench.device)))
+    for name, differ in differing.items():
+        if name in ("peak_MB", "out_of_memory"):
+            continue
+        bounds.append(
+            Bound(
+                f"operator {name}: elements that differ",
+                differ,
+                0,
+                rests="each operation rounds by itself",
+            )
+        )
     for name, (row, settings, adapters) in ROWS.items():
 
         def measure(
@@ -263,18 +288,8 @@ def correct(bench: Bench) -> list[Bound]:
                 f"{name}: losses by the CPU's", worst, 1e-4, rests="float32, sums in another order"
             )
         )
-    differing = bench.row("operators", lambda row: row.update(operators(bench.device)))
-    for name, differ in differing.items():
-        if name in ("peak_MB", "out_of_memory"):
-            continue
-        bounds.append(
-            Bound(
-                f"operator {name}: elements that differ",
-                differ,
-                0,
-                rests="each operation rounds by itself",
-            )
-        )
+    if not command:
+        return bounds
     code = bench.row("blockwalk train", lambda row: row.update(trained(bench))).get("code", 1)
     return [
         *bounds,
@@ -293,9 +308,8 @@ def trained(bench: Bench) -> dict[str, Any]:
     left = max(SECONDS - 20 - (time.perf_counter() - bench.began), 1)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "blockwalk", "train", "examples/quickstart.yaml"]
-        command += ["--device", str(bench.device)]
-        if bench.tiny:
-            command += ["--max_steps", "4"]
+        command += ["--device", str(bench.device), "--data.eval_limit", "40"]
+        command += ["--max_steps", "4" if bench.tiny else "40"]
         command += ["--output_dir", folder + "/run"]
         began = time.perf_counter()
         ended = subprocess.run(
@@ -707,7 +721,8 @@ def done(path: Path) -> bool:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
+    options.add_argument("--minutes", type=float, help="end by then (gpu_minutes.py)")
+    options.add_argument("--part", nargs="+", help="some parts alone")
     options.add_argument(
         "--device", help="unless given, torch's accelerator; cpu tries the script itself"
     )
@@ -716,6 +731,12 @@ def main() -> None:
     options.add_argument("--results", type=Path, default=RESULTS, help=argparse.SUPPRESS)
     options.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = options.parse_args()
+    from benchmarks import gpu_minutes
+
+    names = list(PARTS if arguments.minutes is None else gpu_minutes.PARTS)
+    arguments.part = arguments.part or names
+    if unknown := sorted({*arguments.part} - {*names}):
+        options.error(f"--part {unknown[0]} is none of {', '.join(names)}")
     device = chosen(arguments.device)
     if is_cpu(device) and not arguments.tiny:
         raise SystemExit(
@@ -728,6 +749,10 @@ def main() -> None:
         / f"{hardware.replace(' ', '-').replace('/', '-')}{'-tiny' if arguments.tiny else ''}"
     )
     folder.mkdir(parents=True, exist_ok=True)
+    if arguments.minutes is not None:
+        arguments.device = str(device)
+        (gpu_minutes.work if arguments.worker else gpu_minutes.run)(arguments, folder)
+        return
     if arguments.worker:
         worker(arguments, folder / f"{arguments.worker}.json")
         return

@@ -44,6 +44,8 @@ class Peer:
 
     dtype: str
     checkpointing: bool
+    offloads: bool = False
+    """Whether transformers keeps the blocks' inputs in host memory."""
 
 
 PEERS = {
@@ -138,7 +140,10 @@ def theirs(
         if parameter.is_floating_point():  # bitsandbytes' codes are bytes
             parameter.data = parameter.data.to(device, dtype)
     if peer.checkpointing:
-        peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        offload = {"offload": True} if peer.offloads else {}
+        peft.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}, **offload
+        )
         peft.enable_input_require_grads()
     peft.train()
     optimizer = torch.optim.AdamW([p for p in peft.parameters() if p.requires_grad], lr=1e-4)
