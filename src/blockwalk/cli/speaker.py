@@ -28,22 +28,24 @@ class Speaker:
     model: str
 
     def tokens(self, text: str, *, special: bool) -> Any:
-        """Return the token ids of a text, int64 [1, S]; ``special``: with the marks that the
-        tokenizer puts around a text.
+        """Return the token ids of a text, int64 [1, S]; ``special``: behind the tokens that begin a
+        text, as in training.
 
         Raises:
             ValueError: the text is no text, or the model has no row for one of its tokens.
         """
+        import torch
+
         from blockwalk.cutting.skeleton import vocabulary_rows
         from blockwalk.data.tokenizer import require_rows
+        from blockwalk.data.tokens_around import tokens_around
 
-        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)
-        ids_BS = self.tokenizer(
-            text, add_special_tokens=special and not begun, return_tensors="pt"
-        )["input_ids"]
-        largest = int(ids_BS.max()) if ids_BS.numel() else -1
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if special:
+            ids, _ = tokens_around(self.tokenizer).prefixed(ids)
+        largest = max(ids, default=-1)
         require_rows((largest, "prompt"), self.tokenizer, vocabulary_rows(self.model), "--prompt")
-        return ids_BS
+        return torch.tensor([ids], dtype=torch.int64)
 
     def conversation(self, turns: Sequence[Mapping[str, Any]]) -> str:
         """Return turns as the chat template writes them, as far as the assistant's next one.

@@ -27,6 +27,7 @@ from blockwalk.data.records import Record, Template, half_character
 from blockwalk.data.render import render
 from blockwalk.data.rendered import Rendered, Tokenizer, render_pair
 from blockwalk.data.tasks import Task
+from blockwalk.data.tokens_around import TokensAround, tokens_around
 from blockwalk.models.stops import end_note, texts_of_stops
 from blockwalk.plan.words import counted
 
@@ -208,16 +209,14 @@ def _tokenize(
             "the loss mask needs a fast tokenizer (tokenizer.json), which knows each token's"
             " characters"
         )
-    added = tokenizer("")["input_ids"]
-    begin = added[:1] if added and added[0] == tokenizer.bos_token_id else []
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    around = tokens_around(tokenizer)
     options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
     for chunk in _chunks(rendered):
         texts = [record.text for record in chunk]
         tokens = _in_thread(functools.partial(tokenizer, texts, **options))
         columns = (tokens["input_ids"], tokens["offset_mapping"])
         for record, ids, offsets in zip(chunk, *columns, strict=True):
-            row = _row(record, ids, offsets, begin, end)
+            row = _row(record, ids, offsets, around)
             if not record.end:
                 report.turn_ends.update(_turn_ends(record, row.ids, offsets))
             report.count(record, len(row.ids))
@@ -266,27 +265,25 @@ def _row(
     record: Rendered,
     ids: list[int],
     offsets: Sequence[tuple[int, int]],
-    begin: list[int],
-    end: list[int],
+    around: TokensAround,
 ) -> _Row:
-    """Return a record's tokens, with ``begin`` and ``end`` around them where it has none and asks
-    for them. A token is learnt where its characters, from one of its offsets to the other, touch a
-    span that is."""
+    """Return a record's tokens, with those that the tokenizer puts around a text where it asks for
+    them. A token is learnt where its characters, from one of its offsets to the other, touch a span
+    that is; of the tokens around a text, those behind it."""
     mask = [
         any(begins < stop and ends > start for start, stop in record.spans)
         for begins, ends in offsets
     ]
     prompt = sum(ends <= record.prompt_end for _, ends in offsets) if record.prompt_end else 0
     kept = 0
+    end = around.missing_end(ids) if record.end else []
     if record.begin:
-        kept = len(begin)
-        if ids[:1] != begin:
-            ids = begin + ids
-            mask = [False] * kept + mask
-            prompt += kept
-    if record.end and ids[-1:] != end:
-        ids = ids + end
-        mask = mask + [bool(record.spans)] * len(end)
+        kept = len(around.prefix)
+        ids, added = around.prefixed(ids)
+        mask = [False] * kept + mask[kept - added :]
+        prompt += added
+    ids = ids + end
+    mask = mask + [bool(record.spans)] * len(end)
     return _Row(ids, mask, kept, prompt)
 
 
