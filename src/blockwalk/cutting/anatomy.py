@@ -57,6 +57,15 @@ class Anatomy:
     attended: tuple[str, ...] = ()
     """Linear layers, by their paths inside a block, whose outputs attention alone reads
     (:mod:`blockwalk.cutting.tile_trial`)."""
+    own_cache: str = ""
+    """The class of the model's own key-value cache, by its name in the model's module; empty: it
+    takes the general one of transformers."""
+    against_cache: str = "it was not tried"
+    """The reason for which a text is not continued from a key-value cache
+    (:mod:`blockwalk.cutting.cached_walk`); empty: it is."""
+    against_padding: str = "it was not tried"
+    """The reason for which prompts of unequal length are not continued together; empty: they
+    are."""
     notes: Mapping[str, float] = field(default_factory=dict)
     """Relative differences found when the walk was compared with the model's own run."""
 

@@ -123,8 +123,9 @@ class CutModel(BoundUnits):
         self._takes_use_cache = any(
             p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in signature.values()
         )
-        # transformers 5.24 gave the models' argument another name
-        self._cache_keyword = "cache" if "cache" in signature else "past_key_values"
+        # transformers 5.24 gave the argument of some another name, and Mamba's has one of its own
+        names = ("past_key_values", "cache", "cache_params")
+        self._cache_keyword = next((name for name in names if name in signature), names[0])
         owning = [
             part for part in self._units.pieces if next(part.module.parameters(), None) is not None
         ]

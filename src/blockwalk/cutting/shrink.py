@@ -86,8 +86,9 @@ _OF_LAYERS = (
     "moe_layers",
     "hybrid_layer_ids",
     "cross_attention_layers",
+    "attn_layer_indices",
 )
-"""Lists of layer numbers."""
+"""Lists of layer numbers: they tell the layers that they name from others."""
 
 
 def shrink(config: Any) -> Any:
@@ -184,7 +185,11 @@ def _keep_layers(values: dict[str, Any]) -> dict[str, Any]:
     settings = {
         int(layer): setting for layer, setting in (values.get("per_layer_config") or {}).items()
     }
-    layers = _kinds(count, per_layer, settings)
+    numbered = {name: set(entries) for name, entries in lists.items() if name in _OF_LAYERS}
+    membership = {
+        name: [layer in numbers for layer in range(count)] for name, numbers in numbered.items()
+    }
+    layers = _kinds(count, {**per_layer, **membership}, settings)
     small = dict(values)
     if values.get("num_kv_shared_layers"):
         # Layers that reuse keys and values stand at the end: a twin of every kind for them to
@@ -204,9 +209,8 @@ def _keep_layers(values: dict[str, Any]) -> dict[str, Any]:
     for name in _LAYERS:
         if isinstance(values.get(name), int):
             small[name] = len(layers)
-    for name in _OF_LAYERS:
-        if isinstance(values.get(name), list):
-            small[name] = [layer for layer in values[name] if layer < len(layers)]
+    for name, numbers in numbered.items():
+        small[name] = [place for place, layer in enumerate(layers) if layer in numbers]
     return small
 
 

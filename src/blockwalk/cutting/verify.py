@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from blockwalk.cutting.anatomy import Anatomy, CallTrace, dissect, layer_candidates, watch
+from blockwalk.cutting.cached_walk import with_cache_form
 from blockwalk.cutting.causality import require_causal
 from blockwalk.cutting.cut_model import CutModel, refuse_settings
 from blockwalk.cutting.document_borders import find_borders
@@ -156,6 +157,7 @@ def study(cls: Any, config: Any) -> Anatomy:
             borders=find_borders(model, anatomy),
             joint_forwards=takes_joint_forwards(cut, batch),
         )
+        anatomy = with_cache_form(CutModel(model, anatomy))
         tiles = try_tiles(cut, batch)
         anatomy = replace(
             anatomy,

@@ -1,11 +1,12 @@
 """Generation: each token is one evaluation walk whose blocks write into a key-value cache.
 
 A prefix is a cache itself, which PEFT hands to the layers in place of any other: with one, every
-walk sees the whole text, and prompts of unequal length are continued one by one."""
+walk sees the whole text, and prompts of unequal length are continued one by one. So does a model
+whose cache fails its trial (:mod:`blockwalk.cutting.cached_walk`)."""
 
 from __future__ import annotations
 
-import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,9 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from blockwalk.cutting.cached_walk import continued, new_cache
 from blockwalk.engine.engine import Engine
 from blockwalk.models.stops import stop_ids as stop_ids
 from blockwalk.ranks.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 
 class Speaks(Protocol):
@@ -62,19 +66,10 @@ def generate(
     Raises:
         ValueError: no token to start from, or settings out of range.
     """
-    if max_new_tokens < 1 or temperature < 0:
-        raise ValueError(
-            f"max_new_tokens is {max_new_tokens} and temperature {temperature}; give at least 1"
-            " and 0"
-        )
-    shape = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-    if isinstance(shape, str) or len(shape) != 2 or 0 in shape:
-        raise ValueError(
-            f"input_ids must be a tensor [batch, sequence] with at least one token, not {shape}"
-        )
+    _require_settings(input_ids, max_new_tokens, temperature)
     padded = attention_mask is not None and not bool(attention_mask.all())
     text = _Text.of(self, input_ids, attention_mask if padded else None)
-    if padded and text.prefixed:
+    if padded and (text.uncached or self.engine.cut.anatomy.against_padding):
         assert attention_mask is not None
         settings: dict[str, Any] = {
             "temperature": temperature,
@@ -99,6 +94,20 @@ def generate(
     return text.written_BS
 
 
+def _require_settings(input_ids: Any, max_new_tokens: int, temperature: float) -> None:
+    """Raise ValueError for no token to start from, or settings out of range."""
+    if max_new_tokens < 1 or temperature < 0:
+        raise ValueError(
+            f"max_new_tokens is {max_new_tokens} and temperature {temperature}; give at least 1"
+            " and 0"
+        )
+    shape = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+    if isinstance(shape, str) or len(shape) != 2 or 0 in shape:
+        raise ValueError(
+            f"input_ids must be a tensor [batch, sequence] with at least one token, not {shape}"
+        )
+
+
 def _drawn(logits_BV: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
     """Return the next token of each sequence [B, 1]: the likeliest, or one that is drawn."""
     if temperature == 0.0:
@@ -114,39 +123,39 @@ class _Text:
     fed_BS: Tensor
     """The tokens that the cache does not hold yet."""
     cache: Mapping[str, Any]
-    prefixed: bool
+    base: Any
+    """The plain model."""
+    uncached: bool
     """True where every walk sees the whole text."""
     mask_BS: Tensor | None = None
     """1 for a token, 0 where a prompt is padding; None where nothing is."""
-    placed: bool = False
-    """True where the model takes positions."""
 
     @classmethod
     def of(cls, walker: Speaks, input_ids: Tensor, mask: Tensor | None) -> _Text:
         """Return prompts on the walker's device, with an empty cache."""
-        from transformers import DynamicCache
-
-        module: Any = walker.engine.module
-        configs = getattr(module, "peft_config", {}).values()
+        cut = walker.engine.cut
+        configs = getattr(walker.engine.module, "peft_config", {}).values()
         prefixed = any(config.is_prompt_learning for config in configs)
+        reason = "" if prefixed else cut.anatomy.against_cache
+        if reason:
+            log.warning(
+                "every new token is computed from the whole text, without a key-value cache: %s",
+                reason,
+            )
+        uncached = prefixed or bool(reason)
         cache: dict[str, Any] = {}
-        if not prefixed:
-            cache = {"past_key_values": DynamicCache(config=module.config), "use_cache": True}
+        if not uncached:
+            cache = {"past_key_values": new_cache(cut.base, cut.anatomy), "use_cache": True}
         ids_BS = input_ids.to(walker.device)
-        if mask is None:
-            return cls(ids_BS, ids_BS, cache, prefixed)
-        base = module.get_base_model() if hasattr(module, "peft_config") else module
-        placed = "position_ids" in inspect.signature(base.forward).parameters
-        return cls(ids_BS, ids_BS, cache, prefixed, mask.to(walker.device), placed)
+        mask_BS = None if mask is None else mask.to(walker.device)
+        return cls(ids_BS, ids_BS, cache, cut.base, uncached, mask_BS)
 
     def batch(self) -> dict[str, Any]:
         """Return the model inputs of the next walk."""
-        batch = {"input_ids": self.written_BS if self.prefixed else self.fed_BS, **self.cache}
-        if self.mask_BS is None:
-            return batch
-        positions_BS = (self.mask_BS.cumsum(1) - 1).clamp(min=0)[:, -self.fed_BS.shape[1] :]
-        batch["attention_mask"] = self.mask_BS
-        return {**batch, "position_ids": positions_BS} if self.placed else batch
+        if self.uncached:
+            return {"input_ids": self.written_BS}
+        past = self.written_BS.shape[1] - self.fed_BS.shape[1]
+        return continued(self.base, self.cache, self.fed_BS, past, self.mask_BS)
 
     def append(self, token_B1: Tensor) -> None:
         """Add a token to every sequence."""
@@ -164,8 +173,8 @@ def _one_by_one(
     seed: int,
     settings: Mapping[str, Any],
 ) -> Tensor:
-    """Continue prompts of unequal length after a prefix: PEFT takes no positions, and padding would
-    move the text away from the prefix."""
+    """Continue prompts of unequal length one by one: after a prefix PEFT takes no positions, and
+    padding would move the text away from it; and some models see padding on the left."""
     continuations = []
     for number, (ids, kept) in enumerate(zip(input_ids, mask.bool(), strict=True)):
         prompt = ids[kept][None]
