@@ -3,10 +3,14 @@ demos, where they are."""
 
 from __future__ import annotations
 
+import bz2
 import csv
+import gzip
 import io
 import json
+import lzma
 import os
+import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,7 @@ from blockwalk.train.progress import Progress
 from tests.support import data_files
 from tests.support.chat_data import TEMPLATE, said
 from tests.support.data_files import jsonl
-from tests.support.messages import refused
+from tests.support.messages import refused, says
 
 tokenizer = data_files.tokenizer
 
@@ -105,6 +109,90 @@ def test_a_folder_of_a_data_sets_splits_is_not_one_source(
             list(read_records(tmp_path))
     else:
         assert len(list(read_records(tmp_path))) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("a.jsonl", "more/b.jsonl"), "more/ sources"),
+        (("a.jsonl", "more/deep/b.csv"), "more/ sources"),
+        (("a.jsonl", "more/b.arrow"), "more/"),
+        (("more/b.jsonl",), "more/"),
+        (("a.jsonl", "b.jsonl.gz"), "b.jsonl.gz unpack"),
+        (("a.jsonl", "b.arrow", "c/d.json"), "b.arrow c/ unpack sources"),
+        (("a.jsonl", "b.xlsx"), "b.xlsx"),
+    ],
+)
+def test_data_of_a_folder_that_are_not_read_are_refused(
+    names: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    """Oracle: the list of what lies there. Without the refusal they would be left out."""
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        jsonl(tmp_path / name, {"text": name})
+    with refused(ValueError, tmp_path, message):
+        list(read_records(tmp_path))
+
+
+def test_a_folder_reads_capitals_and_names_what_is_no_data(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.jsonl", "b.JSONL", "README.md", "notes.txt", ".gitattributes", ".git/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        jsonl(tmp_path / name, {"text": name})
+    (tmp_path / "pictures").mkdir()
+    texts = [record.text("text") for record in read_records(tmp_path)]
+    assert texts == ["a.jsonl", "b.JSONL"]
+    says(caplog.text, "README.md notes.txt")
+    assert "gitattributes" not in caplog.text
+    assert [record.text("text") for record in read_records(tmp_path / "b.JSONL")] == ["b.JSONL"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("d.csv", 'prompt,completion\nq,a\nq,"a\nq,a\nq,a\n', "d.csv 3 quote"),
+        ("d.csv", 'prompt,completion\n"q\n2",a\nq,"a\nq,a\nq,"a"\n', "d.csv 4 quote"),
+        ("d.tsv", 'prompt\tcompletion\nq\t"Yes" he said\n', "d.tsv 2 quote"),
+        ("d.csv", "prompt,completion,completion\na,b,c\n", "d.csv header completion 2"),
+        ("d.jsonl", '{"text": "a"}\n{"text": "b", "text": "c"}\n', "d.jsonl 2 text"),
+        ("d.json", '[{"messages": [{"role": "user", "role": "b"}]}]', "d.json role 2"),
+    ],
+)
+def test_a_file_that_would_lose_a_part_of_itself_is_refused(
+    name: str, text: str, message: str, tmp_path: Path
+) -> None:
+    """Against pandas, which refuses a quote without end, and RFC 8259, by which names are unique."""
+    (tmp_path / name).write_text(text)
+    with refused(ValueError, message):
+        list(read_records(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.csv", "d.parquet", "d.txt"])
+@pytest.mark.parametrize("kind", ["gzip", "bzip2", "xz", "zip"])
+def test_a_packed_file_says_so_whatever_it_is_called(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    """Against the standard library's packers."""
+    file = tmp_path / name
+    if kind == "zip":
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("d.jsonl", '{"text": "a"}\n')
+    else:
+        packer: Any = {"gzip": gzip, "bzip2": bz2, "xz": lzma}[kind]
+        file.write_bytes(packer.compress(b'{"text": "a"}\n'))
+    with refused(ValueError, name, kind, "unpack"):
+        list(read_records(file))
+
+
+def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
+    with refused(ValueError, "d.parquet text 2"):
+        list(read_records(tmp_path / "d.parquet"))
 
 
 def test_columns_are_named_anew(tmp_path: Path) -> None:

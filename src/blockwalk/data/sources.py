@@ -7,15 +7,20 @@
     .txt                      the whole file, as the field text
     a hub name                a row of the split, read by ``datasets``
 
-Every record keeps the place that it came from, so that whatever is wrong with it can be named.
+A suffix may be in capitals. Every record keeps the place that it came from, so that whatever is
+wrong with it can be named. What lies in a folder and is not read is named too: data are refused,
+any other file is a warning.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,28 @@ from blockwalk.system.lfs import refuse_pointer
 INSTALL = "pip install 'blockwalk[data]'"
 HELD_OUT = frozenset(("test", "valid", "validation", "val", "dev", "eval", "heldout"))
 """Words in the names of files whose records are not to be trained on."""
+
+UNREAD = frozenset(
+    (
+        ".gz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".tar", ".tgz", ".arrow", ".feather", ".orc",
+        ".avro", ".tfrecord", ".xlsx", ".xls", ".ods", ".xml", ".yaml", ".yml", ".db", ".sqlite",
+        ".pkl", ".npy", ".npz", ".h5", ".hdf5", ".lance", ".msgpack", ".mds",
+    )
+)  # fmt: skip
+"""Suffixes of files that may hold records, and are not read."""
+PACKED = {
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh91AY&SY": "bzip2",
+    b"7z\xbc\xaf": "7z",
+}
+"""First bytes of packed files, whatever they are called."""
+_NAMED = 4
+"""Names of files in a message at most."""
+
+log = logging.getLogger(__name__)
 
 LONGEST_CELL = 1 << 30
 """Characters of a CSV cell at most; Python's own limit, 131,072, is less than a long document."""
@@ -83,22 +110,76 @@ def _refuse_halves(record: Record) -> None:
 def _read(source: str | Path, split: str, subset: str | None) -> Iterator[Record]:
     path = Path(source).expanduser()
     if path.is_dir():
-        files = sorted(
-            file for file in path.iterdir() if file.suffix in SUFFIXES and file.suffix != ".txt"
-        )
-        if not files:
-            raise ValueError(f"{path}: no {', '.join(SUFFIXES[:-1])} file in this folder")
+        files = _files_of(path)
         _refuse_splits(path, files)
         for file in files:
             yield from _of_file(file)
     elif path.is_file():
-        if path.suffix not in SUFFIXES:
+        _refuse_packed(path)
+        if path.suffix.lower() not in SUFFIXES:
             raise ValueError(f"{path}: expected a file that ends in {', '.join(SUFFIXES)}")
         yield from _of_file(path)
-    elif path.suffix in SUFFIXES or path.is_absolute() or str(source).count("/") > 1:
+    elif path.suffix.lower() in SUFFIXES or path.is_absolute() or str(source).count("/") > 1:
         raise ValueError(f"{source}: no such file")
     else:
         yield from _read_hub(str(source), split, subset)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """Return the files of a folder that are read, in the order of their names; the others are
+    named in a warning.
+
+    Raises:
+        ValueError: there is none, or there are data that are not read, in files of other suffixes
+            or in folders.
+    """
+    entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    files = [path for path in entries if _is_read(path)]
+    if left_out := [path for path in entries if path not in files and _holds_data(path)]:
+        folders = [path for path in left_out if path.is_dir()]
+        listed = f"[{files[0] if files else folder}, {folders[0]}]" if folders else ""
+        way_out = f"name folders as sources of their own, as in {listed}" if folders else ""
+        if len(folders) < len(left_out):
+            way_out += f"{way_out and ', and '}unpack, convert or move the files"
+        raise ValueError(
+            f"{folder} holds {_names(left_out)}, which would be left out: of a folder the files are"
+            f" read that end in {', '.join(SUFFIXES[:-1])}; {way_out}"
+        )
+    if not files:
+        raise ValueError(f"{folder}: no {', '.join(SUFFIXES[:-1])} file in this folder")
+    if unread := [path for path in entries if path.is_file() and path not in files]:
+        _warn_of(folder, _names(unread))
+    return files
+
+
+@lru_cache
+def _warn_of(folder: Path, names: str) -> None:
+    """Warn of files that are not read, once: a source is read several times."""
+    log.warning("%s: not read: %s", folder, names)
+
+
+def _is_read(path: Path) -> bool:
+    suffix = path.suffix.lower()
+    return path.is_file() and suffix in SUFFIXES and suffix != ".txt"
+
+
+def _holds_data(path: Path) -> bool:
+    """Return whether a path that is not read may hold records: by its suffix, or that of a file in
+    a folder."""
+    if path.is_dir():
+        return any(
+            _is_read(inner) or inner.suffix.lower() in UNREAD
+            for inner in path.rglob("*")
+            if not any(part.startswith(".") for part in inner.relative_to(path).parts)
+        )
+    return path.suffix.lower() in UNREAD
+
+
+def _names(paths: Sequence[Path]) -> str:
+    """Return the names of some paths, a folder's with a slash behind it."""
+    names = [f"{path.name}/" if path.is_dir() else path.name for path in paths]
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _refuse_splits(folder: Path, files: Sequence[Path]) -> None:
@@ -119,14 +200,24 @@ def _of_file(path: Path) -> Iterator[Record]:
     """Yield records of one file. Raises ValueError where its reader cannot read it; the message
     names the file."""
     refuse_pointer(path)
+    _refuse_packed(path)
+    suffix = path.suffix.lower()
     try:
-        yield from _READERS[path.suffix](path)
+        yield from _READERS[suffix](path)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({_reason(error)}): save it as UTF-8") from None
     except (csv.Error, ValueError) as error:
         if str(path) in str(error):
             raise
-        raise ValueError(f"{path} cannot be read as {path.suffix[1:]}: {error}") from None
+        raise ValueError(f"{path} cannot be read as {suffix[1:]}: {error}") from None
+
+
+def _refuse_packed(path: Path) -> None:
+    """Raise ValueError for a file that is packed, by its first bytes."""
+    with path.open("rb") as file:
+        begin = file.read(16)
+    if kind := next((name for magic, name in PACKED.items() if begin.startswith(magic)), None):
+        raise ValueError(f"{path} is packed ({kind}): unpack it, and name what it holds")
 
 
 def _read_json(path: Path) -> Iterator[Record]:
@@ -142,7 +233,7 @@ def _read_json(path: Path) -> Iterator[Record]:
         file.seek(0)
         if character == b"[":
             try:
-                records = enumerate(json.load(file), start=1)
+                records = enumerate(json.load(file, object_pairs_hook=_fields), start=1)
             except RecursionError:
                 raise ValueError(
                     f"{path}: not JSON that can be read: it is nested too deeply"
@@ -154,7 +245,7 @@ def _read_json(path: Path) -> Iterator[Record]:
                 continue
             place = f"{path} line {number}"
             try:
-                fields = json.loads(line)
+                fields = json.loads(line, object_pairs_hook=_fields)
             except RecursionError:
                 raise ValueError(
                     f"{place}: not JSON that can be read: it is nested too deeply"
@@ -163,14 +254,36 @@ def _read_json(path: Path) -> Iterator[Record]:
                 raise ValueError(
                     f"{place}: not UTF-8 text ({_reason(error)}): save the file as UTF-8"
                 ) from None
-            except ValueError as error:
+            except json.JSONDecodeError as error:
                 hint = (
                     "; an object on each line is expected, or one array of objects"
                     if number == 1
                     else ""
                 )
                 raise ValueError(f"{place}: not JSON: {error}{hint}") from None
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from None
             yield _record(fields, place)
+
+
+def _fields(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object's fields.
+
+    Raises:
+        ValueError: a name stands twice, of which one would be lost.
+    """
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError(f"an object has {_twice(name for name, _ in pairs)}: name each field once")
+    return fields
+
+
+def _twice(names: Iterable[str]) -> str:
+    """Return the names that stand more than once, each with how often."""
+    counts = Counter(names)
+    return ", ".join(
+        f"the name {name!r} {count} times" for name, count in counts.items() if count > 1
+    )
 
 
 def _reason(error: UnicodeDecodeError) -> str:
@@ -185,18 +298,44 @@ def _record(fields: Any, place: str) -> Record:
 
 
 def _read_csv(path: Path) -> Iterator[Record]:
+    """Yield records of a CSV or TSV file.
+
+    Raises:
+        ValueError: a quote that is not closed, or closed within a cell, with its line; a header
+            with a name twice, or cells beyond it.
+    """
     csv.field_size_limit(LONGEST_CELL)
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     with path.open(newline="", encoding="utf-8-sig") as file:
-        for number, fields in enumerate(
-            csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ","), 1
-        ):
-            place = f"{path} record {number}"
-            if None in fields:
+        # Strict: a reader that forgives takes the rest of the file for one text.
+        rows = csv.reader(file, delimiter=delimiter, strict=True)
+        header: list[str] | None = None
+        number = 0
+        while True:
+            first_line = rows.line_num + 1
+            try:
+                cells = next(rows, None)
+            except csv.Error as error:
                 raise ValueError(
-                    f"{place}: {len(fields[None])} cells more than the header has; quote texts with"
-                    " commas"
+                    f"{path} line {first_line}: a quote opens a cell that does not end as one:"
+                    f" {error}. Close it, and write a quote within a quoted text twice"
+                ) from None
+            if cells is None:
+                return
+            if not cells:
+                continue
+            if header is None:
+                if named := _twice(name for name in cells if name):
+                    raise ValueError(f"{path}: the header has {named}: name each column once")
+                header = cells
+                continue
+            number += 1
+            if len(cells) > len(header):
+                raise ValueError(
+                    f"{path} record {number}: {len(cells) - len(header)} cells more than the header"
+                    " has; quote texts with commas"
                 )
-            yield Record({name: cell for name, cell in fields.items() if cell is not None}, place)
+            yield Record(dict(zip(header, cells, strict=False)), f"{path} record {number}")
 
 
 def _read_text(path: Path) -> Iterator[Record]:
@@ -210,6 +349,8 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         raise ValueError(f"{path}: reading Parquet needs pyarrow: {INSTALL}") from None
     number = 0
     with parquet.ParquetFile(path) as file:
+        if named := _twice(file.schema_arrow.names):
+            raise ValueError(f"{path}: the file has {named}: name each column once")
         for group in file.iter_batches(batch_size=1024):
             for fields in group.to_pylist():
                 number += 1
