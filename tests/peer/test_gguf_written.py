@@ -314,3 +314,49 @@ def test_a_setting_that_the_file_cannot_say_is_refused(
     config = AutoConfig.for_model(kind, **sizes, **settings)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     says(refusal(tmp_path / "model", tmp_path / "m.gguf", capsys), words)
+
+
+@pytest.mark.parametrize("stops", [[2], [2, 5], [2, 5, 7], [5]], ids=str)
+def test_every_end_of_generation_is_in_the_file(
+    stops: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the folder's generation_config.json, gguf's reader, and the folder that is made of
+    the file when it is opened again."""
+    import gguf
+
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
+    folder = pieces(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    assert main.main(["gguf", str(folder), str(tmp_path / "m.gguf"), "--dtype", "f32"]) == 0
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    named = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
+    expected = sorted({2, *stops})  # 2 is the tokenizer's end
+    assert sorted(fields[key].contents() for key in named if key in fields) == expected
+    again = model_source(str(tmp_path / "m.gguf")).folder / "generation_config.json"
+    assert json.loads(again.read_text())["eos_token_id"] == expected
+
+
+def test_more_ends_than_a_file_can_name_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = pieces(tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 5, 7, 9]}')
+    says(refusal(folder, tmp_path / "m.gguf", capsys), "generation_config.json 3 4 9")
+
+
+@pytest.mark.parametrize(
+    ("single", "ids", "kind"),
+    [("<s> <unk> $A", {"<s>": 1, "<unk>": 0}, "bos"), ("$A <unk> </s>", {"<unk>": 0, "</s>": 2}, "eos")],
+)
+def test_tokens_around_a_text_that_a_file_cannot_name_are_refused(
+    single: str, ids: dict[str, int], kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import Tokenizer, processors
+
+    folder = pieces(tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=list(ids.items())
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    says(refusal(folder, tmp_path / "m.gguf", capsys), "tokenizer.json <unk>", kind)

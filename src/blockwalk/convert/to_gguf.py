@@ -19,16 +19,20 @@ import torch
 from torch import Tensor
 
 from blockwalk.convert.adapter_changes import read_adapter
+from blockwalk.convert.gguf_marks import add_marks
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.engine.pack import Progress
 from blockwalk.models.gguf_config import settings_of
 from blockwalk.models.gguf_splits import SPLITS, WHOLE_WORDS
 from blockwalk.models.model_source import model_source
 from blockwalk.models.places import adapter_paths, model_paths, refuse_output
+from blockwalk.models.stops import learnt_stops
 from blockwalk.plan.words import counted
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
+
+log = logging.getLogger(__name__)
 
 INSTALL = "pip install 'blockwalk[gguf]'"
 
@@ -105,6 +109,13 @@ def convert(
     writer = gguf.GGUFWriter(part, gguf.MODEL_ARCH_NAMES[arch])
     try:
         if adapter is not None:
+            if stops := learnt_stops(adapter):
+                log.warning(
+                    "%s ends turns at the tokens %s too, which a GGUF adapter cannot say: the base's"
+                    " file must name them, as that of a merged model does",
+                    adapter,
+                    stops,
+                )
             _write(
                 writer,
                 _adapter_tensors(writer, read_adapter(adapter, skeleton), named, turned),
@@ -353,7 +364,7 @@ def _tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     special = gguf.SpecialVocab(
         folder, load_merges=not model.get("byte_fallback"), n_vocab=len(tokens)
     )
-    special.add_to_gguf(writer, quiet=True)
+    add_marks(writer, folder, special)
 
 
 def _kind(number: int, text: str, known: Any, added: Any, *, bytes_too: bool) -> Any:

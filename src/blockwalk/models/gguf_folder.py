@@ -159,7 +159,8 @@ def _write(folder: Path, parts: Sequence[Path], header: Header) -> None:
         raise ValueError(
             f"model: {path}: transformers cannot use its metadata: {type(error).__name__}: {text}"
         ) from None
-    ends = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    names = ("eos", "eot", "eom")  # llama.cpp ends generation at each
+    ends = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
     if stops := sorted({end for end in ends if end is not None}):
         atomic_files.write_json(folder / "generation_config.json", {"eos_token_id": stops})
     atomic_files.write_sealed(folder / MADE, {"files": _digests(folder)})
