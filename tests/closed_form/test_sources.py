@@ -162,7 +162,7 @@ def test_a_folder_reads_capitals_and_names_what_is_no_data(
 def test_a_file_that_would_lose_a_part_of_itself_is_refused(
     name: str, text: str, message: str, tmp_path: Path
 ) -> None:
-    """Against pandas, which refuses a quote without end, and RFC 8259, by which names are unique."""
+    """Against pandas, which refuses a quote without end, and RFC 8259: names are unique."""
     (tmp_path / name).write_text(text)
     with refused(ValueError, message):
         list(read_records(tmp_path / name))
@@ -170,9 +170,7 @@ def test_a_file_that_would_lose_a_part_of_itself_is_refused(
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.csv", "d.parquet", "d.txt"])
 @pytest.mark.parametrize("kind", ["gzip", "bzip2", "xz", "zip"])
-def test_a_packed_file_says_so_whatever_it_is_called(
-    name: str, kind: str, tmp_path: Path
-) -> None:
+def test_a_packed_file_says_so_whatever_it_is_called(name: str, kind: str, tmp_path: Path) -> None:
     """Against the standard library's packers."""
     file = tmp_path / name
     if kind == "zip":

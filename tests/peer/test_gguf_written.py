@@ -346,7 +346,10 @@ def test_more_ends_than_a_file_can_name_are_refused(
 
 @pytest.mark.parametrize(
     ("single", "ids", "kind"),
-    [("<s> <unk> $A", {"<s>": 1, "<unk>": 0}, "bos"), ("$A <unk> </s>", {"<unk>": 0, "</s>": 2}, "eos")],
+    [
+        ("<s> <unk> $A", {"<s>": 1, "<unk>": 0}, "bos"),
+        ("$A <unk> </s>", {"<unk>": 0, "</s>": 2}, "eos"),
+    ],
 )
 def test_tokens_around_a_text_that_a_file_cannot_name_are_refused(
     single: str, ids: dict[str, int], kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

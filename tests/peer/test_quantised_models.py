@@ -26,7 +26,7 @@ from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from tests.conftest import TinyRun
 from tests.models import random_batch
 from tests.support import quantised_files
-from tests.support.messages import refused, says
+from tests.support.messages import refused, says, warned
 from tests.support.quantised_files import KINDS
 
 Folders = Callable[..., tuple[Path, Any]]
@@ -337,6 +337,7 @@ DOWN = "model.layers.0.mlp.experts.down_proj"
 NOTE = ".weight.quant_state.bitsandbytes__nf4"
 INT4 = "compressed-tensors int4"
 ONE = r"compressed-tensors fp8"
+ROTATED = {"config_groups": {"R": {"type": "hadamard", "apply": [{"targets": ["Linear"]}]}}}
 WRONG: list[tuple[str, dict[str, Any] | tuple[str, Callable[[torch.Tensor], torch.Tensor | None]],
                   str]] = [
     ("awq", {"quant_method": "quark"}, "config.json quant_method quark fp8 GGUF"),
@@ -363,6 +364,17 @@ WRONG: list[tuple[str, dict[str, Any] | tuple[str, Callable[[torch.Tensor], torc
     (INT4, (".weight_shape", lambda t: t * 0 - 1), f"{UP}.weight_packed (128, 16)"),
     (INT4, (".weight_scale", lambda t: t[:3]), f"{UP}.weight_scale float32 (3, 4)"),
     (ONE, (".weight_scale", lambda t: None), f"{UP}.weight_scale missing"),
+    (INT4, {"transform_config": ROTATED}, "config.json transform_config"),
+    (INT4, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "config.json sparsity_config"),
+    (INT4, {"moe_sparsity_config": {"top": 2}}, "config.json moe_sparsity_config"),
+    (INT4, {"config_groups": {"g": {"weights": {"num_bits": 4, "rotation": "spin"}}}},
+     "config.json config_groups.weights.rotation spin"),
+    ("gptq", {"rotation": "hadamard"}, "config.json rotation hadamard"),
+    ("gptq", {"meta": {"quantizer": "x", "run": {"hadamard_dim": 64}}},
+     "config.json meta.run.hadamard_dim 64"),
+    ("gptq", {"dynamic": {r".*down_proj": {"bits": 8}}}, "config.json dynamic"),
+    ("awq", {"online_rotation": True}, "config.json online_rotation"),
+    ("fp8", {"expert_dtype": "fp4"}, "config.json expert_dtype fp4"),
     ("mxfp4", ("_scales", lambda t: None), f"{DOWN}_scales missing"),
     ("mxfp4", ("_blocks", lambda t: t[..., :8]),
      f"{DOWN}_blocks uint8 (4, 64, 3, 8) (any, any, any, 16)"),
@@ -392,6 +404,67 @@ def test_what_cannot_be_read_gets_one_line(
         CheckpointFolder(folder, build_skeleton(folder))
     assert str(folder) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+USUAL: list[tuple[str, dict[str, Any]]] = [
+    ("fp8", {"fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"}),
+    ("gptq", {"dynamic": {r"-:.*lm_head": {}}, "meta": {"quantizer": ["gptqmodel:4.0"], "mse": 0.0,
+              "v2": False, "act_group_aware": True}, "pack_dtype": "int32"}),
+    ("gptq", {"autoround_version": "0.5", "iters": 200, "nsamples": 128, "enable_minmax_tuning":
+              True, "extra_config": {}, "data_type": "int", "low_gpu_mem_usage": True}),
+    ("awq", {"do_fuse": False, "modules_to_fuse": None, "exllama_config": {"version": 2}}),
+    (INT4, {"transform_config": {}, "sparsity_config": {"format": "dense"}, "kv_cache_scheme": None,
+            "quantization_status": "compressed", "global_compression_ratio": 1.9}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "settings"), USUAL)
+def test_what_tools_write_of_themselves_is_read(
+    kind: str, settings: dict[str, Any], made: Folders, tmp_path: Path
+) -> None:
+    """Oracle: the configurations that the tools publish, which change no weight."""
+    folder = tmp_path / "model"
+    shutil.copytree(made(kind)[0], folder)
+    configure(folder, **settings)
+    CheckpointFolder(folder, build_skeleton(folder)).close()
+
+
+def test_what_transformers_writes_of_each_tool_is_known() -> None:
+    """Oracle: transformers' own classes of these tools' settings."""
+    from transformers.utils import quantization_config as tools
+
+    from blockwalk.tiers.model_folder.quantiser_settings import refuse_unknown
+
+    bits = {"bits": 4}
+    for cls, settings in (
+        (tools.FineGrainedFP8Config, {}),
+        (tools.BitsAndBytesConfig, {"load_in_4bit": True}),
+        (tools.GPTQConfig, bits),
+        (tools.AwqConfig, bits),
+        (tools.Mxfp4Config, {}),
+    ):
+        written = cls(**settings).to_dict()
+        refuse_unknown(METHODS[written["quant_method"]], written, Path("model"))
+
+
+def test_a_tensor_of_a_quantised_folder_that_nobody_reads_is_refused(
+    made: Folders, tmp_path: Path
+) -> None:
+    """Oracle: the names that the test adds. Heads for further tokens are named; a bias of zeros
+    adds nothing."""
+    folder = tmp_path / "model"
+    shutil.copytree(made("gptq")[0], folder)
+    path = folder / "model-00001-of-00002.safetensors"
+    tensors = load_file(path)
+    heads = {"mtp.fc.weight": torch.ones(2, 2), "model.layers.9.eh_proj.weight": torch.ones(2, 2)}
+    zeros = {f"{UP}.bias": torch.zeros(4)}
+    save_file({**tensors, **heads, **zeros}, path, {"format": "pt"})
+    with warned(UserWarning, "mtp.fc.weight model.layers.9.eh_proj.weight"):
+        CheckpointFolder(folder, build_skeleton(folder)).close()
+    for name in ("model.layers.0.mlp.down_proj.R_input.weight", f"{UP}.bias"):
+        save_file({**tensors, **heads, name: torch.ones(4)}, path, {"format": "pt"})
+        with refused(ValueError, "1 tensor", name):
+            CheckpointFolder(folder, build_skeleton(folder))
 
 
 def test_a_file_that_was_cut_off(

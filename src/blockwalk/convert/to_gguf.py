@@ -109,13 +109,7 @@ def convert(
     writer = gguf.GGUFWriter(part, gguf.MODEL_ARCH_NAMES[arch])
     try:
         if adapter is not None:
-            if stops := learnt_stops(adapter):
-                log.warning(
-                    "%s ends turns at the tokens %s too, which a GGUF adapter cannot say: the base's"
-                    " file must name them, as that of a merged model does",
-                    adapter,
-                    stops,
-                )
+            _warn_of_stops(adapter)
             _write(
                 writer,
                 _adapter_tensors(writer, read_adapter(adapter, skeleton), named, turned),
@@ -150,6 +144,17 @@ def convert(
     finally:
         writer.close()
         part.unlink(missing_ok=True)
+
+
+def _warn_of_stops(adapter: StrPath) -> None:
+    """Warn of the ends of turns that an adapter has learnt, where its base does not end there."""
+    if stops := learnt_stops(adapter):
+        log.warning(
+            "%s ends turns at the tokens %s too, which a GGUF adapter cannot say: its base's file"
+            " must name them, as that of a merged model does",
+            adapter,
+            stops,
+        )
 
 
 _Tensor = tuple[str, tuple[int, ...], Any, Callable[[], Tensor]]

@@ -190,12 +190,40 @@ def resolve(
             f"{where} has {counted(len(extra), 'tensor')} that {type(model).__name__} does not"
             f" use: {_some(extra)}"
         )
-        if all_used:
+        if all_used and (parts := _that_count(model, [stored[key] for key in extra], view)):
+            text = (
+                f"{where} has {counted(len(parts), 'tensor')} that {type(model).__name__} does not"
+                f" use: {_some(parts)}"
+            )
             raise ValueError(
                 f"{text}. A model without them is another one than the file's, and is not trained"
             )
         warnings.warn(text, stacklevel=3)
     return recipes
+
+
+_FURTHER_TOKENS = re.compile(r"(^|\.)(mtp|nextn|mtp_\w+|nextn_\w+)\.")
+"""Names of heads that predict tokens beyond the next."""
+
+
+def _that_count(model: nn.Module, unused: Sequence[StoredTensor], view: View) -> list[str]:
+    """Return names of the tensors without which a model is another one: not those of heads that
+    predict further tokens, which stand apart or as layers beyond the last, and no zero biases,
+    which GPTQ's tools add."""
+    config: Any = model.config
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+
+    def predicts_further(key: str) -> bool:
+        layer = re.search(r"(^|\.)layers\.(\d+)\.", key)
+        beyond = layer is not None and layers is not None and int(layer.group(2)) >= layers
+        return beyond or _FURTHER_TOKENS.search(key) is not None
+
+    return [
+        tensor.key
+        for tensor in unused
+        if not predicts_further(tensor.key)
+        and not (tensor.key.endswith(".bias") and not bool(view(tensor).any()))
+    ]
 
 
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -42,7 +42,8 @@ class CheckpointFolder:
     Raises:
         ValueError: tensors are missing or of the wrong shape, with their names; codes that are not
             read; no weights; or tied weights that differ in the checkpoint. Tensors that the model
-            does not know are a warning, and of a GGUF file an error.
+            does not know are a warning; of a GGUF file and of a quantised folder they are an error,
+            but for heads that predict further tokens.
     """
 
     def __init__(self, path: StrPath, model: nn.Module) -> None:
@@ -55,10 +56,12 @@ class CheckpointFolder:
             self._files[name] = MappedFile(self.path / name)
         stored = quantised.joined(files, stored)
         # A GGUF's configuration was made of its tensors' names: one that is left over is a part of
-        # another model.
-        from_gguf = any(name.endswith(".gguf") for name in self._files)
+        # another model. So is one of a quantised folder: it may say how codes are read.
+        all_used = files.quantisation is not None or any(
+            name.endswith(".gguf") for name in self._files
+        )
         self._recipes: Mapping[str, conversion.Recipe] = conversion.resolve(
-            model, stored, self._view, str(path), all_used=from_gguf
+            model, stored, self._view, str(path), all_used=all_used
         )
 
     def _bytes(self, stored: StoredTensor) -> Bytes:

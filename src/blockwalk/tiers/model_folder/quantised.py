@@ -35,6 +35,7 @@ from blockwalk.numerics.codecs.readers import (
 )
 from blockwalk.plan.placement import Codec
 from blockwalk.system.atomic_files import reading
+from blockwalk.tiers.model_folder.quantiser_settings import refuse_unknown
 from blockwalk.tiers.model_folder.stored import StoredTensor
 
 _INT = (torch.int32,)
@@ -56,7 +57,7 @@ def joined(model: ModelSource, stored: dict[str, StoredTensor]) -> dict[str, Sto
 
     Raises:
         ValueError: a tensor of a matrix is missing, or of another dtype or shape than its tool
-            gives it; a form of it that is not read; or a tool.
+            gives it; a form or a setting of it that is not read; or a tool.
     """
     if model.quantisation is None:
         return stored
@@ -65,6 +66,7 @@ def joined(model: ModelSource, stored: dict[str, StoredTensor]) -> dict[str, Sto
     marks, format_of = _FORMATS[codec]
     tensors = {key: tensor for key, tensor in stored.items() if not _OF_ACTIVATIONS.fullmatch(key)}
     with reading(folder / "config.json"):
+        refuse_unknown(codec, settings, folder)
         for key in list(tensors):
             mark = next((mark for mark in marks if key.endswith(mark) and key in tensors), None)
             if mark is None:
