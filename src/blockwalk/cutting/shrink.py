@@ -186,10 +186,7 @@ def _keep_layers(values: dict[str, Any]) -> dict[str, Any]:
         int(layer): setting for layer, setting in (values.get("per_layer_config") or {}).items()
     }
     numbered = {name: set(entries) for name, entries in lists.items() if name in _OF_LAYERS}
-    membership = {
-        name: [layer in numbers for layer in range(count)] for name, numbers in numbered.items()
-    }
-    layers = _kinds(count, {**per_layer, **membership}, settings)
+    layers = _kinds(count, {**per_layer, **_membership(count, numbered)}, settings)
     small = dict(values)
     if values.get("num_kv_shared_layers"):
         # Layers that reuse keys and values stand at the end: a twin of every kind for them to
@@ -212,6 +209,13 @@ def _keep_layers(values: dict[str, Any]) -> dict[str, Any]:
     for name, numbers in numbered.items():
         small[name] = [place for place, layer in enumerate(layers) if layer in numbers]
     return small
+
+
+def _membership(count: int, numbered: Mapping[str, set[int]]) -> dict[str, list[bool]]:
+    """Return for each list of layer numbers whether it has each layer."""
+    return {
+        name: [layer in numbers for layer in range(count)] for name, numbers in numbered.items()
+    }
 
 
 def _kinds(
