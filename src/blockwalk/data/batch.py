@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,20 @@ Batch = Mapping[str, Tensor]
 """``input_ids``, ``attention_mask`` and ``labels``, each int64 [B, S]; labels are −100 where
 nothing is learnt. Packed rows have ``position_ids`` in place of the mask: where these restart a
 document begins, and transformers lets no attention cross."""
+
+COLUMNS = ("input_ids", "attention_mask", "position_ids", "labels")
+"""Names of the tensors of a batch that a walk follows."""
+
+
+def require_columns(names: Iterable[str]) -> None:
+    """Raise ValueError for a tensor of a batch that a walk would not follow: models take some more
+    than :data:`COLUMNS`, and pass over others."""
+    if unknown := [name for name in names if name not in COLUMNS]:
+        raise ValueError(
+            f"the batch has {', '.join(unknown)}, which a walk does not follow; it takes"
+            f" {', '.join(COLUMNS)}: leave the others out. Labels of -100 are not learnt, and"
+            " Walker(objective=...) takes a function that reads further columns"
+        )
 
 
 def tokens_read(batch: Batch) -> int:
@@ -33,8 +47,9 @@ def loss_tokens(batch: Batch) -> int:
     return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
-def micro_batches(batch: Batch, count: int) -> list[Batch]:
-    """Return a batch, tensors [B, S], cut into ``count`` equal parts, in order.
+def micro_batches(batch: Batch, count: int, *, further_columns: bool = True) -> list[Batch]:
+    """Return a batch, tensors [B, S], cut into ``count`` equal parts, in order. It may have
+    ``further_columns``, beside :data:`COLUMNS`, where something reads them.
 
     Raises:
         ValueError: something is missing, of another shape, or B is no multiple of ``count``.
@@ -43,6 +58,8 @@ def micro_batches(batch: Batch, count: int) -> list[Batch]:
         raise ValueError(
             f"a batch is a mapping with input_ids and labels, not a {type(batch).__name__}"
         )
+    if not further_columns:
+        require_columns(batch)
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             raise ValueError(

@@ -90,7 +90,9 @@ def row_place(plan: Plan, groups: Groups | None) -> RowPlace | None:
     return RowPlace(groups.rank % count, count, plan.context.way, groups.context)
 
 
-def cut_shared(batch: Batch, plan: Plan, *, packs: bool, vocab_size: int) -> BatchParts:
+def cut_shared(
+    batch: Batch, plan: Plan, *, packs: bool, vocab_size: int, further_columns: bool = False
+) -> BatchParts:
     """Return a global batch cut for ranks that share the forwards of all of it: parts are taken by
     number.
 
@@ -99,12 +101,14 @@ def cut_shared(batch: Batch, plan: Plan, *, packs: bool, vocab_size: int) -> Bat
         plan: its mesh, whose data axis cuts the batch, and whether padding may go.
         packs: True where short sequences are laid side by side, for a model that keeps them apart.
         vocab_size: rows of the model's embeddings.
+        further_columns: True where an objective may read further columns of the batch.
 
     Raises:
-        ValueError: a token has no row, or the sequences cannot be cut into equal parts.
+        ValueError: a column is not followed, a token has no row, or the sequences cannot be cut
+            into equal parts.
     """
     cuts = plan.gradient_accumulation_steps * plan.mesh.data
-    (checked,) = micro_batches(batch, 1)
+    (checked,) = micro_batches(batch, 1, further_columns=further_columns)
     rows = -(-len(checked["input_ids"]) // cuts)
     parts = pack_parts(checked, cuts) if packs else micro_batches(checked, cuts)
     for inputs in parts:

@@ -74,6 +74,8 @@ class Cut:
     """Rows of the model's embeddings."""
     local: bool = False
     """True where each rank brings rows of its own."""
+    further_columns: bool = False
+    """True where an objective may read further columns of the batch."""
 
 
 def cut_rows(
@@ -107,7 +109,9 @@ def cut_rows(
     own: Batch = {}
     facts = RowFacts()
     try:
-        checked = batch if isinstance(batch, RowBatch) else micro_batches(batch, 1)[0]
+        checked = batch
+        if not isinstance(batch, RowBatch):
+            (checked,) = micro_batches(batch, 1, further_columns=cut.further_columns)
         rows, _ = batch_shape(checked)
         own = share(checked, cut.count, shares, place)
         require_ids(own["input_ids"], cut.vocab_size)

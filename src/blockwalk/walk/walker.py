@@ -284,8 +284,9 @@ class Walker:
                 Shorter rows are padded to the longest of any rank.
 
         Raises:
-            ValueError: shapes that do not fit, a token that the model has no row for, a step
-                without a single label, or other data than on another rank; with ``local_batch``
+            ValueError: shapes that do not fit, a column that the walk does not follow (an objective
+                may read further ones), a token that the model has no row for, a step without a
+                single label, or other data than on another rank; with ``local_batch``
                 unequal numbers of rows, or unequal tensors. Every rank raises it.
             FloatingPointError: the loss or a gradient is not finite; weights and optimizer states
                 are as they were.
@@ -430,6 +431,7 @@ class Walker:
                     packs,
                     self.spec.vocab_size,
                     local_batch,
+                    further_columns=self._objective is not None,
                 ),
                 step.number,
                 {name: str(digest_of({name: values})) for name, values in targets.items()},
@@ -437,7 +439,13 @@ class Walker:
         parts: BatchParts | None = None
         error = ""
         try:
-            parts = cut_shared(batch, self.plan, packs=packs, vocab_size=self.spec.vocab_size)
+            parts = cut_shared(
+                batch,
+                self.plan,
+                packs=packs,
+                vocab_size=self.spec.vocab_size,
+                further_columns=self._objective is not None,
+            )
         except ValueError as raised:
             error = str(raised)
         facts = batch if not targets else {**batch, **targets}
