@@ -18,7 +18,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 import blockwalk
 from blockwalk.integrations import BlockwalkTrainer, trainer_table
 from tests.models import tiny_model
-from tests.support.messages import refused, warned
+from tests.support.messages import refused, says, warned
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -45,19 +45,21 @@ def padded(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
 
 
+SETTINGS: dict[str, Any] = {
+    "max_steps": 3,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 3e-3,
+    "logging_steps": 1,
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "optim": "adamw_torch",
+    "save_strategy": "no",
+}
+
+
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
-    settings: dict[str, Any] = {
-        "max_steps": 3,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 3e-3,
-        "logging_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "optim": "adamw_torch",
-        "save_strategy": "no",
-    }
-    return TrainingArguments(str(folder), **{**settings, **more})
+    return TrainingArguments(str(folder), **{**SETTINGS, **more})
 
 
 def run(cls: Any, folder: Path, *, collator: Any = padded, plan: Any = None, **more: Any) -> Any:
@@ -209,7 +211,8 @@ def test_a_field_that_the_table_does_not_know_is_refused(tmp_path: Path) -> None
         twice_as_good: bool = False
 
     newer = Newer(str(tmp_path), use_cpu=True, report_to=[])
-    assert trainer_table.read_arguments(newer) == []
+    (note,) = trainer_table.read_arguments(newer)
+    says(note, "Newer twice_as_good")
     newer.twice_as_good = True
     with refused(ValueError, "twice_as_good True"):
         BlockwalkTrainer("/nowhere", newer)
@@ -219,6 +222,31 @@ def test_what_means_nothing_has_a_note(tmp_path: Path) -> None:
     with warned(UserWarning, "gradient_checkpointing"):
         ours = run(BlockwalkTrainer, tmp_path / "ours", gradient_checkpointing=True)
     alike(ours, run(Trainer, tmp_path / "theirs"))
+
+
+@pytest.mark.parametrize("name", ["SFTConfig", "DPOConfig"])
+def test_a_subclass_whose_defaults_mean_nothing_trains(name: str, tmp_path: Path) -> None:
+    """Oracle: the Trainer with the same rate. TRL's classes switch recomputation on by default."""
+    trl = pytest.importorskip("trl")
+    args = getattr(trl, name)(str(tmp_path / "ours"), use_cpu=True)
+    assert args.gradient_checkpointing
+    more = {"learning_rate": 1e-3, "bf16": False}
+    args = getattr(trl, name)(str(tmp_path / "ours"), **{**SETTINGS, **more})
+    data = {"train_dataset": rows(14, 1), "eval_dataset": rows(6, 2), "data_collator": padded}
+    with warned(UserWarning, f"{name} fields"):
+        ours = BlockwalkTrainer(tiny_model("llama"), args=args, **data)
+    ours.train()
+    assert args.gradient_checkpointing, "the user's own arguments stay as they are"
+    alike(ours, run(Trainer, tmp_path / "theirs", **more))
+
+
+def test_a_default_of_a_subclass_that_the_walk_does_not_follow_is_refused(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Smoothed(TrainingArguments):
+        label_smoothing_factor: float = 0.1
+
+    with refused(ValueError, "label_smoothing_factor 0.1"):
+        BlockwalkTrainer("/nowhere", Smoothed(str(tmp_path), use_cpu=True, report_to=[]))
 
 
 def test_an_overridden_loss_is_refused() -> None:

@@ -8,6 +8,7 @@ its default it is refused too."""
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -228,36 +229,57 @@ PASSED = frozenset(
 
 
 def read_arguments(args: TrainingArguments) -> list[str]:
-    """Set the fields that mean nothing to a walk back to their defaults, in ``args`` itself; answer
-    a note for each that was set.
+    """Set the fields that mean nothing to a walk to the defaults of ``TrainingArguments``, in
+    ``args`` itself; answer a note for each that was set. A subclass such as TRL's ``SFTConfig`` has
+    other defaults, which a Trainer would follow.
 
     Raises:
         ValueError: a field that the walk does not follow, or that this table does not know, is set.
     """
-    plain = _defaults(args)
+    neutral = _defaults(TrainingArguments, args)
+    of_class = _defaults(type(args), args)
+    transformers_names = {field.name for field in dataclasses.fields(TrainingArguments)}
     notes = []
     for field in dataclasses.fields(args):
         name = field.name
         if name in FOLLOWED or not field.init:
             continue
         value = getattr(args, name, None)
-        default = getattr(plain, name, None)
+        default = getattr(neutral if name in transformers_names else of_class, name, None)
         if value == default:
             continue
         if name not in MEANINGLESS:
-            why = REFUSED.get(name, "this version of blockwalk does not know it")
+            why = REFUSED.get(name, _unknown(type(args), name))
             raise ValueError(
                 f"{name} is {value}, which BlockwalkTrainer does not follow: {why}; leave it out"
             )
         setattr(args, name, default)
-        notes.append(f"{name} means nothing here: {MEANINGLESS[name]}")
+        if value != getattr(of_class, name, None):  # a class's own default nobody has set
+            notes.append(f"{name} means nothing here: {MEANINGLESS[name]}")
+    own_names = [
+        field.name for field in dataclasses.fields(args) if field.name not in transformers_names
+    ]
+    if own_names:
+        notes.append(
+            f"{type(args).__name__}'s own fields ({', '.join(own_names[:3])}, ...) are not read:"
+            " records come as tokens, and the loss is the cross-entropy of their labels"
+        )
     return notes
 
 
-def _defaults(args: TrainingArguments) -> Any:
-    """Return arguments of the same class as they are where nothing is set."""
+def _unknown(cls: type, name: str) -> str:
+    """Return why a field that the table does not have is not followed."""
+    if hasattr(TrainingArguments, name):
+        return "this version of blockwalk does not know it"
+    return f"it is a field of {cls.__name__}, which another trainer reads"
+
+
+def _defaults(cls: type, args: TrainingArguments) -> Any:
+    """Return arguments of a class as they are where nothing is set."""
     try:
-        return type(args)(output_dir=str(args.output_dir), use_cpu=args.use_cpu)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of defaults that transformers deprecates
+            return cls(output_dir=str(args.output_dir), use_cpu=args.use_cpu)
     except (TypeError, ValueError):  # a subclass that asks for more
         return TrainingArguments(output_dir=str(args.output_dir), use_cpu=args.use_cpu)
 
