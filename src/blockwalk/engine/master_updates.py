@@ -21,6 +21,7 @@ from blockwalk.engine.undo import Undo
 from blockwalk.numerics.device import host_buffers, is_cpu, recorded
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.updates import UPDATE_CHUNK, Rule
+from blockwalk.plan.choices import OptimizerSettings
 
 
 class MasterUpdates:
@@ -38,11 +39,23 @@ class MasterUpdates:
         self.rule = Rule(engine.plan.optimizer)
         self._plain_rule = Rule(replace(engine.plan.optimizer, weight_decay=0.0))
         """The rule of parameters that weight decay spares."""
+        self._spared_rate: float | None = None
+        """The learning rate of these parameters; None: that of the others."""
         self._undo = Undo(engine.memories.scratch, engine.device)
         self._landing: Tensor | None = None
         self.keeps_decay_of_all = False
         """True where the run began when weight decay reached norms and biases too: it goes on so,
         whatever the plan says."""
+
+    def use(
+        self, settings: OptimizerSettings, spared: OptimizerSettings, spared_rate: float
+    ) -> None:
+        """Take other numbers for the rule from the next step on, and for that of parameters which
+        weight decay spares, whose learning rate may be another too. Raises ValueError for one out
+        of range."""
+        self.rule = Rule(settings)
+        self._plain_rule = Rule(spared)
+        self._spared_rate = spared_rate
 
     def apply(
         self, unit: int, *, step: int, learning_rate: float, coefficient: float = 1.0
@@ -64,9 +77,9 @@ class MasterUpdates:
                 rounding = NoiseKey(plan.seed, step, 0, change.name, "rounding")
             gradient = self._landed(change.gradient, change.master.device)
             ratio = plan.optimizer.lora_b_ratio if ".lora_B." in change.name else 1.0
-            rate = learning_rate * ratio
             scale = 1.0 if on_device else coefficient
-            for rule, part in self._parts(change.places):
+            for rule, rule_rate, part in self._parts(change.places, learning_rate):
+                rate = rule_rate * ratio
                 moments = {name: _range(moment, part) for name, moment in change.moments.items()}
                 master = _range(change.master, part)
                 piece = _range(gradient, part)
@@ -79,28 +92,28 @@ class MasterUpdates:
         together.apply()
         self.home.changed(unit)
 
-    def _parts(self, places: Sequence[tuple[int, str]]) -> list[tuple[Rule, slice | None]]:
-        """Return the ranges of a master under one rule each: None for all of it. Rules work element
-        by element, so that ranges of a slice which cuts through parameters are exact."""
-        spares = (
-            self._plan.optimizer.decay == "matrices"
-            and self.rule != self._plain_rule
-            and not self.keeps_decay_of_all
-        )
-        changes: list[tuple[int, Rule]] = []
+    def _parts(
+        self, places: Sequence[tuple[int, str]], learning_rate: float
+    ) -> list[tuple[Rule, float, slice | None]]:
+        """Return the ranges of a master under one rule and learning rate each: None for all of it.
+        Rules work element by element, so that ranges of a slice which cuts through parameters are
+        exact."""
+        usual = (self.rule, learning_rate)
+        spared = usual
+        if self._plan.optimizer.decay == "matrices" and not self.keeps_decay_of_all:
+            rate = learning_rate if self._spared_rate is None else self._spared_rate
+            spared = (self._plain_rule, rate)
+        changes: list[tuple[int, tuple[Rule, float]]] = []
         for start, name in places:
-            rule = (
-                self._plain_rule
-                if spares and name in self.engine.cut.spared_by_decay
-                else self.rule
-            )
-            if not changes or rule is not changes[-1][1]:
+            differs = spared != usual and name in self.engine.cut.spared_by_decay
+            rule = spared if differs else usual
+            if not changes or rule != changes[-1][1]:
                 changes.append((start, rule))
         if len(changes) < 2:  # a slice without a parameter is padding
-            return [(changes[0][1] if changes else self.rule, None)]
+            return [(*(changes[0][1] if changes else usual), None)]
         ends = [start for start, _ in changes[1:]]
         return [
-            (rule, slice(start, end))
+            (*rule, slice(start, end))
             for (start, rule), end in zip(changes, [*ends, None], strict=True)
         ]
 

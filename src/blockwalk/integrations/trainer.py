@@ -2,13 +2,15 @@
 callbacks, schedulers, evaluation, checkpoints and hub uploads are transformers' own; weights,
 gradients and the optimizer are the walker's.
 
-The Trainer holds a handle in the place of the model: one parameter that is never used, so that its
-optimizer and scheduler have something to count with, and nothing of it moves weights that the walk
-streams."""
+The Trainer holds a handle in the place of the model: two parameters that are never used, so that
+its optimizer and scheduler have something to count with, and nothing of it moves weights that the
+walk streams. One stands for the parameters that weight decay reaches, the other for those that it
+spares."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import os
 import warnings
@@ -20,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from blockwalk.data.batch import filled
+from blockwalk.data.batch import COLUMNS, filled
+from blockwalk.integrations.trainer_callbacks import RATES, tell
 from blockwalk.integrations.trainer_table import PASSED, read_arguments, refuse_methods
 from blockwalk.plan.losses import IGNORE
 from blockwalk.plan.methods import method
@@ -48,7 +51,8 @@ class _Handle(nn.Module):
         super().__init__()
         self.__dict__["walker"] = walker  # no submodule: nothing of it is moved, cast or counted
         self.__dict__["config"] = walker.engine.module.config
-        self.unused = nn.Parameter(torch.zeros(()))
+        self.decayed = nn.Parameter(torch.zeros(()))
+        self.spared = nn.Parameter(torch.zeros(()))
 
     def forward(self, **inputs: Tensor) -> dict[str, Any]:
         return {"loss": torch.tensor(self.walker.evaluate(_batch(inputs)).loss)}
@@ -126,21 +130,55 @@ class BlockwalkTrainer(Trainer):
             )
         return super()._remove_unused_columns(dataset, description)
 
+    @property
+    def callback_handler(self) -> Any:
+        """The callbacks, which are told through views: see :mod:`.trainer_callbacks`."""
+        return self.__dict__["callback_handler"]
+
+    @callback_handler.setter
+    def callback_handler(self, handler: Any) -> None:
+        handler.call_event = functools.partial(tell, self)
+        self.__dict__["callback_handler"] = handler
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Make the optimizer that transformers' schedulers count with; the walker's rule does the
-        work."""
+        """Make the optimizer that transformers' schedulers count with and callbacks change, with
+        the groups of a Trainer's; the walker's rule does the work."""
         handle: Any = self.model
-        self.optimizer = torch.optim.SGD([handle.unused], lr=self.args.learning_rate)
-        return self.optimizer
+        rule = self.walker.plan.optimizer
+        groups = [{"params": [handle.decayed, handle.spared], "weight_decay": rule.weight_decay}]
+        if rule.decay == "matrices":
+            groups = [
+                {"params": [handle.decayed], "weight_decay": rule.weight_decay},
+                {"params": [handle.spared], "weight_decay": 0.0},
+            ]
+        optimizer: torch.optim.Optimizer
+        if rule.name == "adamw":
+            rate = self.args.learning_rate
+            optimizer = torch.optim.AdamW(groups, lr=rate, betas=rule.betas, eps=rule.eps)
+        else:
+            optimizer = torch.optim.SGD(groups, lr=self.args.learning_rate)
+        self.optimizer = optimizer
+        return optimizer
+
+    def _follow_optimizer(self) -> float:
+        """Take the numbers of the parameter groups for the next step, and return its learning
+        rate."""
+        optimizer: Any = self.optimizer
+        decayed = optimizer.param_groups[0]
+        spared = optimizer.param_groups[-1]
+        if not self.walker.plan.estimator.facts.ledger:
+            self.walker.use_rule(_rule_of(decayed), _rule_of(spared), spared["lr"])
+        return float(decayed["lr"])
 
     def training_step(
         self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """One walk over the batch, at the scheduler's learning rate. Answers the mean loss."""
+        """One walk over the batch, with the numbers that the scheduler and callbacks gave the
+        optimizer. Answers the mean loss."""
         model.train()
         result = self.walker.step(
             _batch(inputs, self.walker.plan.gradient_accumulation_steps),
-            learning_rate=self._get_learning_rate(),
+            learning_rate=self._follow_optimizer(),
         )
         self.last_result = result
         return torch.tensor(result.loss, device=self.args.device)
@@ -214,10 +252,6 @@ class BlockwalkTrainer(Trainer):
             warnings.warn(note, stacklevel=2)
 
 
-TAKEN = ("input_ids", "attention_mask", "position_ids", "labels")
-"""Columns of a collator's batch that a walk takes."""
-
-
 def _batch(inputs: Mapping[str, Any], multiple: int = 1) -> dict[str, Tensor]:
     """Return the tensors of a collator's batch, in rows that so many micro-batches divide.
 
@@ -230,12 +264,12 @@ def _batch(inputs: Mapping[str, Any], multiple: int = 1) -> dict[str, Tensor]:
             " DataCollatorForLanguageModeling(tokenizer, mlm=False)"
         )
     columns = {name: column for name, column in inputs.items() if column is not None}
-    if unknown := [name for name in columns if name not in TAKEN]:
+    if unknown := [name for name in columns if name not in COLUMNS]:
         raise ValueError(
             f"the batch has {', '.join(unknown)}, which BlockwalkTrainer does not follow; a walk"
-            f" takes {', '.join(TAKEN)}: leave the others out of the data set or the collator"
+            f" takes {', '.join(COLUMNS)}: leave the others out of the data set or the collator"
         )
-    batch = {name: columns[name] for name in TAKEN if name in columns}
+    batch = {name: columns[name] for name in COLUMNS if name in columns}
     holds_documents = "position_ids" in batch and "attention_mask" not in batch
     if holds_documents and len(batch["input_ids"]) == 1 < multiple:
         return _rows_of_documents(batch, multiple)
@@ -269,6 +303,11 @@ def _rows_of_documents(batch: Mapping[str, Tensor], count: int) -> dict[str, Ten
                     laid[name][number, offset] = IGNORE
                 offset += end - begin
     return laid
+
+
+def _rule_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group's settings of the update rule."""
+    return {name: group[name] for name in RATES if name != "lr" and name in group}
 
 
 def _plan(

@@ -23,6 +23,7 @@ from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.data.row_batch import batch_shape
 from blockwalk.engine import frozen_codec
 from blockwalk.engine.engine import Engine
+from blockwalk.engine.master_updates import MasterUpdates
 from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.estimators.forward import Forward
 from blockwalk.estimators.protocol import Estimator, KeepsLedger
@@ -334,6 +335,30 @@ class Walker:
             copies=copies,
         )
 
+    def use_rule(
+        self, numbers: Mapping[str, Any], spared: Mapping[str, Any], spared_rate: float
+    ) -> None:
+        """First order: give the update rule other numbers from the next step on.
+
+        Args:
+            numbers: settings of ``plan.optimizer`` by name: ``weight_decay``, ``betas``, ``eps``.
+            spared: those of parameters that weight decay spares.
+            spared_rate: the learning rate of these; that of the others comes with each step.
+
+        Raises:
+            ValueError: a number is out of range, or the method is zeroth-order, whose ledger has
+                them once for all steps.
+        """
+        checkpointed = self.estimator.checkpointed
+        if checkpointed is None:
+            raise ValueError(
+                f"method {self.plan.method!r} is zeroth-order: its ledger has the numbers of"
+                " optimizer.* once, for all steps"
+            )
+        rule = self.plan.optimizer
+        updates = cast(MasterUpdates, checkpointed)
+        updates.use(replace(rule, **numbers), replace(rule, **spared), spared_rate)
+
     def _exchanged_bytes(self) -> int:
         """Return bytes that blocks have sent so far while they computed."""
         return 0 if self._row_place is None else self._row_place.exchange.sent_bytes
@@ -494,7 +519,14 @@ class Walker:
         self.flush()
         packs = not by_row and self.engine.cut.walks_documents(self.plan)
         call = "label_losses" if by_row else "evaluate"
-        cut = Cut(call, batches, packs, self.spec.vocab_size, local_batch)
+        cut = Cut(
+            call,
+            batches,
+            packs,
+            self.spec.vocab_size,
+            local_batch,
+            further_columns=self._objective is not None,
+        )
         return cut_rows(batch, self.plan, self.ranks, cut, self.steps_done + 1)
 
     def _evaluated(self, parts: BatchParts, batches: int, *, by_row: bool = False) -> list[float]:
