@@ -17,6 +17,7 @@ from blockwalk.plan.parsing import Loader, did_you_mean, flat
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.train import config
 from blockwalk.train.foreign_settings import WRITE, Note
+from tests.support.messages import says
 
 pytestmark = pytest.mark.fast
 
@@ -219,7 +220,8 @@ def test_no_name_elsewhere_is_guessed_by_its_spelling() -> None:
             {"lr_scheduler_kwargs": {"min_lr": 1e-5}, "optimizer": {"learning_rate": 1e-4}},
             "optimizer.min_ratio: 0.1",
         ),
-        ({"load_in_4bit": True}, "frozen: disk × int4a"),
+        ({"load_in_4bit": True}, "frozen.codec: int4a"),
+        ({"load_in_4bit": False}, "frozen.codec: raw"),
         ({"bf16": True}, "compute_dtype: bfloat16"),
         ({"frozen": "nf4"}, "frozen.codec: nf4"),
         ({"frozen": "cpu"}, "frozen.tier: host"),
@@ -228,7 +230,7 @@ def test_no_name_elsewhere_is_guessed_by_its_spelling() -> None:
         ({"optimizer": {"name": "adamw_torch"}}, "optimizer.name: adamw"),
         ({"optimizer": {"schedule": "cosine_with_min_lr"}}, "optimizer.schedule: cosine"),
         ({"recompute": True}, "recompute: all"),
-        ({"method": "qlora"}, "frozen.codec: nf4"),
+        ({"method": "qlora"}, "frozen.codec: int4a"),
         ({"hub_model_id": "me/x", "push_to_hub": True}, "push_to_hub: me/x"),
         ({"max_steps": -1}, "max_steps: 0"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "frozen.tier: disk"),
@@ -289,6 +291,80 @@ def test_a_setting_under_two_names_is_refused_and_a_flag_wins_over_a_file() -> N
         with pytest.warns(Note):
             run = config.from_mapping(file, [flag])
         assert run.epochs == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"adapter": "qlora", "load_in_4bit": True}, "frozen.codec: int4a"),
+        ({"quantization_bit": 4, "finetuning_type": "qlora"}, "frozen.codec: int4a"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "frozen.codec: nf4"),
+        ({"bnb_config": {"bnb_4bit_quant_type": "nf4"}, "adapter": "qlora"}, "frozen.codec: nf4"),
+        ({"load_in_4bit": False, "load_in_8bit": True}, "frozen.codec: int8"),
+    ],
+)
+def test_several_names_of_one_thing_lead_to_one_line(settings: dict[str, Any], line: str) -> None:
+    """Oracle: every line that a file of theirs is answered with."""
+    _, error, notes = answer(settings)
+    lines = {text.rpartition(WRITE)[2] for text in (error, *notes) if WRITE in text}
+    assert lines == {line}
+
+
+def test_four_and_eight_bits_at_once_lead_to_no_line() -> None:
+    _, error, notes = answer({"load_in_4bit": True, "load_in_8bit": True})
+    assert len(notes) == 1
+    assert not any("frozen.codec" in text for text in (error, *notes))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"frozen": "disk × int4a", "frozen.codec": "nf4"}, "int4a nf4 frozen.codec"),
+        ({"frozen.codec": "nf4", "frozen": "disk × int4a"}, "int4a nf4 frozen.codec"),
+        ({"frozen": {"codec": "int4a"}, "frozen.codec": "nf4"}, "int4a nf4 frozen.codec"),
+        ({"trainable": "host x fp16", "trainable.tier": "disk"}, "host disk trainable.tier"),
+        ({"optimizer": {"eps": 1e-6}, "optimizer.eps": 1e-7}, "1.0e-06 1.0e-07 optimizer.eps"),
+        ({"lora": False, "lora.rank": 4}, "false lora.rank 4"),
+        ({"lora": {"rank": 8}, "lora.rank": 4}, "8 lora.rank 4"),
+    ],
+)
+def test_two_values_of_one_setting_are_refused(settings: dict[str, Any], words: str) -> None:
+    """Oracle: both values, which the error names; alone each is taken."""
+    says(answer(settings)[1], words, "both")
+    for name, value in settings.items():
+        assert answer({name: value})[1] == ""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"frozen": "disk × int4a", "frozen.codec": "int4a"},
+        {"frozen": "disk", "frozen.codec": "nf4"},
+        {"lora": True, "lora.rank": 4},
+        {"lora": False, "lora.rank": None},
+    ],
+)
+def test_two_names_that_agree_are_taken(settings: dict[str, Any]) -> None:
+    assert answer(settings)[1] == ""
+
+
+def test_a_flag_wins_over_the_file_and_over_the_flag_before() -> None:
+    file = {"frozen": "disk × int4a", "max_steps": 1}
+    flags = [("frozen.codec", "nf4"), ("max_steps", "2"), ("max_steps", "3")]
+    run = config.from_mapping(file, flags, as_flags=True)
+    assert (str(run.plan.frozen.codec), run.max_steps) == ("nf4", 3)
+
+
+def test_a_name_without_a_value_is_as_if_it_were_absent() -> None:
+    """Oracle: the defaults, and a file's value under an override without one."""
+    sections = {name.partition(".")[0] for name in KNOWN if "." in name}
+    for name in sorted(KNOWN | sections):
+        run, error, _ = answer({name: None})
+        assert (error, run) == ("", config.from_mapping({})), name
+    assert config.from_mapping({"max_steps": 4}, [("max_steps", None)]).max_steps == 4
+    source = {"path": "a.jsonl", "weight": None}
+    assert answer({"data": {"train": [source]}})[1] == ""
+    says(answer({"no_such_setting": None})[1], "no_such_setting")
 
 
 def test_every_problem_is_said_at_once() -> None:

@@ -238,7 +238,7 @@ def same_dtype(value: Any) -> bool:
 
 
 CODECS = {
-    "4": "nf4",
+    "4": "int4a",
     "8": "int8",
     "nf4": "nf4",
     "fp4": "nf4",
@@ -248,6 +248,58 @@ CODECS = {
     "16": "raw",
 }
 """Kinds of quantisation elsewhere, and ``frozen.codec``."""
+
+IN_4_BITS = {"trl": "load_in_4bit", "axolotl": "load_in_4bit", "other": "use_qlora use_4bit qlora"}
+"""Names of a switch for four bits, by tool."""
+IN_8_BITS = {"trl": "load_in_8bit", "axolotl": "load_in_8bit"}
+"""Names of a switch for eight bits, by tool."""
+KINDS_OF_BITS = {
+    "trl": "bnb_4bit_quant_type",
+    "factory": "quantization_bit",
+    "other": "quantization quantize quant_bits bits quantization_type",
+}
+"""Names of a setting that holds a kind of quantisation, by tool."""
+
+KINDS_OF_TRAINING = {
+    "trl": "use_peft peft_type",
+    "axolotl": "adapter",
+    "factory": "finetuning_type",
+    "mlx": "fine_tune_type",
+    "other": "train_type use_lora peft tuner_type",
+}
+"""Names of a setting that holds a kind of training, by tool."""
+
+
+def quantised(value: Any, given: Mapping[str, Any]) -> Pair | None:
+    """Return the codec of frozen weights by all settings that name one: a file of theirs has
+    several for one thing, and each leads to the same line. None where they contradict one
+    another."""
+    switched = {
+        bits: any(_last(name) in _all(names) and not is_off(on) for name, on in given.items())
+        for bits, names in (("4", IN_4_BITS), ("8", IN_8_BITS))
+    }
+    words_given = [word(kind) for name, kind in given.items() if _last(name) in _all(KINDS_OF_BITS)]
+    kinds = [kind for kind in words_given if kind in CODECS]
+    trainings = [kind for name, kind in given.items() if _last(name) in _all(KINDS_OF_TRAINING)]
+    has_qlora = any(word(kind) in ("qlora", "qdora") for kind in (value, *trainings))
+    in_4 = switched["4"] or has_qlora or "4" in kinds
+    in_8 = switched["8"] or "8" in kinds
+    named = [kind for kind in kinds if kind not in ("4", "8", "16")]
+    if in_4 and in_8:
+        return None
+    if in_8:
+        return "frozen.codec", CODECS["8"]
+    if named:
+        return "frozen.codec", CODECS[named[0]]
+    return "frozen.codec", CODECS["4"] if in_4 else CODECS["16"]
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2].replace("-", "_")
+
+
+def _all(names: Mapping[str, str]) -> list[str]:
+    return " ".join(names.values()).split()
 
 
 MEMORIES = {
@@ -323,11 +375,11 @@ def scale(value: Any, given: Mapping[str, Any]) -> Pair:
     return "lora.alpha", number(number(value) * rank)
 
 
-def adapter(value: Any, given: Mapping[str, Any]) -> Pair:
+def adapter(value: Any, given: Mapping[str, Any]) -> Pair | None:
     """Return adapters or all parameters, by the kinds of training that others name."""
     kind = word(value)
     if kind in ("qlora", "qdora"):
-        return "frozen.codec", "nf4"
+        return quantised(value, given)
     if kind == "dora":
         return "lora.options.use_dora", True
     return "lora", kind not in ("full", "none", "false", "freeze", "null", "")

@@ -383,6 +383,8 @@ def _source(settings: Mapping[str, Any]) -> Source:
     hints = hints_of(Source)
     values: dict[str, Any] = {}
     for name, value in settings.items():
+        if value is None and name in hints:
+            continue  # as if it were absent
         key = f"data.train.{name}"
         if name not in hints:
             raise Refused(

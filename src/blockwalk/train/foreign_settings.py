@@ -14,7 +14,8 @@ import yaml
 
 from blockwalk.plan.foreign_names import BY_NAME, VALUES, find
 from blockwalk.plan.foreign_rows import Foreign
-from blockwalk.plan.foreign_values import Pair, same
+from blockwalk.plan.foreign_values import Pair, is_off, same
+from blockwalk.plan.parsing import placement_parts
 
 WRITE = "Write: "
 """The words before the line of an error that can be pasted, which is the error's end."""
@@ -71,13 +72,17 @@ def translated(
         ValueError: a name that is not ours and means something else, or nothing here; one setting
             under two names. Further ones of the kind are warnings (:class:`Note`).
     """
-    reader = Reader(dict([*raw, *overrides]), frozenset(names), reads)
+    settings = {key: value for key, value in [*raw, *overrides] if value is not None}
+    reader = Reader(settings, frozenset(names), reads)
     result: list[Pair] = []
     problems: list[str] = []
     for pairs, flag in ((raw, False), (overrides, as_flags)):
-        spelling = {key: key for key, _ in pairs if key in reader.names}
+        spelling = {key: key for key, value in pairs if key in reader.names and value is not None}
+        problems += contradictions(pairs, reader.names, flag=flag)
         for key, value in _grouped(pairs, reader.names):
             name, row, exact = _row(key, reader.names)
+            if row is None and value is None and _is_ours(name, reader.names):
+                continue  # as if it were absent
             if row is None and name == key:
                 problems += _value_problem(key, value, reader, flag=flag)
                 result.append((key, value))
@@ -109,6 +114,47 @@ def translated(
             _note(problem)
         raise ValueError(problems[0])
     return result
+
+
+def contradictions(pairs: list[Pair], names: frozenset[str], *, flag: bool = False) -> list[str]:
+    """Return an error for each setting that has two values: under one name twice, as a whole and in
+    parts, or off beside settings of its own. A flag that is given again wins over the earlier."""
+    problems: list[str] = []
+    written: dict[str, tuple[str, Any, Any]] = {}
+    for key, value in pairs:
+        name = key.replace("-", "_")
+        if value is None or not _is_ours(name, names):
+            continue
+        for part, part_value in _parts(name, value, names):
+            other, other_value, earlier = written.get(part, (name, value, part_value))
+            wins = flag and other == name
+            if not wins and str(earlier) != str(part_value):
+                problems.append(
+                    f"{_as_text(other, other_value, flag=flag)} and"
+                    f" {_as_text(name, value, flag=flag)} are both given, and contradict each other"
+                    f" ({part}); leave one out"
+                )
+            written[part] = (name, value, part_value)
+    return problems
+
+
+def _parts(name: str, value: Any, names: frozenset[str]) -> list[Pair]:
+    """Return the settings that a name and its value decide: the parts of a placement, and whether a
+    section is on."""
+    if f"{name}.tier" in names:
+        parts = zip(("tier", "codec", "group"), placement_parts(value), strict=False)
+        return [(f"{name}.{part}", text) for part, text in parts]
+    section = name.partition(".")[0]
+    if section in names and section != name and f"{section}.tier" not in names:
+        return [(section, True), (name, value)]
+    if any(other.startswith(f"{name}.") for other in names):
+        return [(name, not is_off(value))]
+    return [(name, value)]
+
+
+def _is_ours(name: str, names: frozenset[str]) -> bool:
+    """Return whether a name is that of a setting of ours, or of a group of them."""
+    return name in names or any(other.startswith(f"{name}.") for other in names)
 
 
 def _grouped(pairs: list[Pair], names: frozenset[str]) -> list[Pair]:
