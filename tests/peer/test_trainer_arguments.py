@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -247,6 +249,22 @@ def test_a_default_of_a_subclass_that_the_walk_does_not_follow_is_refused(tmp_pa
 
     with refused(ValueError, "label_smoothing_factor 0.1"):
         BlockwalkTrainer("/nowhere", Smoothed(str(tmp_path), use_cpu=True, report_to=[]))
+
+
+def test_no_library_speaks_of_what_no_walk_uses(tmp_path: Path) -> None:
+    """Oracle: the warnings of torch's loader with the Trainer's defaults, and the level of a log
+    that bitsandbytes writes to at its import; in a process that has imported nothing else."""
+    script = (
+        "import logging, blockwalk.integrations as _; "
+        "print(logging.getLogger('bitsandbytes.backends.cpu.ops').level)"
+    )
+    printed = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert int(printed.stdout) == logging.ERROR
+    more = {"max_steps": 1, "use_cpu": torch.accelerator.is_available()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(BlockwalkTrainer, tmp_path, **more)
+    assert not [str(line.message) for line in caught if "pin_memory" in str(line.message)]
 
 
 def test_an_overridden_loss_is_refused() -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from blockwalk.system import kernel_notes
+
 if TYPE_CHECKING:
     from blockwalk.integrations.trainer import BlockwalkTrainer as BlockwalkTrainer
 
 __all__ = ["BlockwalkTrainer"]
+
+kernel_notes.silence()  # accelerate imports what writes them
 
 
 def __getattr__(name: str) -> Any:

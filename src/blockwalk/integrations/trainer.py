@@ -25,6 +25,7 @@ from transformers import Trainer, TrainingArguments
 from blockwalk.data.batch import COLUMNS, filled
 from blockwalk.integrations.trainer_callbacks import RATES, tell
 from blockwalk.integrations.trainer_table import PASSED, read_arguments, refuse_methods
+from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.losses import IGNORE
 from blockwalk.plan.methods import method
 from blockwalk.plan.plan import Plan
@@ -101,6 +102,8 @@ class BlockwalkTrainer(Trainer):
         args.gradient_accumulation_steps = 1
         args.max_grad_norm = 0.0
         args.neftune_noise_alpha = None
+        if is_cpu(args.device):
+            args.dataloader_pin_memory = False  # torch would warn that there is no accelerator
         walker = Walker(
             model,
             plan,
