@@ -249,18 +249,22 @@ CODECS = {
 }
 """Kinds of quantisation elsewhere, and ``frozen.codec``."""
 
-IN_4_BITS = {"trl": "load_in_4bit", "axolotl": "load_in_4bit", "other": "use_qlora use_4bit qlora"}
+IN_4_BITS: dict[str, Any] = {
+    "trl": "load_in_4bit",
+    "axolotl": "load_in_4bit",
+    "other": "use_qlora use_4bit qlora",
+}
 """Names of a switch for four bits, by tool."""
-IN_8_BITS = {"trl": "load_in_8bit", "axolotl": "load_in_8bit"}
+IN_8_BITS: dict[str, Any] = {"trl": "load_in_8bit", "axolotl": "load_in_8bit"}
 """Names of a switch for eight bits, by tool."""
-KINDS_OF_BITS = {
+KINDS_OF_BITS: dict[str, Any] = {
     "trl": "bnb_4bit_quant_type",
     "factory": "quantization_bit",
     "other": "quantization quantize quant_bits bits quantization_type",
 }
 """Names of a setting that holds a kind of quantisation, by tool."""
 
-KINDS_OF_TRAINING = {
+KINDS_OF_TRAINING: dict[str, Any] = {
     "trl": "use_peft peft_type",
     "axolotl": "adapter",
     "factory": "finetuning_type",
@@ -298,7 +302,7 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2].replace("-", "_")
 
 
-def _all(names: Mapping[str, str]) -> list[str]:
+def _all(names: Mapping[str, Any]) -> list[str]:
     return " ".join(names.values()).split()
 
 
