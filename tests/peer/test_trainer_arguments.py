@@ -276,9 +276,7 @@ def test_an_overridden_loss_is_refused() -> None:
         Own("/nowhere")
 
 
-@pytest.mark.parametrize(
-    "name", ["optimizer_cls_and_kwargs", "compute_metrics", "preprocess_logits_for_metrics"]
-)
+@pytest.mark.parametrize("name", ["optimizer_cls_and_kwargs", "compute_loss_func", "model_init"])
 def test_what_needs_the_model_is_refused(name: str, tmp_path: Path) -> None:
     with refused(ValueError, name):
         BlockwalkTrainer("/nowhere", arguments(tmp_path), **{name: (torch.optim.SGD, {})})

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from blockwalk.data.batch import COLUMNS, filled
+from blockwalk.integrations import trainer_state
 from blockwalk.integrations.trainer_callbacks import RATES, tell
 from blockwalk.integrations.trainer_table import PASSED, read_arguments, refuse_methods
 from blockwalk.numerics.device import is_cpu
@@ -31,12 +31,8 @@ from blockwalk.plan.methods import method
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override, unnamed_codec
 from blockwalk.plan.update_rules import RULES
-from blockwalk.system import links
 from blockwalk.system.paths import StrPath
 from blockwalk.walk.walker import Walker
-
-STATE = "walker"
-"""The folder of a checkpoint that holds the walker's state."""
 
 _IMPLEMENTATIONS = ("", "torch", "torch_fused")
 """Endings of TrainingArguments' names of update rules whose arithmetic is the plan's."""
@@ -187,11 +183,20 @@ class BlockwalkTrainer(Trainer):
         return torch.tensor(result.loss, device=self.args.device)
 
     def prediction_step(
-        self, model: Any, inputs: Mapping[str, Any], *_: Any, **__: Any
-    ) -> tuple[Any, None, None]:
-        """Return the loss of a batch, [], in evaluation mode."""
-        loss = self.walker.evaluate(_batch(inputs)).loss
-        return torch.tensor(loss, device=self.args.device), None, None
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        prediction_loss_only: bool = True,
+        ignore_keys: Any = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the loss of a batch, [], in evaluation mode; and for metrics its logits [B, S, V]
+        and labels [B, S]."""
+        batch = _batch(inputs)
+        if prediction_loss_only:
+            loss = self.walker.evaluate(batch).loss
+            return torch.tensor(loss, device=self.args.device), None, None
+        result, logits_BSV = self.walker.evaluate_with_logits(batch)
+        return torch.tensor(result.loss, device=self.args.device), logits_BSV, batch["labels"]
 
     def log(self, logs: dict[str, float], *more: Any) -> None:
         """Log as transformers does, with the step's gradient norm and its bytes a lane."""
@@ -224,19 +229,11 @@ class BlockwalkTrainer(Trainer):
         # The best weights are loaded from it.
         if self.args.save_only_model and self.args.load_best_model_at_end:
             folder = Path(self._get_output_dir(trial=trial))
-            self._save_state(folder / f"checkpoint-{self.state.global_step}")
+            trainer_state.save(self.walker, folder / f"checkpoint-{self.state.global_step}")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        self._save_state(Path(output_dir))
-
-    def _save_state(self, checkpoint: Path) -> None:
-        """Write the walker's state to a checkpoint, in the place of an earlier run's."""
-        written = checkpoint / f".{STATE}.new"
-        links.remove(written)
-        self.walker.save_state(written)
-        links.remove(checkpoint / STATE)
-        os.rename(written, checkpoint / STATE)
+        trainer_state.save(self.walker, Path(output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._load_state(Path(resume_from_checkpoint))
@@ -245,12 +242,7 @@ class BlockwalkTrainer(Trainer):
         self._load_state(Path(str(self.state.best_model_checkpoint)))
 
     def _load_state(self, checkpoint: Path) -> None:
-        if not (checkpoint / STATE).is_dir():
-            raise ValueError(
-                f"{checkpoint} has no folder {STATE}, which training goes on from:"
-                " BlockwalkTrainer writes it unless save_only_model is set"
-            )
-        self.walker.load_state(checkpoint / STATE)
+        trainer_state.load(self.walker, checkpoint)
         for note in self.walker.notes():
             warnings.warn(note, stacklevel=2)
 
@@ -313,6 +305,29 @@ def _rule_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: group[name] for name in RATES if name != "lr" and name in group}
 
 
+def _rule(args: TrainingArguments, plan: Plan) -> tuple[str, list[str]]:
+    """Return the name of the update rule, and notes: that of ``optim``, which is followed where a
+    user has set it or the plan differentiates.
+
+    Raises:
+        ValueError: the walk has no such rule.
+    """
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    default = TrainingArguments.default_optim
+    if optimizer == default and not plan.estimator.facts.walks_back:
+        own_rule = plan.optimizer.name
+        return own_rule, [
+            f"optim is {optimizer}, its default; the rule is the plan's own, {own_rule}"
+        ]
+    rule, _, implementation = optimizer.partition("_")
+    if rule not in RULES or implementation not in _IMPLEMENTATIONS:
+        names = ", ".join(name for name, facts in RULES.items() if not facts.zeroth_order_only)
+        raise ValueError(
+            f"optim is {optimizer}; the walk has {names}, and each with _torch behind it"
+        )
+    return rule, []
+
+
 def _plan(
     args: TrainingArguments, user_plan: Plan | None, name: str, *, half: bool
 ) -> tuple[Plan, list[str]]:
@@ -324,25 +339,32 @@ def _plan(
     """
     plan = user_plan or method(name)
     notes = []
-    if not plan.estimator.facts.walks_back or plan.mesh.world > 1 or args.world_size > 1:
+    if plan.mesh.world > 1 or args.world_size > 1:
         raise ValueError(
-            f"BlockwalkTrainer walks first-order methods on one rank, not {plan.method!r} on"
-            f" {max(plan.mesh.world, args.world_size)}; blockwalk train has zeroth order and ranks"
+            f"BlockwalkTrainer walks on one rank, not {plan.method!r} on"
+            f" {max(plan.mesh.world, args.world_size)}; blockwalk train has ranks"
         )
-    optimizer = str(getattr(args.optim, "value", args.optim))
-    rule, _, implementation = optimizer.partition("_")
-    if rule not in RULES or implementation not in _IMPLEMENTATIONS:
-        names = ", ".join(name for name, facts in RULES.items() if not facts.zeroth_order_only)
-        raise ValueError(
-            f"optim is {optimizer}; the walk has {names}, and each with _torch behind it"
-        )
+    rule, rule_notes = _rule(args, plan)
+    notes += rule_notes
     if args.dataloader_drop_last and args.gradient_accumulation_steps > 1:
         raise ValueError(
             "dataloader_drop_last would leave out the rest of a step here, and of a micro-batch"
             " in a Trainer; set gradient_accumulation_steps: 1, or leave it out"
         )
     clipping = args.max_grad_norm
-    if plan.update.at_turn and clipping == TrainingArguments.max_grad_norm:
+    has_default = clipping == TrainingArguments.max_grad_norm
+    if clipping and not plan.estimator.facts.walks_back:
+        if not has_default:
+            raise ValueError(
+                f"max_grad_norm is {clipping}, and method {plan.method!r} has no gradient to clip;"
+                " set max_grad_norm: 0"
+            )
+        clipping = 0.0
+        notes.append(
+            f"max_grad_norm is {args.max_grad_norm}, its default, and zeroth order has no gradient:"
+            " nothing is clipped"
+        )
+    elif has_default and plan.update.at_turn:
         clipping = 0.0
         notes.append(
             f"max_grad_norm is {args.max_grad_norm}, its default, and this plan updates blocks at"

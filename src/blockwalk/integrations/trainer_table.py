@@ -55,6 +55,11 @@ FOLLOWED = frozenset(
         "eval_delay",
         "per_device_eval_batch_size",
         "prediction_loss_only",
+        "eval_do_concat_batches",
+        "eval_use_gather_object",
+        "eval_accumulation_steps",
+        "include_for_metrics",
+        "batch_eval_metrics",
         "eval_on_start",
         "save_only_model",
         "save_strategy",
@@ -99,7 +104,6 @@ FOLLOWED = frozenset(
 
 _RECOMPUTES = "the walk recomputes blocks by itself (recompute of the plan)"
 _ALONE = "a walk has one process here"
-_NO_PREDICTIONS = "evaluation keeps losses alone"
 
 MEANINGLESS = {
     "fp16": "the walk computes in bfloat16 instead, which needs no scale of the loss",
@@ -120,11 +124,6 @@ MEANINGLESS = {
     "ddp_static_graph": _ALONE,
     "ddp_backend": _ALONE,
     "ddp_timeout": _ALONE,
-    "eval_do_concat_batches": _NO_PREDICTIONS,
-    "eval_use_gather_object": _NO_PREDICTIONS,
-    "eval_accumulation_steps": _NO_PREDICTIONS,
-    "include_for_metrics": _NO_PREDICTIONS,
-    "batch_eval_metrics": _NO_PREDICTIONS,
 }
 """Fields that mean nothing to a walk, and why."""
 
@@ -223,7 +222,15 @@ METHODS_FOLLOWED = frozenset(
 """Methods that are called as in a Trainer."""
 
 PASSED = frozenset(
-    {"train_dataset", "eval_dataset", "data_collator", "processing_class", "callbacks"}
+    [
+        "train_dataset",
+        "eval_dataset",
+        "data_collator",
+        "processing_class",
+        "callbacks",
+        "compute_metrics",
+        "preprocess_logits_for_metrics",
+    ]
 )
 """Arguments of ``Trainer()`` that are followed, beside model and args."""
 

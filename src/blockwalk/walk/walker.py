@@ -52,7 +52,7 @@ from blockwalk.ranks.ranks import digest_of, first, make_ranks
 from blockwalk.ranks.watch import Watch, begin_watch, naming
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.memories import Memories
-from blockwalk.walk import generation
+from blockwalk.walk import generation, kept_logits
 from blockwalk.walk.batch_parts import BatchParts, cut_shared, row_place
 from blockwalk.walk.context_check import require_parts
 from blockwalk.walk.executor import Executor, Timeline
@@ -573,6 +573,8 @@ class Walker:
         return self._forward.logits_BV
 
     generate = generation.generate
+
+    evaluate_with_logits = kept_logits.evaluate_with_logits
 
     # ---- programs --------------------------------------------------------------------------------
 

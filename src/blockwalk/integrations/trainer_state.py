@@ -1,0 +1,80 @@
+"""The walker's state in a Trainer's checkpoint.
+
+First order is saved as in any run; zeroth order as its weights beside the number of its steps, from
+which the noise of the next ones comes."""
+
+from __future__ import annotations
+
+import json
+import os
+from math import prod
+from pathlib import Path
+
+from blockwalk.checkpoints.distributed import write_folder
+from blockwalk.checkpoints.pieces import Pieces, Saved
+from blockwalk.checkpoints.run_checkpoint import SCALARS
+from blockwalk.ranks.ranks import first
+from blockwalk.system import atomic_files, links
+from blockwalk.walk.walker import Walker
+
+FOLDER = "walker"
+"""The folder of a checkpoint that holds the walker's state."""
+
+
+def save(walker: Walker, checkpoint: Path) -> None:
+    """Write the walker's state to a checkpoint, in the place of an earlier run's. Ranks call this
+    together.
+
+    Raises:
+        FloatingPointError: first order: a value is not finite.
+    """
+    new_folder = checkpoint / f".{FOLDER}.new"
+    first(lambda: _clear(new_folder))
+    if walker.estimator.checkpointed is not None:
+        walker.save_state(new_folder)
+    else:
+        _save_weights(walker, new_folder)
+    first(lambda: _rename(new_folder, checkpoint / FOLDER))
+
+
+def _save_weights(walker: Walker, folder: Path) -> None:
+    """Write the weights of a zeroth-order run, every update applied."""
+    state = walker.live_state()
+    if walker.ranks.rank:
+        walker.join_gathers()
+        return
+    tensors = {name: value for name, value in state.items() if hasattr(value, "dtype")}
+    pieces = {name: Pieces(prod(value.shape), {0: value}) for name, value in tensors.items()}
+    scalars = {name: value for name, value in state.items() if name not in tensors}
+    sealed = atomic_files.seal(json.dumps(scalars))[0]
+    write_folder(folder, pieces, walker.steps_done, {SCALARS: f"{sealed}\n"})
+
+
+def load(walker: Walker, checkpoint: Path) -> None:
+    """Go on from the walker's state in a checkpoint.
+
+    Raises:
+        ValueError: the checkpoint has none, or one that does not fit.
+        Damaged: a file of it is not as it was written.
+    """
+    folder = checkpoint / FOLDER
+    if not folder.is_dir():
+        raise ValueError(
+            f"{checkpoint} has no folder {FOLDER}, which training goes on from: BlockwalkTrainer"
+            " writes it unless save_only_model is set"
+        )
+    if walker.estimator.checkpointed is not None:
+        walker.load_state(folder)
+        return
+    with Saved(folder) as saved:
+        weights = {name: saved.whole(name) for name in saved.numel}
+        walker.load_state_dict({**atomic_files.read_sealed(folder / SCALARS), **weights})
+
+
+def _clear(folder: Path) -> None:
+    links.remove(folder)
+
+
+def _rename(new_folder: Path, folder: Path) -> None:
+    links.remove(folder)
+    os.rename(new_folder, folder)
