@@ -41,6 +41,7 @@ from blockwalk.cutting.rule_masks import long_masks_as_rules
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.documents import by_document
+from blockwalk.numerics.drawing import GLOBAL_DRAWS, DrawingFrom
 from blockwalk.numerics.row_tiles import narrow_products
 from blockwalk.numerics.sequence_part import SequencePart
 from blockwalk.plan.plan import Plan
@@ -119,6 +120,8 @@ class CutModel(BoundUnits):
         """Tiles by which long sequences are computed; None: they are computed whole."""
         self.draws_random_numbers = _has_dropout(model)
         """Whether a forward in training mode may draw random numbers."""
+        self._generator = torch.default_generator
+        """The generator that the unit at work draws from."""
         signature = inspect.signature(self.base.forward).parameters
         self._takes_use_cache = any(
             p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in signature.values()
@@ -168,13 +171,22 @@ class CutModel(BoundUnits):
         if seed is None or not self.draws_random_numbers or not self.model.training:
             yield
             return
+        if is_cpu(self.device) and self._call_block is _call:
+            self._generator = torch.Generator()
+            self._seed(seed)
+            with DrawingFrom(self._generator):
+                yield
+            return
+        # a compiled block and an accelerator's operators know torch's own generators alone
         devices = [] if is_cpu(self.device) else [self.device]
-        with torch.random.fork_rng(devices=devices, device_type=self.device.type):
+        forked = torch.random.fork_rng(devices=devices, device_type=self.device.type)
+        with GLOBAL_DRAWS, forked:
+            self._generator = torch.default_generator
             self._seed(seed)
             yield
 
     def _seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
+        self._generator.manual_seed(seed)
         if not is_cpu(self.device):
             with torch.accelerator.device_index(self.device.index):
                 torch.get_device_module(self.device).manual_seed(seed)

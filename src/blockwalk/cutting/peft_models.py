@@ -19,6 +19,7 @@ from torch import nn
 
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.lora_forward import fuse
+from blockwalk.numerics.drawing import DrawingFrom
 from blockwalk.plan.parsing import did_you_mean
 from blockwalk.plan.table import LOOSE
 
@@ -146,8 +147,7 @@ def add_adapter(model: nn.Module, config: Any, *, seed: int = 0, saved: str = ""
         and config.target_modules.lower() == "all-linear"
     ):
         config = _all_linear(config, model)
-    with torch.random.fork_rng(devices=[]), _weightless(model):
-        torch.default_generator.manual_seed(seed)
+    with DrawingFrom(torch.Generator().manual_seed(seed)), _weightless(model):
         wrapped: Any = get_peft_model(model, config)
     if not lora:
         return wrapped

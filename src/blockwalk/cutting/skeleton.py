@@ -8,13 +8,15 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from blockwalk.models.model_source import model_source
@@ -112,28 +114,44 @@ class _NothingOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Building(threading.local):
+    """Whether this thread makes a model without its weights."""
+
+    without_weights = False
+
+
+_BUILDING = _Building()
+
+
+def _to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
+    """Return the placeholder of a parameter that a module registers, in a thread that makes a model
+    without its weights; None leaves it as it is."""
+    if not _BUILDING.without_weights or param is None or param.is_meta:
+        return None
+    return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+
+# torch's own hook, for good: modules of other threads pass it, and none of them sees it come or go
+register_module_parameter_registration_hook(_to_meta)
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Send each parameter to the meta device as soon as a module registers it.
+    """Send each parameter that this thread makes to the meta device as soon as a module registers
+    it.
 
     Buffers stay where they are made, so those that a constructor computes (rotary frequencies) are
     right. Initialisers run after registration, on meta. A large ``torch.empty`` is on meta from the
     start: even untouched, weights that come and go would leave the allocator an address range of
     the model's size to scatter later temporaries over (measured on Qwen2.5-0.5B: +50 MB of touched
     pages in a training step)."""
-    original: Callable[..., None] = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        original(module, name, param)
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    outer = _BUILDING.without_weights
+    _BUILDING.without_weights = True
     try:
         with _NothingOnMeta():
             yield
     finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        _BUILDING.without_weights = outer
 
 
 def persistent_buffers(model: nn.Module) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from blockwalk.cutting.shrink import shrink
+from blockwalk.numerics.drawing import DrawingFrom
 
 SEED = 20_26
 TOLERANCE = 1e-4
@@ -17,8 +18,8 @@ TOLERANCE = 1e-4
 def small_instance(cls: Any, config: Any) -> Any:
     """Return a model of a class, with small dimensions and random parameters in float32, in
     evaluation mode."""
-    torch.manual_seed(SEED)
-    model = cls._from_config(shrink(config), dtype=torch.float32)
+    with DrawingFrom(torch.Generator().manual_seed(SEED)):
+        model = cls._from_config(shrink(config), dtype=torch.float32)
     _roughen(model)
     return model.eval()
 

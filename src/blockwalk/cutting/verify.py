@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -32,10 +33,15 @@ from blockwalk.cutting.small_instance import SEED, small_batch, small_instance
 from blockwalk.cutting.tile_trial import try_tiles
 from blockwalk.cutting.unread_outputs import unread_outputs
 from blockwalk.cutting.walk_check import compare
+from blockwalk.numerics.drawing import own_draws
 from blockwalk.plan.parsing import from_plain
 from blockwalk.system import cache
 from blockwalk.system.deferred_imports import deferred_imports
 from blockwalk.system.out_of_memory import is_out_of_memory
+
+OPENING = threading.RLock()
+"""Held while a model is opened: transformers sets the process's default dtype for the time of a
+constructor, and what is tried on a small instance is tried once."""
 
 _verdicts: dict[str, Anatomy | str] = {}
 """The verdicts of this process on configurations, by key: an anatomy, or the reason to refuse."""
@@ -62,9 +68,11 @@ def certified_anatomy(model: Any) -> Anatomy:
         ValueError: the walk would not be the model's own computation, with the figures.
     """
     key = key_of(model)
-    if key not in _verdicts:
-        _verdicts[key] = cache.read_sealed(_entry(key), _parsed) or _study_and_keep(key, model)
-    verdict = _verdicts[key]
+    with OPENING:
+        if key not in _verdicts:
+            verdict = cache.read_sealed(_entry(key), _parsed)
+            _verdicts[key] = verdict or _study_and_keep(key, model)
+        verdict = _verdicts[key]
     if isinstance(verdict, str):
         raise ValueError(f"{type(model).__name__} cannot be walked block by block: {verdict}")
     return verdict
@@ -145,7 +153,7 @@ def study(cls: Any, config: Any) -> Anatomy:
         ValueError: the model is no sequence of layers, or a figure exceeds
             :data:`blockwalk.cutting.small_instance.TOLERANCE`; with the reason.
     """
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), own_draws():
         model = small_instance(cls, config)
         batch = small_batch(model.config)
         require_causal(model)

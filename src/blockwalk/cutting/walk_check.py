@@ -14,6 +14,7 @@ from torch import Tensor
 from blockwalk.cutting.anatomy import Anatomy, canonical_name
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.small_instance import SEED, TOLERANCE, difference
+from blockwalk.numerics.drawing import DrawingFrom
 
 
 @dataclass(frozen=True)
@@ -29,23 +30,25 @@ def control_run(model: Any, cut: CutModel, batch: Mapping[str, Tensor]) -> Run:
     """Return the model's own forward and autograd; each unit seeds the random numbers as the walk
     does."""
     handles = []
+    generator = torch.Generator()
     if model.training:
         for unit in range(1, cut.epilogue_index):
             module = cut.modules(unit)[0]
             handles.append(
                 module.register_forward_pre_hook(
-                    lambda *_, unit=unit: torch.manual_seed(SEED + unit) and None
+                    lambda *_, unit=unit: generator.manual_seed(SEED + unit) and None
                 )
             )
         handles.append(
             module.register_forward_hook(
-                lambda *_: torch.manual_seed(SEED + cut.epilogue_index) and None
+                lambda *_: generator.manual_seed(SEED + cut.epilogue_index) and None
             )
         )
-    torch.manual_seed(SEED)
+    generator.manual_seed(SEED)
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     try:
-        out = model(**batch, use_cache=False)
+        with DrawingFrom(generator):
+            out = model(**batch, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from blockwalk.cutting.adapters import adapt, refuse_tied_lora
 from blockwalk.cutting.peft_models import adapter_parameters
 from blockwalk.cutting.skeleton import persistent_buffers
-from blockwalk.cutting.verify import certified
+from blockwalk.cutting.verify import OPENING, certified
 from blockwalk.engine.frozen_codec import refuse_rounded
 from blockwalk.engine.model_weights import files_of, open_model, open_source
 from blockwalk.models.model_source import ModelSource, model_source
@@ -255,3 +255,9 @@ class ModelHandle:
     def close(self) -> None:
         if self.source is not None:
             self.source.close()
+
+
+def opened(model: StrPath | nn.Module, plan: Plan, **settings: Any) -> ModelHandle:
+    """Return an open model, as :class:`ModelHandle` says; one thread opens one at a time."""
+    with OPENING:
+        return ModelHandle(model, plan, **settings)

@@ -316,3 +316,23 @@ def _piece(nbytes: int, device: torch.device) -> Tensor:
     # not at exit: the process's end takes the driver's with it
     weakref.finalize(pages, let_go, ctypes.addressof(pages)).atexit = False
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def require_usual_torch() -> None:
+    """Raise ValueError where torch makes tensors that no gradient, or no file, may read: in
+    inference mode, or by another default than float32 on the processor."""
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "torch.inference_mode is on, and its tensors take no gradient: leave it"
+            " (torch.no_grad is fine)"
+        )
+    if torch.get_default_dtype() != torch.float32:
+        raise ValueError(
+            f"torch's default dtype is {torch.get_default_dtype()}, and a walk makes tensors in"
+            " torch.float32: call torch.set_default_dtype(torch.float32), and choose compute_dtype"
+        )
+    if torch.get_default_device().type != "cpu":
+        raise ValueError(
+            f"torch's default device is {torch.get_default_device()}, and a walk makes tensors on"
+            " the cpu: call torch.set_default_device(None), and choose Walker(device=...)"
+        )

@@ -27,6 +27,7 @@ from blockwalk.cutting.small_instance import SEED, TOLERANCE, difference, small_
 from blockwalk.data import batch as batches
 from blockwalk.data.batch import Batch, loss_tokens
 from blockwalk.numerics import rule_mask, sequence_part
+from blockwalk.numerics.drawing import own_draws
 from blockwalk.numerics.sequence_part import SequencePart
 from blockwalk.plan import row_order
 from blockwalk.plan.losses import IGNORE
@@ -145,7 +146,7 @@ def study(
         raise ValueError(
             f"its attention is {attention}, and parts attend by sdpa (scaled_dot_product_attention)"
         )
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), own_draws():
         cut = CutModel(small_instance(cls, config), anatomy)
         names = _Names(cut, layers or {})
         if cut.head.custom or anatomy.hands_on:

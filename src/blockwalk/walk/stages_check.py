@@ -19,6 +19,7 @@ from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.small_instance import small_batch, small_instance
 from blockwalk.data.batch import Batch
+from blockwalk.numerics.drawing import own_draws
 from blockwalk.plan.plan import Plan
 from blockwalk.system.deferred_imports import deferred_imports
 from blockwalk.system.paths import StrPath
@@ -69,7 +70,7 @@ def against_stages(cls: Any, config: Any, anatomy: Any) -> str:
     is."""
     if anatomy.hands_on:
         return "its layers hand tensors to later ones, beside the hidden state"
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), own_draws():
         cut = CutModel(small_instance(cls, config), anatomy)
         parameters = cut.take_parameters()
         for batch in _batches(cut):

@@ -24,13 +24,13 @@ from blockwalk.data.row_batch import batch_shape
 from blockwalk.engine import frozen_codec
 from blockwalk.engine.engine import Engine
 from blockwalk.engine.master_updates import MasterUpdates
-from blockwalk.engine.model_handle import ModelHandle
+from blockwalk.engine.model_handle import opened
 from blockwalk.estimators.forward import Forward
 from blockwalk.estimators.protocol import Estimator, KeepsLedger
 from blockwalk.estimators.walk_request import Losses, NextLogits, Step
 from blockwalk.estimators.zeroth_order.ledger_header import run_of
 from blockwalk.models.model_source import model_source
-from blockwalk.numerics.device import chosen, is_cpu
+from blockwalk.numerics.device import chosen, is_cpu, require_usual_torch
 from blockwalk.plan.mesh import Piece, context_axis
 from blockwalk.plan.plan import Plan, refuse_dropout
 from blockwalk.plan.schedules import schedule_of
@@ -158,6 +158,7 @@ class Walker:
             )
         if objective is not None and self._facts.walks_back:
             plan = replace(plan, loss="objective")
+        require_usual_torch()
         # refused before the model is looked at
         self._schedule = schedule_of(plan.optimizer) if training else None
         model = model if isinstance(model, nn.Module) else model_source(model)
@@ -185,7 +186,7 @@ class Walker:
         if self.ranks.world > 1:
             packs, folder = self._agreed_folders(folder, model, lora)
         run = first(lambda: run_of(ledger))
-        handle = ModelHandle(
+        handle = opened(
             model,
             plan,
             lora=lora,
@@ -293,6 +294,7 @@ class Walker:
                 are as they were.
         """
         began = time.perf_counter()
+        require_usual_torch()
         if self._schedule is None:
             raise ValueError(
                 "this walker was made with training=False, to evaluate and to generate; make"
