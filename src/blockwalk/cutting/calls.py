@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -150,6 +151,18 @@ class BlockCall:
     hands_on: bool = False
     """Whether blocks of this model hand entries to one another."""
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the arguments hold tensors and constants alone, in tuples at most: a run can
+        write into nothing but the tensors' elements, so that all runs may share them."""
+        return _is_plain(self.arguments.values())
+
+    @cached_property
+    def watched(self) -> list[Tensor]:
+        """The tensors among the arguments whose versions tell that a run wrote into them."""
+        tensors = tensors_of(self.arguments, caches=False)
+        return [tensor for tensor in tensors if not tensor.is_inference()]
+
     @property
     def dictionaries(self) -> list[int | str]:
         """Positions and keywords of the arguments that are dictionaries, in which a block may hand
@@ -165,6 +178,15 @@ class BlockCall:
 
     def view(self, hidden_BSD: Tensor) -> tuple[list[Any], dict[str, Any]]:
         """Return arguments for one run, in containers of their own."""
+        arguments = self.arguments_of(hidden_BSD)
+        positional = [value for key, value in arguments.items() if type(key) is int]
+        keywords = {key: value for key, value in arguments.items() if type(key) is str}
+        return positional, keywords
+
+    def arguments_of(self, hidden_BSD: Tensor) -> dict[int | str, Any]:
+        """Return the arguments of one run by position or keyword, in containers of their own."""
+        if self.is_plain:
+            return {**self.arguments, self.hidden_at: hidden_BSD}
         live = self.live_cache
         arguments = {
             key: rebuild(value, _same, str(key), share_caches=live)
@@ -173,9 +195,7 @@ class BlockCall:
         arguments[self.hidden_at] = hidden_BSD
         for entry in self.handed.before(self.unit):
             arguments[entry.argument][entry.key] = entry.value
-        positional = [value for key, value in arguments.items() if isinstance(key, int)]
-        keywords = {key: value for key, value in arguments.items() if isinstance(key, str)}
-        return positional, keywords
+        return arguments
 
 
 def joined_call(
@@ -249,10 +269,26 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, slice, range)
+_PYTHON_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, slice, range)
 _TORCH_CONSTANTS = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_CONSTANTS = _PYTHON_CONSTANTS + _TORCH_CONSTANTS
 _OPAQUE = ("BlockMask",)
 """Class names of immutable objects that attention implementations pass to layers."""
+
+
+_PLAIN = frozenset((Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype))
+"""Classes of what a container's copy shares with it."""
+
+
+def _is_plain(values: Iterable[Any]) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind is tuple:
+            if not _is_plain(value):
+                return False
+        elif kind not in _PLAIN:
+            return False
+    return True
 
 
 def is_cache(value: Any) -> bool:
@@ -274,9 +310,10 @@ def rebuild(
     def again(item: Any) -> Any:
         return rebuild(item, on_tensor, where, share_caches=share_caches)
 
-    if isinstance(value, Tensor):
+    kind = type(value)
+    if kind is Tensor or isinstance(value, Tensor):
         return on_tensor(value)
-    if isinstance(value, _CONSTANTS + _TORCH_CONSTANTS) or type(value).__name__ in _OPAQUE:
+    if kind in _PLAIN or isinstance(value, _CONSTANTS) or kind.__name__ in _OPAQUE:
         return value
     if isinstance(value, tuple):
         items = map(again, value)

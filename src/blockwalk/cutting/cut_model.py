@@ -71,6 +71,18 @@ def _has_dropout(model: nn.Module) -> bool:
     )
 
 
+_NO_MODE = nullcontext()
+
+
+@contextmanager
+def _entered(contexts: Sequence[AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter contexts, the first first."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
 def _call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return module(*args, **kwargs)
 
@@ -165,12 +177,17 @@ class CutModel(BoundUnits):
         parameters may then be lazily decoded."""
         self._call_block = torch.compile(_call)
 
+    def _draws(self, seed: int | None) -> bool:
+        """Return whether a pass with this seed draws random numbers."""
+        return seed is not None and self.draws_random_numbers and self.model.training
+
     @contextmanager
     def _seeded(self, seed: int | None) -> Iterator[None]:
         """Draw from a generator seeded for this unit, and leave the global ones as they were."""
-        if seed is None or not self.draws_random_numbers or not self.model.training:
+        if not self._draws(seed):
             yield
             return
+        assert seed is not None
         if is_cpu(self.device) and self._call_block is _call:
             self._generator = torch.Generator()
             self._seed(seed)
@@ -333,9 +350,9 @@ class CutModel(BoundUnits):
     ) -> Tensor | None:
         """Run one block by tiles of the sequence; None where it is to be run whole."""
         size = self.tile(arguments[call.hidden_at].shape[1], call.module)
-        cached = any(map(is_cache, arguments.values()))
-        compiled = self._call_block is not _call
-        if not size or cached or call.leaves or call.hands_on or compiled:
+        if not size or call.leaves or call.hands_on or self._call_block is not _call:
+            return None
+        if any(map(is_cache, arguments.values())):
             return None
 
         @contextmanager
@@ -365,34 +382,48 @@ class CutModel(BoundUnits):
         whose backward ``uses_up`` the gradient of the hidden state where it may: writes over it.
         Raises ValueError where the block writes into an argument that other blocks read, but for
         entries that it adds to a dictionary."""
-        args, kwargs = call.view(hidden_BSD)
-        arguments: dict[int | str, Any] = dict(enumerate(args))
-        arguments.update(kwargs)
-        dictionaries = {key: dict(arguments[key]) for key in call.dictionaries}
-        watched = [t for t in tensors_of([args, kwargs], caches=False) if not t.is_inference()]
-        versions = [t._version for t in watched]
-        containers = containers_of([args, kwargs])
-        compiled = self._call_block is not _call
+        arguments = call.arguments_of(hidden_BSD)
+        plain = call.is_plain
+        tensors = [hidden_BSD] if plain else tensors_of(arguments, caches=False)
+        watched = [tensor for tensor in tensors if not tensor.is_inference()]
+        if plain:
+            watched += call.watched
+        versions = [tensor._version for tensor in watched]
+        dictionaries = {} if plain else {key: dict(arguments[key]) for key in call.dictionaries}
+        containers = () if plain else containers_of(arguments)
         out: Any = self._by_tiles(call, arguments, reads_answer=reads_answer, uses_up=uses_up)
         if out is None:
-            with ExitStack() as stack:
-                stack.enter_context(self._seeded(seed))
-                if not compiled:
-                    stack.enter_context(narrow_products(hidden_BSD))
-                    stack.enter_context(call.attention_mode)
+            args = [value for key, value in arguments.items() if type(key) is int]
+            kwargs = {key: value for key, value in arguments.items() if type(key) is str}
+            with self._modes(call, hidden_BSD, seed):
                 out = self._call_block(call.module, args, kwargs)
         handed: list[Tensor] = []
         if self.anatomy.hands_on:
             for key, items in dictionaries.items():
                 handed += call.handed.take(call.unit, key, arguments[key], items)
-        if [t._version for t in watched] != versions or containers_of([args, kwargs]) != containers:
+        written = [tensor._version for tensor in watched] != versions
+        if written or not (plain or containers_of(arguments) == containers):
             raise ValueError(
                 f"block {call.unit} ({self._units.layers[call.unit - 1].canonical}) writes into"
-                f" one of its arguments {sorted(kwargs)}: it hands state to other layers"
+                f" one of its arguments {sorted(key for key in arguments if isinstance(key, str))}:"
+                " it hands state to other layers"
             )
         hidden = out[0] if isinstance(out, tuple | list) else out
         assert isinstance(hidden, Tensor)
         return BlockResult(hidden, tuple(handed))
+
+    def _modes(
+        self, call: BlockCall, hidden_BSD: Tensor, seed: int | None
+    ) -> AbstractContextManager[object]:
+        """Return the context that a block runs in: its generator's seed, and its modes unless a
+        compiler runs it. Most blocks have none."""
+        contexts: list[AbstractContextManager[object]] = []
+        if self._draws(seed):
+            contexts.append(self._seeded(seed))
+        if self._call_block is _call:
+            modes = (narrow_products(hidden_BSD), call.attention_mode)
+            contexts += [mode for mode in modes if type(mode) is not nullcontext]
+        return _entered(contexts) if contexts else _NO_MODE
 
     def forward_together(
         self, call: BlockCall, hidden_PSD: Tensor, values: Sequence[Mapping[str, Value]]
@@ -449,7 +480,7 @@ class CutModel(BoundUnits):
             def stub(*args: Any, **kwargs: Any) -> Any:
                 if module is not last_layer:
                     return self._answer(module, args[at] if isinstance(at, int) else kwargs[at])
-                if seed is not None and self.draws_random_numbers and self.model.training:
+                if seed is not None and self._draws(seed):
                     self._seed(seed)
                 return self._answer(module, hidden_BSD)
 

@@ -239,10 +239,12 @@ class Backprop:
         saved = self.saved.get(self._place(op))
         return (lambda: None) if op.kind is OpKind.SAVE or saved is None else saved.will_need
 
-    def _seed(self, state: _State, op: Op) -> int:
+    def _seed(self, state: _State, op: Op) -> int | None:
         """Dropout's seed for one unit and micro-batch: the same in forward and recomputation, in
-        any order of the walk. Ranks have different rows, and different masks; rank 0's are those of
-        one process."""
+        any order of the walk; None for a model that draws nothing. Ranks have different rows, and
+        different masks; rank 0's are those of one process."""
+        if not self.engine.cut.draws_random_numbers:
+            return None
         place = self.engine.rank % self.engine.plan.mesh.stage_ranks
         rank = (place,) if place else ()
         return derive_seed(
