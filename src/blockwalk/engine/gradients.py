@@ -4,7 +4,7 @@ process; over ranks in flat buffers, which are reduced to this rank's slices."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.engine.home import Job
+from blockwalk.engine.joined import Joined
 from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.sharded_part import ShardedPart
 from blockwalk.numerics.device import host_buffers, is_cpu, recorded, sent
@@ -66,6 +67,15 @@ class GradientGroups:
             self.forget(unit)
 
 
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """The gradients of a joined unit."""
+
+    buffer_P: Tensor
+    tensors: list[Tensor]
+    """Its tensors, in the order of their names."""
+
+
 class NamedGradients:
     """Accumulators of whole parameters, each made when something is first added to it.
 
@@ -77,6 +87,7 @@ class NamedGradients:
         ends: whether updates use gradients up before the step's end; their squares are then kept
             until it.
         clips: whether their norm is asked for.
+        joined: units whose gradients lie side by side, where every one of them gets one.
     """
 
     def __init__(
@@ -88,6 +99,7 @@ class NamedGradients:
         landings: Sequence[int] = (),
         ends: bool,
         clips: bool = True,
+        joined: Mapping[int, Joined] | None = None,
     ) -> None:
         self._masters = masters
         self._device = device
@@ -101,8 +113,19 @@ class NamedGradients:
         self._places = [place_P.view(torch.float32) for place_P in host_buffers(landings, device)]
         self._landed: dict[str, Tensor] = {}
         """The gradients that came to a place, until an update uses them up."""
+        self._joined = joined or {}
+        self._unit_of = {unit_joined.names: unit for unit, unit_joined in self._joined.items()}
+        self._whole: dict[int, _Whole] = {}
+        """The gradients of joined units that came together."""
+        self._free: dict[Hashable, _Whole] = {}
+        """A buffer that the next unit of a kind takes: updates at a unit's turn use them up one
+        after the other."""
+        self._norms: list[tuple[Sequence[str], Tensor]] = []
+        """The names and norms of gradients that updates have used up as one."""
 
     def begin(self) -> None:
+        self._whole.clear()
+        self._norms.clear()
         self.sums.clear()
         self._squares.clear()
         self._chunk_sums.clear()
@@ -124,6 +147,10 @@ class NamedGradients:
         return self.sums[name]
 
     def add(self, names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
+        names = tuple(names)
+        unit = self._unit_of.get(names)
+        if unit is not None and self._add_joined(unit, [*gradients]):
+            return
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None and name in self.sums:
                 self.sums[name].add_(gradient)
@@ -131,6 +158,46 @@ class NamedGradients:
                 self.sums[name] = gradient.to(torch.float32)
             elif gradient is not None and self._groups is not None:
                 self.sums[name] = self._groups.tensor(name).copy_(gradient)
+
+    def _add_joined(self, unit: int, gradients: list[Tensor | None]) -> bool:
+        """Add to the gradients of a joined unit as one; False where one has come by itself, or some
+        do not come."""
+        complete = [gradient for gradient in gradients if gradient is not None]
+        joined = self._joined[unit]
+        if len(complete) < len(joined.names):
+            return False
+        if unit in self._whole:
+            torch._foreach_add_(self._whole[unit].tensors, complete)
+            return True
+        if not self.sums.keys().isdisjoint(joined.names):
+            return False
+        whole = self._free.pop(joined.kind, None)
+        if whole is None:
+            buffer_P = joined.buffer(self._device)
+            whole = _Whole(buffer_P, joined.tensors(buffer_P))
+        torch._foreach_copy_(whole.tensors, complete)
+        self._whole[unit] = whole
+        self.sums.update(zip(joined.names, whole.tensors, strict=True))
+        return True
+
+    def use_up_joined(self, unit: int) -> Tensor | None:
+        """Return a joined unit's gradients as one tensor that an update takes over; None where they
+        did not all come together."""
+        whole = self._whole.get(unit)
+        if whole is None:
+            return None
+        names = self._joined[unit].names
+        if self._ends:
+            self._norms.append((names, torch.stack(torch._foreach_norm(whole.tensors))))
+        for name in names:
+            del self.sums[name]
+        return whole.buffer_P
+
+    def free_joined(self, unit: int) -> None:
+        """Let the next unit have the buffer that an update has used up."""
+        whole = self._whole.pop(unit, None)
+        if whole is not None and self._ends:
+            self._free[self._joined[unit].kind] = whole
 
     def reduce(self, op: Op) -> Job:
         raise AssertionError("one process has nothing to sum over")
@@ -187,13 +254,14 @@ class NamedGradients:
             if name in self.sums
         )
 
-    def squares(self) -> list[tuple[str, Tensor]]:
-        squares = {
+    def squares(self) -> list[tuple[Sequence[str], Tensor]]:
+        squares = self._squares | {
             name: sum_of_squares(gradient)
             for name, gradient in self.sums.items()
             if name not in self._squares
         }
-        return [*self._squares.items(), *squares.items()]
+        of_units = [(names, norms_T * norms_T) for names, norms_T in self._norms]
+        return [*of_units, *(([name], square.view(1)) for name, square in squares.items())]
 
     def take(self) -> dict[str, Tensor]:
         gradients = self.sums
@@ -383,9 +451,9 @@ class FlatGradients:
         of_ranks = holders(everyone, self._plan.mesh, self._groups.rank, ranks)
         return norm_of_sums(torch.tensor(parts, dtype=torch.float64) for parts in of_ranks)
 
-    def squares(self) -> list[tuple[str, Tensor]]:
+    def squares(self) -> list[tuple[Sequence[str], Tensor]]:
         return [
-            (self._names[unit], sum_of_squares(part_P))
+            ([self._names[unit]], sum_of_squares(part_P).view(1))
             for unit, slices in self._counted.items()
             for part_P in self._parts(slices)
         ]

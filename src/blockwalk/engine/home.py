@@ -110,9 +110,9 @@ class Gradients(Protocol):
     def norm(self) -> float:
         """Return the norm of all gradients, over all ranks."""
 
-    def squares(self) -> list[tuple[str, Tensor]]:
-        """Return the sums of squares of the gradients that this rank has had in this step, 0-d
-        float32, each with a name."""
+    def squares(self) -> list[tuple[Sequence[str], Tensor]]:
+        """Return the sums of squares of the gradients that this rank has had in this step, 1-D
+        float32, with a name for each."""
 
     def take(self) -> dict[str, Tensor]:
         """Hand over the whole gradients by parameter, on every rank."""

@@ -73,17 +73,15 @@ class MasterUpdates:
             if coefficient != 1.0 and on_device:
                 change.gradient.mul_(coefficient)
             rounding = None
-            if plan.update.rounding == "stochastic":
+            if plan.update.rounding == "stochastic" and change.master.dtype != torch.float32:
                 rounding = NoiseKey(plan.seed, step, 0, change.name, "rounding")
             gradient = self._landed(change.gradient, change.master.device)
-            ratio = plan.optimizer.lora_b_ratio if ".lora_B." in change.name else 1.0
             scale = 1.0 if on_device else coefficient
-            for rule, rule_rate, part in self._parts(change.places, learning_rate):
-                rate = rule_rate * ratio
+            for rule, rate, part in self._parts(change.places, learning_rate):
                 moments = {name: _range(moment, part) for name, moment in change.moments.items()}
                 master = _range(change.master, part)
                 piece = _range(gradient, part)
-                if together.takes(master):
+                if len(changes) > 1 and together.takes(master):
                     together.add((rule, rate, scale), master, piece, moments)
                     continue
                 rule.apply_(
@@ -98,23 +96,26 @@ class MasterUpdates:
         """Return the ranges of a master under one rule and learning rate each: None for all of it.
         Rules work element by element, so that ranges of a slice which cuts through parameters are
         exact."""
+        optimizer = self._plan.optimizer
         usual = (self.rule, learning_rate)
         spared = usual
-        if self._plan.optimizer.decay == "matrices" and not self.keeps_decay_of_all:
+        if optimizer.decay == "matrices" and not self.keeps_decay_of_all:
             rate = learning_rate if self._spared_rate is None else self._spared_rate
             spared = (self._plain_rule, rate)
-        changes: list[tuple[int, tuple[Rule, float]]] = []
+        changes: list[tuple[int, Rule, float]] = []
         for start, name in places:
             differs = spared != usual and name in self.engine.cut.spared_by_decay
-            rule = spared if differs else usual
-            if not changes or rule != changes[-1][1]:
-                changes.append((start, rule))
+            rule, rate = spared if differs else usual
+            if ".lora_B." in name:
+                rate *= optimizer.lora_b_ratio
+            if not changes or (rule, rate) != changes[-1][1:]:
+                changes.append((start, rule, rate))
         if len(changes) < 2:  # a slice without a parameter is padding
-            return [(*(changes[0][1] if changes else usual), None)]
-        ends = [start for start, _ in changes[1:]]
+            return [(*(changes[0][1:] if changes else usual), None)]
+        ends = [start for start, _, _ in changes[1:]]
         return [
-            (*rule, slice(start, end))
-            for (start, rule), end in zip(changes, [*ends, None], strict=True)
+            (rule, rate, slice(start, end))
+            for (start, rule, rate), end in zip(changes, [*ends, None], strict=True)
         ]
 
     def _landed(self, gradient: Tensor, where: torch.device) -> Tensor:

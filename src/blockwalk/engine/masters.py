@@ -12,6 +12,7 @@ from torch import Tensor
 from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.engine.gradients import GradientGroups, NamedGradients
 from blockwalk.engine.home import Change, Job
+from blockwalk.engine.joined import Joined
 from blockwalk.engine.master_copies import MasterCopies
 from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.numerics.codecs.layout import dtype_of
@@ -42,6 +43,10 @@ class Masters:
             for unit in model.spec.units
         ]
         """Those of each unit's masters."""
+        self._joined: dict[int, Joined] = {}
+        """The units whose tensors lie side by side and are worked on as one."""
+        self._whole: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
+        """The masters of each of these units as one tensor, and its optimizer states."""
         self._copies: MasterCopies | None = None
         self._memories = {
             StateKind.TRAINABLE: memories[plan.trainable.tier],
@@ -54,6 +59,9 @@ class Masters:
             self._memories = dict.fromkeys(self._memories, memories["device"])
         self.slots = None if self._copies is None else self._copies.slots
         self._reads = model.reads[True]
+        for unit in range(len(model.spec.units)):
+            if places.adapters and self._may_join(unit):
+                self._join(unit)
         self.masters: dict[str, Tensor] = {}
         self.moments: dict[str, dict[str, Tensor]] = {}
         for unit in range(len(model.spec.units)):
@@ -73,6 +81,7 @@ class Masters:
             landings=places.landings,
             ends=plan.update.at_turn,
             clips=plan.optimizer.max_grad_norm > 0,
+            joined=self._joined,
         )
 
     def _place_on_host(self, memories: Memories, places: Placements) -> None:
@@ -89,6 +98,31 @@ class Masters:
             self._memories[StateKind.OPTIMIZER] = memories.pageable
         self._copies = MasterCopies(self._shapes, places, memories, masters)
 
+    def _may_join(self, unit: int) -> bool:
+        """Return whether a unit has several masters, in float32 all, that are read in one dtype,
+        and no copies of them elsewhere nor places for their gradients."""
+        apart = (
+            self._copies is not None
+            or gradient_pool(self._model.plan, self._model.device.type) is not Pool.DEVICE
+        )
+        dtypes = {dtype for _, dtype in self._shapes[unit].values()}
+        read_dtypes = {self._model.compute_dtype_of(name) for name in self._shapes[unit]}
+        several = len(self._shapes[unit]) > 1
+        return several and not apart and dtypes == {torch.float32} and len(read_dtypes) == 1
+
+    def _join(self, unit: int) -> None:
+        """Settle the order of a unit's masters: those that an update treats alike follow each
+        other."""
+        spared = self._model.cut.spared_by_decay
+        shapes = self._shapes[unit]
+
+        def kind(name: str) -> tuple[bool, bool]:
+            return name in spared, ".lora_B." in name
+
+        names = [param.name for param in self._reads[unit] if param.name in shapes]
+        self._shapes[unit] = {name: shapes[name] for name in sorted(shapes, key=kind)}
+        self._joined[unit] = Joined(self._shapes[unit], names)
+
     def _make(self, unit: int) -> None:
         """Make the masters of a unit, filled from the model, and their optimizer states."""
         model = self._model
@@ -100,14 +134,24 @@ class Masters:
             model.read_into(param.name, self.masters[param.name])
             model.in_memory.pop(param.name, None)
         states = {
-            f"{param.name}\0{state}": (param.shape, torch.float32)
-            for param in params
+            f"{name}\0{state}": (shape, torch.float32)
             for state in plan.update_rule.states
+            for name, (shape, _) in self._shapes[unit].items()
         }
         memory = self._memories[StateKind.OPTIMIZER]
-        for key, tensor in memory.zeros(states, (StateKind.OPTIMIZER, unit)).items():
+        made = memory.zeros(states, (StateKind.OPTIMIZER, unit))
+        for key, tensor in made.items():
             name, _, state = key.partition("\0")
             self.moments.setdefault(name, {})[state] = tensor
+        if unit in self._joined:
+            joined = self._joined[unit]
+            names = list(self._shapes[unit])
+            master_P = joined.whole([self.masters[name] for name in names])
+            moments = {
+                state: joined.whole([self.moments[name][state] for name in names])
+                for state in plan.update_rule.states
+            }
+            self._whole[unit] = (master_P, moments)
 
     # ---- residency -------------------------------------------------------------------------------
 
@@ -147,6 +191,11 @@ class Masters:
         groups.dont_need(names)
 
     def values(self, unit: int) -> dict[str, Tensor]:
+        if unit in self._joined:
+            joined = self._joined[unit]
+            dtype = self._model.compute_dtype_of(joined.names[0])
+            master_P, _ = self._whole[unit]
+            return dict(zip(joined.names, joined.tensors(master_P.to(dtype)), strict=True))
         compute_dtype_of = self._model.compute_dtype_of
         return {p.name: self.value(p.name).to(compute_dtype_of(p.name)) for p in self._reads[unit]}
 
@@ -156,6 +205,11 @@ class Masters:
     # ---- updates ---------------------------------------------------------------------------------
 
     def changes(self, unit: int) -> Iterator[Change]:
+        if (gradient_P := self.gradients.use_up_joined(unit)) is not None:
+            master_P, moments = self._whole[unit]
+            name = self._model.spec.units[unit].name
+            yield Change(name, master_P, gradient_P, moments, self._joined[unit].places)
+            return
         for param in self._model.spec.units[unit].params:
             if self.gradients.waits(name := param.name):
                 gradient = self.gradients.use_up(name)
@@ -165,6 +219,7 @@ class Masters:
     def changed(self, unit: int) -> None:
         """Free the gradients that a unit's update has used up, and behind an accelerator end the
         turn of what it has changed; parameters are bound from the masters every time."""
+        self.gradients.free_joined(unit)
         if self._gradient_groups is not None:
             self._gradient_groups.forget(unit)
         if self._copies is not None:

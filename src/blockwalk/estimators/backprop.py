@@ -97,11 +97,11 @@ class _State:
         return self.loss_sum / self.tokens
 
     def add_up(self, squares: Iterable[Tensor] = ()) -> list[float]:
-        """Take the losses into :attr:`loss_sum` and return the squares as numbers. This is the
-        step's one wait for the device."""
+        """Take the losses into :attr:`loss_sum` and return the squares (1-D tensors) as numbers.
+        This is the step's one wait for the device."""
         count = len(self.losses)
-        tensors = [*self.losses, *squares]
-        numbers = torch.stack([t.double() for t in tensors]).tolist() if tensors else []
+        tensors = [loss.view(1) for loss in self.losses] + [*squares]
+        numbers = torch.cat([t.double() for t in tensors]).tolist() if tensors else []
         for loss in numbers[:count]:
             self.loss_sum += loss
         self.losses.clear()
@@ -445,10 +445,11 @@ class Backprop:
         state.loss_sum = sum(loss_sum for (loss_sum,) in self._of_ranks([state.loss_sum]))
 
     def _check(self, op: Op, state: _State) -> None:
-        named = self.gradients.squares()
-        squares = state.add_up(square for _, square in named)
-        judged = zip(named, squares, strict=True)
-        infinite = [name for (name, _), square in judged if not math.isfinite(square)]
+        of_gradients = self.gradients.squares()
+        names = [name for part_names, _ in of_gradients for name in part_names]
+        squares = state.add_up(squares_T for _, squares_T in of_gradients)
+        judged = zip(names, squares, strict=True)
+        infinite = [name for name, square in judged if not math.isfinite(square)]
         answers = self._of_ranks([state.loss_sum, float(len(infinite)), *exact_parts(squares)])
         state.loss_sum = sum(answer[0] for answer in answers)
         count = sum(answer[1] for answer in answers)
