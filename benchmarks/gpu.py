@@ -95,9 +95,6 @@ ROWS: dict[str, tuple[str, dict[str, Any], bool]] = {
 of sums alone."""
 
 
-SHOWN = ("tokens_per_s", "foreseen_tokens_per_s", "peak_MB", "foreseen_MB", "out_of_memory")
-
-
 class Bench:
     """The device, the sizes and the measure of a part, and its rows, those of an earlier try
     included.
@@ -162,7 +159,11 @@ class Bench:
                 return row
             self.rows[name] = row
             write(self.path, self.rows)
-            shown = {key: row[key] for key in SHOWN if key in row}
+            shown = {
+                key: float(f"{value:.5g}")
+                for key, value in row.items()
+                if isinstance(value, int | float)
+            }
             print(f"{name}: {json.dumps(shown)}", flush=True)
         return self.rows[name]
 

@@ -85,14 +85,16 @@ def activity(device: torch.device, step: Callable[[], float]) -> dict[str, float
     kinds = {"cuda": "CUDA", "xpu": "XPU"}
     if device.type not in kinds:
         return {}
-    activities = [getattr(profiler.ProfilerActivity, kinds[device.type])]
+    activities = [profiler.ProfilerActivity.CPU]
+    activities.append(getattr(profiler.ProfilerActivity, kinds[device.type]))
     with profiler.profile(activities=activities) as profile:
         step()
     on_host = torch.autograd.DeviceType.CPU
     return occupied(
         Span(event.name, event.time_range.start, event.time_range.end)
         for event in profile.events()
-        if event.device_type != on_host
+        # torch.optim names its step, as a span of the device that is no kernel
+        if event.device_type != on_host and not getattr(event, "is_user_annotation", False)
     )
 
 

@@ -118,6 +118,17 @@ def test_a_first_run_alone_leaves_its_failures_failed() -> None:
     assert failures(first) == [Failure("a.py::b", FAILED, "m")]
 
 
+def test_an_example_that_does_not_train_is_told_with_its_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(test_range, "FOLDER", tmp_path)
+    monkeypatch.setattr(test_range, "EXAMPLE", "examples/none.yaml")
+    text, trained = test_range.quickstart("oldest", Path(sys.executable))
+    assert not trained
+    assert text.startswith("code ")
+    assert "examples/none.yaml" in text
+
+
 def test_what_is_kept_is_what_the_page_shows() -> None:
     import json
 
