@@ -189,3 +189,32 @@ def test_whatever_fails_on_tensors_without_data_is_said_and_ends_nothing(
     assert costs == Costs()
     assert "llama" in caplog.text
     assert "a kernel without shapes" in caplog.text
+
+
+def test_what_torch_lacks_for_a_gpu_is_measured_as_on_a_processor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: the costs of a machine where torch sees no GPU."""
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path))
+
+    def costs(folder: str) -> Costs:
+        monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / folder))
+        asked = unit_costs.UnitCosts(config("llama", "float32"), device="cuda")
+        return asked(method("mezo"), Shape(1, 32))
+
+    on_processor = costs("without")
+    real = unit_costs.measure
+    tried = []
+
+    def lacks(*arguments: Any) -> Costs:
+        tried.append(arguments[-1])
+        if arguments[-1] != "cpu":
+            raise NotImplementedError("no fake kernel of this GPU's")
+        return real(*arguments)
+
+    monkeypatch.setattr(unit_costs, "measure", lacks)
+    monkeypatch.setattr(unit_costs, "stand_ins", lambda device: (device, "cpu"))
+    with caplog.at_level(logging.WARNING):
+        assert costs("with") == on_processor
+    assert tried == ["cuda", "cpu"]
+    assert not caplog.text

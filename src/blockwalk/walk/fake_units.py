@@ -215,7 +215,19 @@ class _Bench:
         return self.cut.bind(index, values)
 
 
-def measure(cut: CutModel, traits: Traits, shape: Shape, device: str, padded: bool) -> Costs:
+def stand_ins(device: str) -> tuple[str, ...]:
+    """Return the devices whose tensors without data may stand for those of ``device``, the best
+    first.
+
+    Where torch sees no GPU, whatever its build, blocks are run as on a CPU: attention saves its
+    inputs there as well. So they are where torch lacks something for the GPU's."""
+    return (device, "cpu") if device != "cpu" and torch.cuda.is_available() else ("cpu",)
+
+
+def measure(
+    cut: CutModel, traits: Traits, shape: Shape, device: str, padded: bool, stand_in: str
+) -> Costs:
+    """Return the costs of a model's units, on tensors without data of the device ``stand_in``."""
     cut.model.train(traits.backprop)
     cut.tiling = traits.tiling
     bench = _Bench(
@@ -228,9 +240,7 @@ def measure(cut: CutModel, traits: Traits, shape: Shape, device: str, padded: bo
     )
     prologue, cost = _prologue(bench, device, padded)
     costs = {"prologue": cost, "epilogue": _epilogue_by_tiles(bench, prologue, device)}
-    # where torch sees no GPU, whatever its build, blocks are run as on a CPU: attention saves its
-    # inputs there as well
-    measured_on = torch.device(device if torch.cuda.is_available() else "cpu")
+    measured_on = torch.device(stand_in)
     handed = Handed()
     for index, unit in enumerate(cut.spec().blocks, 1):
         if unit.kind not in costs or cut.anatomy.hands_on:

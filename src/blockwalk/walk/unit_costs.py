@@ -65,7 +65,7 @@ from blockwalk.system.deferred_imports import deferred_imports
 from blockwalk.system.paths import StrPath
 from blockwalk.walk import attention_flops, fake_units, timed_units
 from blockwalk.walk import meter as metering
-from blockwalk.walk.fake_units import Traits, measure
+from blockwalk.walk.fake_units import Traits, measure, stand_ins
 
 log = logging.getLogger(__name__)
 
@@ -196,27 +196,29 @@ class UnitCosts:
     @deferred_imports()  # fake tensors ask symbolic shapes about plain ones
     def _measured(self, key: str, traits: Traits, shape: Shape) -> Costs:
         dtype = dtype_of(traits.dtype) if traits.backprop else self.stored
-        self._cut(dtype)  # a model that is no sequence of blocks is refused
-        try:
-            cut = (
-                self._cut_padding
-                and shape.sequence > LONG_ROW
-                and (shape.batch == 1 or traits.loss.by_chunks)
-            )
-            work = partial(
-                measure, self._cut(dtype), traits, shape, self.device, self._padded and not cut
-            )
-            costs: Costs = self._as_stored(standing_for(self.device, work), dtype)
-        except Exception as error:
-            del self._cuts[dtype]  # what was bound is still there
-            if _is_refusal(error):
-                raise
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            text = "what a block needs while it computes is not foreseen: %s on fake tensors (%s)"
-            log.warning(text, self.config.model_type, reason)
-            return Costs()
-        cache.write_sealed(f"costs-{key}", asdict(costs))
-        return costs
+        cut_padding = (
+            self._cut_padding
+            and shape.sequence > LONG_ROW
+            and (shape.batch == 1 or traits.loss.by_chunks)
+        )
+        padded = self._padded and not cut_padding
+        reason = ""
+        for stand_in in stand_ins(self.device):
+            cut = self._cut(dtype)  # a model that is no sequence of blocks is refused
+            work = partial(measure, cut, traits, shape, self.device, padded, stand_in)
+            try:
+                costs: Costs = self._as_stored(standing_for(self.device, work), dtype)
+            except Exception as error:
+                del self._cuts[dtype]  # what was bound is still there
+                if _is_refusal(error):
+                    raise
+                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                continue
+            cache.write_sealed(f"costs-{key}", asdict(costs))
+            return costs
+        text = "what a block needs while it computes is not foreseen: %s on fake tensors (%s)"
+        log.warning(text, self.config.model_type, reason)
+        return Costs()
 
     def _as_stored(self, costs: Costs, dtype: torch.dtype) -> Costs:
         """Return the costs of a model that was measured in a dtype, by the kinds of the stored
