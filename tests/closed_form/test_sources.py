@@ -44,6 +44,10 @@ REAL = Path(
 DEMO = REAL / "llamafactory-demo"
 
 
+def turns(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
 @pytest.fixture
 def chat(tokenizer: Any) -> Any:
     tokenizer.chat_template = TEMPLATE
@@ -277,6 +281,88 @@ def test_sharegpt_is_a_conversation(chat: Any) -> None:
     spoken = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert turns_of(Record({"conversations": spoken}, "x"), Format.SHAREGPT) == spoken
     assert turns_of(Record({"messages": spoken}, "x"), Format.MESSAGES) == spoken
+
+
+@pytest.mark.parametrize(
+    ("fields", "unread"),
+    [
+        ({"text": "add it", "intent": "AddToPlaylist"}, ["intent"]),
+        ({"text": "add it", "category": 3, "note": "", "more": None}, ["category"]),
+        ({"prompt": "a", "completion": "b", "id": 0, "system": "s"}, ["id"]),
+        (
+            {"instruction": "a", "output": "b", "system_prompt": "s", "input": "", "url": "x"},
+            ["url"],
+        ),
+        ({"question": "a", "answer": "b", "history": [["c", "d"]], "source": "x"}, ["source"]),
+        ({"messages": turns("a", "b"), "tools": [], "system": "s", "rejected": "x"}, ["rejected"]),
+        ({"messages": turns("a", "b"), "weight": 1, "chat_template_kwargs": {}}, []),
+    ],
+)
+def test_columns_that_nobody_reads_are_named(
+    fields: dict[str, Any], unread: list[str], chat: Any
+) -> None:
+    """Oracle: the columns of each format, by the page on data."""
+    report = encode([Record(fields, "d.jsonl line 1")], chat, max_length=400).report
+    assert list(report.unread) == unread
+    notes = [line for line in report.warnings() if "not read" in line]
+    assert len(notes) == bool(unread)
+    for note in notes:
+        says(note, *map(repr, unread))
+
+
+def test_a_column_that_settings_name_is_read(tmp_path: Path, tokenizer: Any) -> None:
+    file = jsonl(tmp_path / "d.jsonl", {"q": "1+1", "a": "2", "kind": "x"})
+    columns = ["prompt=q", "completion=a"]
+    for prompt, unread in (([], ("kind",)), (["{q} {kind}"], ())):
+        records = read_records(file, columns=columns)
+        encoded = encode(records, tokenizer, max_length=99, prompts=prompt)
+        assert encoded.report.unread == unread
+    settings = DataSettings(
+        train=str(jsonl(tmp_path / "c.jsonl", {"text": "t", "intent": 0, "kind": "x"})),
+        template="{text} is {label}",
+        label_words=("a", "b"),
+        label_field="intent",
+    )
+    assert training_set(settings, tokenizer).report.unread == ("kind",)
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "say", "completion": "hi"},
+        {"instruction": "say", "output": "hi"},
+        {"messages": turns("say", "hi")},
+    ],
+    ids=["completion", "alpaca", "messages"],
+)
+def test_what_stands_before_a_conversation_is_followed(
+    name: str, fields: dict[str, Any], chat: Any
+) -> None:
+    """Oracle: the record's own text; of it nothing is learnt."""
+    encoded = encode([Record({name: "Be kind.", **fields}, "d.jsonl 1")], chat, max_length=400)
+    runs = first_example(encoded, chat)
+    shown = "".join(text for text, _ in runs)
+    assert shown.index("Be kind.") < shown.index("say") < shown.index("hi")
+    assert "Be kind." not in "".join(text for text, learnt in runs if learnt)
+    assert encoded.report.unread == ()
+    twice = {"system": "Be kind.", "system_prompt": "Be brief.", **fields}
+    with refused(ValueError, "d.jsonl 1 system system_prompt"):
+        encode([Record(twice, "d.jsonl 1")], chat, max_length=400)
+
+
+def test_plain_answers_of_a_model_with_a_chat_template_are_noted(chat: Any) -> None:
+    record = Record({"prompt": "a", "completion": "b"}, "d.jsonl 1")
+    notes = encode([record], chat, max_length=99).report.warnings()
+    assert any("chat template" in note and "messages" in note for note in notes)
+    for prompts, template in ((["{prompt}"], TEMPLATE), ((), None)):
+        chat.chat_template = template
+        assert encode([record], chat, max_length=99, prompts=prompts).report.warnings() == []
+
+
+def test_one_object_around_all_records_is_told_apart() -> None:
+    with refused(ValueError, "d.json 1 'data' array"):
+        detect_format(Record({"data": [{"prompt": "a", "completion": "b"}]}, "d.json 1"))
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,15 @@ def encode(
     report = EncodeReport(max_length=max_length)
     digest = hashlib.blake2b(digest_size=8)
     stops = texts_of_stops(tokenizer)
+    columns = _Columns()
+    has_template = bool(getattr(tokenizer, "chat_template", None)) and not prompts
 
     def rendered() -> Iterator[Rendered]:
         for record in records:
             digest.update(json.dumps(record.fields, default=str).encode())
-            yield render(record, kind, tokenizer, stops, prompts)
+            text = render(columns.watched(record), kind, tokenizer, stops, prompts)
+            report.without_template += has_template and kind is Format.COMPLETION and text.end
+            yield text
 
     ids = []
     masks = []
@@ -86,6 +90,7 @@ def encode(
             f"{place}none of {counted(report.records, 'record')} has a token to"
             f" learn{why and ': '}{why}"
         )
+    report.unread = columns.unread
     stop_tokens, report.end_note = end_note(report.turn_ends, tokenizer)
     report.stops = tuple(stop_tokens)
     template = str(getattr(tokenizer, "chat_template", None) or "")
@@ -119,10 +124,13 @@ def encode_choices(
     report = EncodeReport(max_length=max_length)
     right: list[tuple[int, ...]] = []
     firsts = [0]
+    columns = _Columns()
 
     def rendered() -> Iterator[Rendered]:
         for record in records:
-            question = template.question(record)
+            # a task's records have fields for other tasks too
+            of_user = isinstance(template, Template)
+            question = template.question(columns.watched(record) if of_user else record)
             right.append(question.right)
             firsts.append(firsts[-1] + len(question.candidates))
             for candidate in question.candidates:
@@ -136,6 +144,7 @@ def encode_choices(
             f"max_length = {max_length} tokens leaves no room for the label word; raise"
             " data.max_length"
         )
+    report.unread = columns.unread
     report.truncated = -(-report.truncated * len(right) // report.records)
     report.answers_cut = report.answers_cut * len(right) // report.records
     report.prompts_lost = report.prompts_lost * len(right) // report.records
@@ -159,6 +168,27 @@ def encode_answers(
     rows = encode_choices(records, tokenizer, task, max_length=max_length, shots=shots).rows
     prompts = [rows[i][0][: int(rows[i][1].argmax())] for i in range(len(rows))]
     return Answers(rows, tuple(prompts), tuple(task.question(record).answers for record in records))
+
+
+class _Columns:
+    """The columns of some records: those with a value, and those that are read."""
+
+    def __init__(self) -> None:
+        self._filled: dict[str, None] = {}
+        self._read: set[str] = set()
+
+    def watched(self, record: Record) -> Record:
+        """Return a record whose columns count as read when they are."""
+        self._filled |= dict.fromkeys(
+            name for name, value in record.fields.items() if value not in (None, "", [], {})
+        )
+        self._read.update(record.renamed)
+        return record.watched(self._read)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The columns with a value that were not read of any record, as they came."""
+        return tuple(name for name in self._filled if name not in self._read)
 
 
 def _chunks(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:

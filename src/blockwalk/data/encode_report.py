@@ -56,6 +56,10 @@ class EncodeReport:
     stops: tuple[int, ...] = ()
     """Tokens that turns are learnt to end with, at which the model's generation does not stop of
     itself."""
+    unread: tuple[str, ...] = ()
+    """Columns that have a value in some record, and that no record's format reads."""
+    without_template: int = 0
+    """Records that are written as plain text, though the tokenizer has a chat template."""
     end_note: str = ""
     """A sentence where turns are learnt to end with no token that generation stops at."""
     origin: Origin = field(default_factory=Origin)
@@ -66,12 +70,13 @@ class EncodeReport:
         """Return the counts of two sources together."""
         counts = ("records", "truncated", "answers_cut", "prompts_lost", "dropped")
         turns = ("turns_left_out", "turns_marked", "turns_of_others", "turns_unwritten")
-        names = (*counts, *turns, "turn_ends", "origin")
+        names = (*counts, *turns, "without_template", "turn_ends", "origin")
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return EncodeReport(
             **sums,
             longest=max(self.longest, other.longest),
             unwritten=self.unwritten or other.unwritten,
+            unread=tuple(dict.fromkeys((*self.unread, *other.unread))),
             stops=tuple(dict.fromkeys((*self.stops, *other.stops))),
             end_note=self.end_note or other.end_note,
             largest=max(self.largest, other.largest),
@@ -123,6 +128,19 @@ class EncodeReport:
             )
         if self.end_note:
             lines.append(self.end_note)
+        if self.unread:
+            names = ", ".join(map(repr, self.unread[:8])) + " ..." * (len(self.unread) > 8)
+            columns = f"{counted(len(self.unread), 'column')} {is_or_are(len(self.unread))}"
+            lines.append(
+                f"{columns} not read: {names}. data.columns and data.prompt read others, and data.template"
+                " with data.label_field learns classes"
+            )
+        if self.without_template:
+            lines.append(
+                f"{counted(self.without_template, 'record')} of prompt and completion"
+                f" {is_or_are(self.without_template)} learnt as plain text, without the model's"
+                " chat template: give them as 'messages' to learn answers of a chat"
+            )
         if self.turns_marked:
             turns = f"{counted(self.turns_marked, 'assistant turn')} {is_or_are(self.turns_marked)}"
             lines.append(f"{turns} not learnt: their records mark them so")

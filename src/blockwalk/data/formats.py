@@ -4,6 +4,8 @@ format           fields                                 what is learnt
 messages         messages (role, content)               the assistant's turns
 sharegpt         conversations (from, value)            the assistant's turns
 alpaca           instruction, input, output             the output
+                 (history; before any of these: system,
+                 system_prompt)
 completion       prompt, completion: texts, or lists    the completion; of turns, the
                  of turns (role, content)               assistant's in it
 classification   those of a Template, label             the label word
@@ -13,6 +15,7 @@ text             text                                   all of it
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 from blockwalk.data.records import Record
 
@@ -81,6 +84,11 @@ def detect_format(record: Record) -> Format:
     partly = [kind for kind, names in COLUMNS.items() if fields.keys() & set(names)]
     if len(partly) == 1:
         return partly[0]  # whatever lacks of it is named where it is read
+    if inner := [name for name, value in fields.items() if _holds_records(value)]:
+        raise ValueError(
+            f"{record.place}: the records lie in its field {inner[0]!r}: write that list as the"
+            " file, an array of objects or one on each line"
+        )
     expected = "; ".join(
         f"{', '.join(map(repr, names))} ({kind})" for kind, names in COLUMNS.items()
     )
@@ -91,6 +99,30 @@ def detect_format(record: Record) -> Format:
         f"{record.place}: expected the fields of a format: {expected}; found {record.names}."
         " data.columns names columns that hold them, as in [prompt=question, completion=answer]"
     )
+
+
+def _holds_records(value: Any) -> bool:
+    """Return whether a field's value is a list of objects, as in a file with one object around all
+    records."""
+    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value)
+
+
+SYSTEM = ("system", "system_prompt")
+"""Columns that hold what stands before a conversation or a prompt."""
+
+
+def system_text(record: Record) -> str:
+    """Return the text that a record has before its conversation or its prompt; empty without.
+
+    Raises:
+        ValueError: two columns have different ones.
+    """
+    texts = [record.text(name) for name in SYSTEM if record.fields.get(name)]
+    if len(set(texts)) > 1:
+        raise ValueError(
+            f"{record.place}: fields {SYSTEM[0]!r} and {SYSTEM[1]!r} say different things: give one"
+        )
+    return texts[0] if texts else ""
 
 
 def in_turns(record: Record) -> bool:

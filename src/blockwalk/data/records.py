@@ -7,10 +7,24 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from blockwalk.plan.parsing import fields_of
+
+
+class WatchedFields(dict[str, Any]):
+    """The fields of a record, which note the names by which values are read."""
+
+    read: set[str]
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +33,14 @@ class Record:
 
     fields: dict[str, Any]
     place: str
+    renamed: tuple[str, ...] = ()
+    """Columns that ``data.columns`` reads under other names, and these names."""
+
+    def watched(self, read: set[str]) -> Record:
+        """Return the record with fields that add to ``read`` the names that are read of them."""
+        fields = WatchedFields(self.fields)
+        fields.read = read
+        return replace(self, fields=fields)
 
     @property
     def names(self) -> str:

@@ -18,7 +18,14 @@ from collections.abc import Sequence
 
 from blockwalk.data.chat_template import chat_bounds
 from blockwalk.data.conversation import render_turns
-from blockwalk.data.formats import Format, alpaca_columns, alpaca_prompt, answer_column, in_turns
+from blockwalk.data.formats import (
+    Format,
+    alpaca_columns,
+    alpaca_prompt,
+    answer_column,
+    in_turns,
+    system_text,
+)
 from blockwalk.data.named_templates import TEMPLATES
 from blockwalk.data.records import Record
 from blockwalk.data.rendered import Rendered, Tokenizer, render_pair
@@ -48,12 +55,12 @@ def render(
     if kind is Format.TEXT:
         return render_pair("", record.text("text"), record.place)
     if kind is Format.COMPLETION and not in_turns(record):
-        return render_pair(record.text("prompt"), record.text("completion"), record.place)
+        prompt = _below(system_text(record), record.text("prompt"))
+        return render_pair(prompt, record.text("completion"), record.place)
     if not getattr(tokenizer, "chat_template", None):
         if kind is Format.ALPACA:
-            return render_pair(
-                alpaca_prompt(record) + "\n", record.text(alpaca_columns(record)[1]), record.place
-            )
+            prompt = _below(system_text(record), alpaca_prompt(record)) + "\n"
+            return render_pair(prompt, record.text(alpaca_columns(record)[1]), record.place)
         raise ValueError(
             f"{record.place}: format {kind} {'of turns ' * (kind is Format.COMPLETION)}needs a chat"
             " template, and the tokenizer has none: set data.chat_template to one of"
@@ -62,6 +69,11 @@ def render(
         )
     with chat_bounds(tokenizer, record.fields):
         return render_turns(record, kind, tokenizer, stops)
+
+
+def _below(system: str, prompt: str) -> str:
+    """Return a prompt, below the text that stands before it where there is one."""
+    return f"{system}\n{prompt}" if system else prompt
 
 
 def _filled(prompts: Sequence[str], record: Record, answer: str) -> str:

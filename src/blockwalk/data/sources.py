@@ -15,6 +15,7 @@ any other file is a warning.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import logging
 import re
@@ -85,7 +86,8 @@ def read_records(
             raise ValueError(
                 f"{record.place}: no column {missing!r} (data.columns); it has {record.names}"
             )
-        yield Record({**fields, **{field: fields[column] for field, column in pairs}}, record.place)
+        named = {field: fields[column] for field, column in pairs}
+        yield Record({**fields, **named}, record.place, tuple(itertools.chain(*pairs)))
 
 
 def _refuse_halves(record: Record) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from blockwalk.data.formats import COLUMNS, Format, alpaca_columns, alpaca_prompt
+from blockwalk.data.formats import COLUMNS, Format, alpaca_columns, alpaca_prompt, system_text
 from blockwalk.data.records import Record
 
 ROLES = {
@@ -237,7 +237,7 @@ def _alpaca(record: Record) -> list[dict[str, Any]]:
 
 
 def _with_system(record: Record, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    system = record.text("system") if record.fields.get("system") else ""
+    system = system_text(record)
     if system and turns[0]["role"] == "system":
         if turns[0]["content"].strip() == system.strip():
             return turns
