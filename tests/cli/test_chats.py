@@ -83,6 +83,7 @@ def test_the_learnt_end_of_a_turn_stops_generation_and_is_merged(
         "plain",
         "--adapter",
         str(adapter),
+        "--raw",
         "--prompt",
         "fresh",
     ]
@@ -91,6 +92,58 @@ def test_the_learnt_end_of_a_turn_stops_generation_and_is_merged(
         until[ids["input_ids"].shape[1] :], skip_special_tokens=True
     )
     assert capsys.readouterr().out == text + "\n"
+
+
+def _trained(model: Path, folder: Path, record: dict[str, Any], *settings: str) -> Path:
+    folder.mkdir()
+    data = folder / "data.jsonl"
+    data.write_text((json.dumps(record) + "\n") * 2)
+    run = folder / "run"
+    named = ["--model", str(model), "--method", "plain", "--output_dir", str(run)]
+    steps = ["--data.train", str(data), "--batch_size", "1", "--max_steps", "1"]
+    assert main.main(["train", *named, *steps, "--lora.rank", "2", *settings]) == 0
+    return run
+
+
+def test_a_prompt_is_asked_as_the_run_has_learnt(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the same command with --chat, and with --raw; by the mark of the weights, and without
+    it by the data."""
+
+    def asked(*arguments: str) -> tuple[str, str]:
+        capsys.readouterr()
+        ask = ["generate", *arguments, "--prompt", "fresh. It was", "--max_new_tokens", "9"]
+        assert main.main(ask) == 0
+        said = capsys.readouterr()
+        return said.out, said.err
+
+    chats = str(_trained(model, tmp_path / "chats", {"messages": TURNS}))
+    out, error = asked(chats)
+    says(error, "conversations --raw")
+    assert out == asked(chats, "--chat")[0]
+    raw, error = asked(chats, "--raw")
+    assert raw != out
+    assert "conversations" not in error
+    (tmp_path / "chats" / "run" / "adapter" / ".blockwalk").unlink()
+    assert asked(chats)[0] == out
+
+    texts = str(_trained(model, tmp_path / "texts", {"text": "one two"}))
+    out, error = asked(texts)
+    assert out == asked(texts, "--raw")[0]
+    assert "conversations" not in error
+    (tmp_path / "texts" / "run" / "adapter" / ".blockwalk").unlink()
+    assert asked(texts)[0] == out
+
+    template = ("--data.template", "{text} It was {label}.", "--data.label_words", "[bad, good]")
+    words = _trained(model, tmp_path / "words", {"text": "a", "label": 1}, *template)
+    says(asked(str(words))[1], "data.template layout")
+
+    out, error = asked("--model", str(model), "--method", "plain")
+    says(error, "--chat template")
+    for other in ("--chat", "--system=s", "--messages=x.json"):
+        assert main.main(["generate", chats, "--raw", "--prompt", "a", other]) == 2
+        says(capsys.readouterr().err, "--raw --chat --messages")
 
 
 def test_a_prompt_that_begins_with_the_begin_token_gets_no_second(

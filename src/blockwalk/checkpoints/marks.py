@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from enum import StrEnum
 from pathlib import Path
 
 from blockwalk.system import atomic_files
@@ -20,10 +21,30 @@ def new_run() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def write(folder: Path, run: str) -> None:
-    """Put a run's mark in a folder, as the first thing in it."""
+class Learnt(StrEnum):
+    """The kinds of texts that a run learns, by which its model is asked."""
+
+    CHATS = "chats"
+    WORDS = "words"
+    """Label words after a template."""
+    TEXTS = "texts"
+
+
+def write(folder: Path, run: str, learnt: Learnt | None = None) -> None:
+    """Put a run's mark in a folder, as the first thing in it; in one of trained weights with what
+    they learnt."""
     facts = {"made by": "blockwalk", "version": installed(("blockwalk",))["blockwalk"], "run": run}
+    if learnt is not None:
+        facts["learnt"] = str(learnt)
     atomic_files.write_sealed(folder / MARK, facts)
+
+
+def learnt_of(folder: Path) -> Learnt | None:
+    """Return what the weights in a folder learnt; None where its mark does not say."""
+    if run_of(folder) is None:
+        return None
+    learnt = atomic_files.read_sealed(folder / MARK).get("learnt")
+    return Learnt(learnt) if learnt in list(Learnt) else None
 
 
 def run_of(folder: Path) -> str | None:

@@ -31,7 +31,7 @@ it."""
 def chat(run: RunConfig, arguments: argparse.Namespace) -> None:
     """Answer the lines of standard input as turns of one conversation, until it ends."""
     with opened(run, arguments) as speaker:
-        note_unlearnt_chat(run.data)
+        note_unlearnt_chat(run.data, speaker.learnt)
         talk = _Talk(speaker, arguments, run.plan.seed)
         # A template that takes no such turns is refused before the first question.
         speaker.conversation([*talk.turns, {"role": "user", "content": "Hello"}])

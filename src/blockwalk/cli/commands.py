@@ -176,7 +176,12 @@ COMMANDS = (
             _RUN,
             _OWN_ADAPTER,
             _value("--prompt", "TEXT", "text to continue; - reads standard input"),
-            _switch("--chat", "the prompt is a user's turn in the model's chat template"),
+            _switch(
+                "--chat",
+                "the prompt is a user's turn in the model's chat template, as it is without a word"
+                " where the run learnt conversations",
+            ),
+            _switch("--raw", "the prompt is continued as it stands, whatever the run learnt"),
             _SYSTEM,
             _value(
                 "--messages",

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from blockwalk.cli.speaker import note_unlearnt_chat, opened
+from blockwalk.checkpoints.marks import Learnt
+from blockwalk.cli.speaker import Speaker, note_unlearnt_chat, opened
 from blockwalk.data.prompt_layout import filled, prompts_of
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.system.atomic_files import read_json, reading
@@ -20,17 +21,22 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the continuation of a prompt."""
     text = _prompt(arguments)
     turns = _turns(arguments, text)
-    if not turns and prompts_of(run.data):
+    if not (turns or arguments.raw):
         text = _in_layout(run.data, text)
     with opened(run, arguments) as speaker:
+        if not turns and not arguments.raw:
+            turns = _as_learnt(speaker, text)
         if turns:
-            note_unlearnt_chat(run.data)
+            note_unlearnt_chat(run.data, speaker.learnt)
             text = speaker.conversation(turns)
         ids_BS = speaker.tokens(text, special=not turns)
         speaker.require_room(ids_BS.shape[1], arguments.max_new_tokens)
         settings = {"temperature": arguments.temperature, "seed": run.plan.seed}
-        speaker.answer(ids_BS, arguments.max_new_tokens, functools.partial(say, end=""), **settings)
+        tell = functools.partial(say, end="")
+        answer = speaker.answer(ids_BS, arguments.max_new_tokens, tell, **settings)
     say("")
+    if not answer.strip():
+        say("note: the answer is empty: the model ended the text at once", file=sys.stderr)
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -55,14 +61,37 @@ def _prompt(arguments: argparse.Namespace) -> str:
     return text
 
 
+def _as_learnt(speaker: Speaker, text: str) -> list[dict[str, Any]]:
+    """Return a prompt as a user's turn where the run learnt conversations; nothing elsewhere, with
+    a note where another way of asking fits what was learnt."""
+    if speaker.learnt is Learnt.CHATS and speaker.tokenizer.chat_template:
+        say(
+            "note: the run learnt conversations: the prompt is a user's turn (--raw continues it as"
+            " it stands)",
+            file=sys.stderr,
+        )
+        return [{"role": "user", "content": text}]
+    if speaker.learnt is None and speaker.tokenizer.chat_template:
+        say(
+            "note: the prompt is continued as it stands; the model has a chat template, in which"
+            " --chat asks it",
+            file=sys.stderr,
+        )
+    return []
+
+
 def _in_layout(data: DataSettings, text: str) -> str:
     """Return a prompt in the layout of ``data.prompt``, and print that it is; as it stands, with a
-    note, where it has several columns."""
-    in_layout = filled(data, text)
+    note, where that has several columns, and where ``data.template`` is the layout."""
+    layouts = [("data.prompt", prompt) for prompt in prompts_of(data)]
+    layouts += [("data.template", data.template)] * bool(data.template)
+    if not layouts:
+        return text
+    name, layout = layouts[0]
+    in_layout = filled(data, text) if name == "data.prompt" else None
     if in_layout is None:
-        layout = prompts_of(data)[0]
         say(
-            f"note: trained with data.prompt {layout!r}; write the prompt in that layout",
+            f"note: trained with {name} {layout!r}; write the prompt in that layout",
             file=sys.stderr,
         )
         return text
@@ -74,6 +103,11 @@ def _in_layout(data: DataSettings, text: str) -> str:
 def _turns(arguments: argparse.Namespace, text: str) -> list[dict[str, Any]]:
     """Return the turns of a conversation that is answered; none where the prompt is continued as it
     stands."""
+    if arguments.raw and (arguments.messages or arguments.chat or arguments.system):
+        raise ValueError(
+            "--raw continues a prompt as it stands, and --chat, --system and --messages ask in the"
+            " chat template: leave one out"
+        )
     turns = _read_messages(Path(arguments.messages)) if arguments.messages else []
     if not (turns or arguments.chat or arguments.system):
         return []

@@ -8,10 +8,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from blockwalk.checkpoints.marks import Learnt, learnt_of
 from blockwalk.cli.adapters import opened_adapter, trained_by
 from blockwalk.cli.reading import packed_model, plan_to_read
+from blockwalk.data.prompt_layout import prompts_of
+from blockwalk.plan.data_source import listed
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.system.terminal import say
 
@@ -26,6 +30,8 @@ class Speaker:
     positions: int
     """Tokens of a prompt and its answer at most; 0: not known."""
     model: str
+    learnt: Learnt | None = None
+    """The kind of texts that a run has taught the model; None: no run, or it does not say."""
 
     def tokens(self, text: str, *, special: bool) -> Any:
         """Return the token ids of a text, int64 [1, S]; ``special``: behind the tokens that begin a
@@ -129,13 +135,32 @@ def opened(run: RunConfig, arguments: argparse.Namespace) -> Iterator[Speaker]:
                 file=sys.stderr,
             )
         with Walker(packed_model(run, plan), plan, lora=adapter, training=False) as walker:
-            yield Speaker(walker, tokenizer, stops, model_source(run.model).positions, run.model)
+            learnt = learnt_by(run, adapter)
+            positions = model_source(run.model).positions
+            yield Speaker(walker, tokenizer, stops, positions, run.model, learnt)
 
 
-def note_unlearnt_chat(data: DataSettings) -> None:
-    """Print that a run of such data learns no conversation, where its settings say so."""
-    from blockwalk.data.prompt_layout import prompts_of
+def learnt_by(run: RunConfig, adapter: Path | None) -> Learnt | None:
+    """Return the kind of texts that an adapter, or a run's model, has learnt: as its folder says,
+    else as the run's data do, where they are here; None where neither says it."""
+    from blockwalk.data.formats import learns_chats
+    from blockwalk.data.sources import read_records
 
+    folder = adapter or Path(run.model)
+    learnt = learnt_of(folder) if folder.is_dir() else None
+    sources = listed(run.data.train)
+    if learnt is not None or adapter is None or not sources or run.data.task:
+        return learnt
+    if run.data.template or prompts_of(run.data) or not Path(sources[0].path).exists():
+        return None
+    records = read_records(sources[0].path, columns=sources[0].columns or run.data.columns)
+    kind = sources[0].format or run.data.format
+    return Learnt.CHATS if learns_chats(next(iter(records)), kind) else Learnt.TEXTS
+
+
+def note_unlearnt_chat(data: DataSettings, learnt: Learnt | None) -> None:
+    """Print that a run of such data learns no conversation, where its settings or its weights say
+    so."""
     layouts = [("data.prompt", prompt) for prompt in prompts_of(data)]
     layouts += [("data.template", data.template)] * bool(data.template)
     if layouts:
@@ -143,5 +168,10 @@ def note_unlearnt_chat(data: DataSettings) -> None:
         say(
             f"note: a run with {name} {layout!r} learns no conversation; generate --prompt"
             " continues a text",
+            file=sys.stderr,
+        )
+    elif learnt is Learnt.TEXTS:
+        say(
+            "note: the run learnt texts, and no conversation; generate --prompt continues a text",
             file=sys.stderr,
         )

@@ -132,8 +132,8 @@ class EncodeReport:
             names = ", ".join(map(repr, self.unread[:8])) + " ..." * (len(self.unread) > 8)
             columns = f"{counted(len(self.unread), 'column')} {is_or_are(len(self.unread))}"
             lines.append(
-                f"{columns} not read: {names}. data.columns and data.prompt read others, and data.template"
-                " with data.label_field learns classes"
+                f"{columns} not read: {names}. data.columns and data.prompt read others, and"
+                " data.template with data.label_field learns classes"
             )
         if self.without_template:
             lines.append(

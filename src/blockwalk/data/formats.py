@@ -142,6 +142,15 @@ def in_turns(record: Record) -> bool:
     return bool(listed)
 
 
+def learns_chats(record: Record, kind: str) -> bool:
+    """Return whether records like this one are learnt as conversations, where the tokenizer has a
+    chat template; ``kind``: the format, empty for the record's own."""
+    form = Format(kind) if kind else detect_format(record)
+    if form is Format.COMPLETION:
+        return in_turns(record)
+    return form in (Format.MESSAGES, Format.SHAREGPT, Format.ALPACA)
+
+
 def alpaca_prompt(record: Record) -> str:
     """Return the instruction, and below it the input where there is one."""
     input_text = record.text("input") if record.fields.get("input") is not None else ""

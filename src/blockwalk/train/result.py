@@ -26,13 +26,21 @@ def save(beginning: Beginning, walker: Walker) -> Path:
         atomic_files.atomic_folder(saved_to, replace=replaces) if writes else nullcontext(saved_to)
     ) as folder:
         if writes:
-            marks.write(folder, beginning.start.run)
+            marks.write(folder, beginning.start.run, _learnt(beginning))
         walker.save_pretrained(folder)
         if writes:
             for path, file in beginning.prepared.tokenizer_files.items():
                 (folder / path).parent.mkdir(exist_ok=True)
                 (folder / path).write_bytes(file.data)
     return saved_to
+
+
+def _learnt(beginning: Beginning) -> marks.Learnt:
+    """Return the kind of texts that a run has learnt."""
+    if beginning.prepared.rows.report.turn_ends:
+        return marks.Learnt.CHATS
+    data = beginning.config.data
+    return marks.Learnt.WORDS if data.template or data.task else marks.Learnt.TEXTS
 
 
 def next_command(beginning: Beginning, walker: Walker, evaluations: RunEvaluations) -> str:
@@ -45,7 +53,7 @@ def next_command(beginning: Beginning, walker: Walker, evaluations: RunEvaluatio
     if best_is_earlier and config.adapters is not None and walker.ledger is None:
         checkpoint = os.fspath(beginning.output_dir / evaluations.kept)
         weights = f" --adapter {shlex.quote(checkpoint)}"
-    if beginning.prepared.rows.report.turn_ends:
+    if _learnt(beginning) is marks.Learnt.CHATS:
         return f"blockwalk chat {folder}{weights}"
     prompt = prompt_layout.example(config.data, "Hello")
     if prompt is None:
