@@ -189,7 +189,7 @@ def test_a_model_in_parts_is_named_by_any_of_them(
     )
     assert sorted(path.name for path in folder.glob("*.gguf")) == [part.name for part in parts]
     source = CheckpointFolder(parts[1], build_skeleton(parts[1]))
-    assert {stored.file for name in source.names() for stored in source._recipes[name].sources} == {
+    assert {stored.file for name in source.names() for stored in source.recipes[name].sources} == {
         p.name for p in parts
     }
     source.close()

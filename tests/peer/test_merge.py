@@ -180,8 +180,7 @@ def test_merging_into_a_block_store(codec: Codec, tmp_path: Path) -> None:
 
 
 def test_the_checkpoints_own_names_are_kept(tmp_path: Path) -> None:
-    """Oracle: the names in the original files. What the model fuses is written under the model's
-    name."""
+    """Oracle: the names in the original files, those of tensors that the model fuses too."""
     model, adapter = make(tmp_path, "experts fused")
     seen: list[tuple[int, int]] = []
     merge(
@@ -191,13 +190,7 @@ def test_the_checkpoints_own_names_are_kept(tmp_path: Path) -> None:
     for file in model.glob("*.safetensors"):
         theirs |= load_file(file)
     ours = load_file(tmp_path / "merged" / "model.safetensors")
-    plain = {name for name in theirs if "experts" not in name}
-    assert plain == {name for name in ours if "experts" not in name}
-    assert {name for name in ours if name not in plain} == {
-        f"model.layers.{layer}.mlp.experts.{leaf}"
-        for layer in (0, 1)
-        for leaf in ("gate_up_proj", "down_proj")
-    }
+    assert ours.keys() == theirs.keys()
     assert seen[-1] == (seen[-1][1], sum(tensor.nbytes for tensor in ours.values()))
 
 

@@ -7,6 +7,7 @@ whole."""
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -26,11 +27,13 @@ from blockwalk.models.saved_template import saved_with
 from blockwalk.models.stops import GENERATION, learnt_stops, with_stops
 from blockwalk.numerics.codecs.weights import DenseWeight
 from blockwalk.plan.sizes import spans
+from blockwalk.plan.words import counted
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.writer import copy_model_files
 from blockwalk.tiers.model_folder import safetensors
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
+from blockwalk.tiers.model_folder.rewritten import rewritten
 from blockwalk.tiers.protocols import WeightSource
 
 
@@ -46,9 +49,11 @@ def merge(
     folder, streaming.
 
     Each adapted weight is W + scaling · B·A, computed in float32 and rounded once to W's dtype, or
-    to ``dtype``; everything else is copied. These are the numbers of PEFT's ``merge_and_unload``,
-    except where the adapter changes one of two tied weights: PEFT then changes both, and we untie
-    them, which is what the adapter computed.
+    to ``dtype``; everything else is copied, under the names that it has there, and with the tensors
+    that the model does not use. These are the numbers of PEFT's ``merge_and_unload``, except where
+    the adapter changes one of two tied weights: PEFT then changes both, and we untie them, which is
+    what the adapter computed. Of a model in codes and of a block store the model's own tensors are
+    written, and a warning names others.
 
     Args:
         model: the name of a model; a block store is decoded (what packing lost stays lost).
@@ -72,20 +77,40 @@ def merge(
         )
     skeleton = build_skeleton(model)
     changes = read_adapter(adapter_dir, skeleton)
-    with closing(open_source(model, skeleton)) as source:
+    with closing(_opened(model, skeleton)) as source:
         outputs, untied = _outputs(source, skeleton, changes)
+        as_dtype = getattr(torch, dtype) if dtype else None
         entries = {}
-        for key, output in outputs.items():
+        for name, output in outputs.items():
             stored = source.dtype(output.source)
-            written = getattr(torch, dtype) if dtype and stored.is_floating_point else stored
-            entries[key] = safetensors.Entry(source.shape(output.source), written)
+            written = as_dtype if as_dtype and stored.is_floating_point else stored
+            entries[name] = safetensors.Entry(source.shape(output.source), written)
+
+        def read(name: str) -> Iterator[Tensor]:
+            return _merged(source, outputs[name], entries[name].dtype)
+
+        values: Callable[[str], Iterator[Tensor]] = read
+        if isinstance(source, CheckpointFolder) and model.codec is None:
+            changed = {
+                name: entries[name] for name, output in outputs.items() if output.is_changed(name)
+            }
+            tensors = rewritten(source, skeleton, changed, read, as_dtype)
+            entries = tensors.entries
+            values = tensors.values
+        elif isinstance(source, CheckpointFolder) and (unused := source.unused):
+            names = ", ".join(unused[:4]) + " ..." * (len(unused) > 4)
+            warnings.warn(
+                f"{out_dir} is without {counted(len(unused), 'tensor')} of {model} that no"
+                f" parameter uses: {names}",
+                stacklevel=2,
+            )
         total = sum(entry.nbytes for entry in entries.values())
         atomic_files.require_space(out_dir, total, "the merged model")
         written_bytes = 0
 
-        def values(key: str) -> Iterator[Tensor]:
+        def told(key: str) -> Iterator[Tensor]:
             nonlocal written_bytes
-            for part_ND in _merged(source, outputs[key], entries[key].dtype):
+            for part_ND in values(key):
                 yield part_ND
                 written_bytes += part_ND.nbytes
                 if progress is not None:
@@ -93,9 +118,17 @@ def merge(
 
         with atomic_files.atomic_folder(out_dir) as folder:
             _copy_files(model, adapter_dir, folder, dtype=dtype, untied=untied)
-            safetensors.write_shards(folder, entries, values)
+            safetensors.write_shards(folder, entries, told)
             # it loads, and nothing is missing
-            CheckpointFolder(folder, build_skeleton(folder)).close()
+            _opened(model_source(folder), build_skeleton(folder)).close()
+
+
+def _opened(model: ModelSource, skeleton: nn.Module) -> WeightSource:
+    """Return a model's weights, without a warning of tensors that no parameter uses: they are
+    copied, or the merged folder's own warning names them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*does not use")
+        return open_source(model, skeleton)
 
 
 def _copy_files(
@@ -122,21 +155,20 @@ class _Output(NamedTuple):
     source: str
     change: Change | None
 
+    def is_changed(self, name: str) -> bool:
+        """Return whether the tensor ``name`` is another one than in the base."""
+        return self.change is not None or self.source != name
+
 
 def _outputs(
     source: WeightSource, model: nn.Module, changes: Mapping[str, Change]
 ) -> tuple[dict[str, _Output], bool]:
-    """Return the merged model's tensors by their names in its files, and whether tied weights had
-    to be parted.
-
-    A checkpoint's own names are kept, so that the merged folder looks like the one it came from; a
-    parameter that was fused from several tensors, and a parted one, are written under the model's
-    own name, which transformers loads as well."""
+    """Return the merged model's tensors by their canonical names, and whether tied weights had to
+    be parted."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     tied = {names[0]: names for names in aliases.values()}
-    original: Callable[[str], str | None] = getattr(source, "original_key", lambda name: None)
     outputs: dict[str, _Output] = {}
     untied = False
     for name in source.names():
@@ -145,7 +177,7 @@ def _outputs(
             untied = True
             outputs |= {alias: _Output(name, changes.get(alias)) for alias in names}
         else:
-            outputs[original(name) or name] = _Output(name, changes.get(name))
+            outputs[name] = _Output(name, changes.get(name))
     return outputs, untied
 
 

@@ -45,6 +45,8 @@ from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import crc32
 from blockwalk.tiers.block_store.writer import copy_model_files, plan_units
 from blockwalk.tiers.model_folder import safetensors
+from blockwalk.tiers.model_folder.folder import CheckpointFolder
+from blockwalk.tiers.model_folder.rewritten import rewritten
 
 
 def replay(
@@ -292,12 +294,33 @@ class ReplayedRun:
             save_adapter(self.module, tensors, folder)
             return
         copy_model_files(self.base, folder)
+        if isinstance(self.source, CheckpointFolder) and model_source(self.base).codec is None:
+            self._write_over(self.source, folder)
+            return
         entries = {p.name: safetensors.Entry(p.shape, self._dtype(p)) for p in self.spec.params()}
         buffers = self.source.weights(name for name in self.buffers if name in self.source.names())
         entries |= {n: safetensors.Entry(tuple(b.shape), b.dtype) for n, b in buffers.items()}
         values = self._values(buffers)
         safetensors.write_shards(folder, entries, lambda _: safetensors.pieces(next(values)))
         assert next(values, None) is None
+
+    def _write_over(self, source: CheckpointFolder, folder: Path) -> None:
+        """Write the base's tensors, with the trained parameters among them."""
+        trained = [p for p in self.spec.params() if p.trainable]
+        entries = {p.name: safetensors.Entry(p.shape, self._dtype(p)) for p in trained}
+        units = self.units_after()
+        unit: dict[str, Value] = {}
+
+        def read(name: str) -> Iterator[torch.Tensor]:
+            nonlocal unit
+            while name not in unit:  # they are asked for in the order of the units
+                unit = next(units)
+            return safetensors.pieces(unit[name])
+
+        tensors = rewritten(source, self.module, entries, read)
+        safetensors.write_shards(folder, tensors.entries, tensors.values)
+        for _ in units:  # the last ones check what came out
+            pass
 
     def _dtype(self, param: ParamSpec) -> torch.dtype:
         """Return the dtype that a parameter is written in: its master's dtype, or the model's where

@@ -7,6 +7,7 @@ are."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -216,14 +217,32 @@ class Engine:
             if self.rank == 0:
                 save_adapter(self.module, tensors, folder)
             return
-        weights = {**self.homes[StateKind.FROZEN].weights(), **weights}
-        weights = {p.name: weights[p.name] for p in self.model.full_spec.params()}
         groups = self.groups
 
         def begin(name: str) -> None:
             if groups is not None and name in weights:
                 groups.meet()
 
+        def read(name: str) -> Iterator[Tensor]:
+            begin(name)
+            yield from safetensors.pieces(weights[name])
+
+        trained = [p.name for p in self.model.full_spec.params() if p.name in weights]
+        entries = {
+            name: safetensors.Entry(tuple(weights[name].shape), weights[name].dtype)
+            for name in trained
+        }
+        if (new_files := self.model.rewritten(entries, read)) is not None:
+            if self.rank == 0:
+                safetensors.save_tensors(folder, self.module, new_files.entries, new_files.values)
+            else:  # its turn in the same gathers
+                for name in new_files.reads:
+                    for _ in read(name):
+                        pass
+            new_files.base.close()
+            return
+        weights = {**self.homes[StateKind.FROZEN].weights(), **weights}
+        weights = {p.name: weights[p.name] for p in self.model.full_spec.params()}
         if self.rank == 0:
             safetensors.save_model(
                 folder, self.module, {**weights, **self.model.untouched()}, begin

@@ -4,6 +4,8 @@ and what they are computed in. Every home is filled from it."""
 from __future__ import annotations
 
 import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from blockwalk.cutting.adapters import adapt, refuse_tied_lora
 from blockwalk.cutting.peft_models import adapter_parameters
-from blockwalk.cutting.skeleton import persistent_buffers
+from blockwalk.cutting.skeleton import build_skeleton, persistent_buffers
 from blockwalk.cutting.verify import OPENING, certified
 from blockwalk.engine.frozen_codec import refuse_rounded
 from blockwalk.engine.model_weights import files_of, open_model, open_source
@@ -29,6 +31,9 @@ from blockwalk.program.stages import part_of, stage_at
 from blockwalk.program.state_sizes import epilogue_reads
 from blockwalk.system.deferred_imports import deferred_imports
 from blockwalk.system.paths import StrPath
+from blockwalk.tiers.model_folder.folder import CheckpointFolder
+from blockwalk.tiers.model_folder.rewritten import Rewritten, rewritten
+from blockwalk.tiers.model_folder.safetensors import Entry
 from blockwalk.tiers.protocols import WeightSource, as_stored
 
 log = logging.getLogger(__name__)
@@ -71,6 +76,11 @@ class ModelHandle:
         self.plan = plan
         self.device = device
         self.workdir = workdir
+        self.base: ModelSource | None = None
+        """The folder that the model's weights were read from, as it was downloaded and not in
+        codes; None of another one, and of a model in memory."""
+        if not isinstance(model, nn.Module) and model_source(model).codec is None:
+            self.base = model_source(model)
         self.source: WeightSource | None
         module, self.source, self.compute_dtype = open_model(model, plan, workdir, packs)
         if lora is not None:
@@ -251,6 +261,23 @@ class ModelHandle:
         if self.source is None:
             return {**state}
         return {**state, **self.source.weights(state.keys() & self.source.names())}
+
+    def rewritten(
+        self, changed: Mapping[str, Entry], read: Callable[[str], Iterable[Tensor]]
+    ) -> Rewritten | None:
+        """Return the tensors of the folder that the model came from, with these parameters changed;
+        None where it came from none, or where that is not to be read any more."""
+        if self.base is None:
+            return None
+        skeleton = build_skeleton(self.base)
+        try:
+            with warnings.catch_warnings():  # they are copied
+                warnings.filterwarnings("ignore", ".*does not use")
+                folder = CheckpointFolder(self.base, skeleton)
+        except (OSError, ValueError) as error:
+            log.warning("%s: its other tensors are not copied: %s", self.base, error)
+            return None
+        return rewritten(folder, skeleton, changed, read)
 
     def close(self) -> None:
         if self.source is not None:

@@ -107,12 +107,12 @@ class Recipe:
         if self.conversion is None:
             out.copy_(view(self.sources[0]))
         elif self.conversion.stacks:
-            for stored, expert, row in self._stacked():
+            for stored, expert, row in self.stacked():
                 out[expert].narrow(0, row, stored.shape[0]).copy_(view(stored))
         else:
             out.copy_(self.conversion.run(self.sources, [view(s) for s in self.sources])[self.name])
 
-    def _stacked(self) -> Iterator[tuple[StoredTensor, int, int]]:
+    def stacked(self) -> Iterator[tuple[StoredTensor, int, int]]:
         """Yield the matrices that are stacked, each with the number of its expert and its first row
         there."""
         assert self.conversion is not None
@@ -137,7 +137,7 @@ class Recipe:
             return
         stop = start + len(out_P)
         _, height, columns = self.shape
-        for stored, expert, row in self._stacked():
+        for stored, expert, row in self.stacked():
             begin = (expert * height + row) * columns
             first = max(start, begin)
             last = min(stop, begin + stored.shape[0] * columns)
@@ -157,8 +157,9 @@ def resolve(
     where: str,
     *,
     all_used: bool = False,
-) -> dict[str, Recipe]:
-    """Return recipes for every parameter and persistent buffer of ``model``, by canonical name.
+) -> tuple[dict[str, Recipe], dict[str, dict[str, str]]]:
+    """Return recipes for every parameter and persistent buffer of ``model``, by canonical name; and
+    by that of a tied one, the further tensors that hold it: their keys by its other names.
 
     Args:
         model: a plain transformers model on any device; only names and shapes are read.
@@ -176,7 +177,7 @@ def resolve(
     recipes, extra = _match(model, state, stored)
     _refuse_codes(state, recipes, [stored[key] for key in extra], where)
     misshaped = [text for text in (recipe.misfit() for recipe in recipes.values()) if text]
-    recipes, missing = _untie(model, state, recipes, None if misshaped else view)
+    recipes, missing, duplicates = _untie(model, state, recipes, None if misshaped else view)
 
     missing = _without(missing, _patterns(model, "_keys_to_ignore_on_load_missing"))
     extra = _without(extra, _patterns(model, "_keys_to_ignore_on_load_unexpected"))
@@ -199,7 +200,7 @@ def resolve(
                 f"{text}. A model without them is another one than the file's, and is not trained"
             )
         warnings.warn(text, stacklevel=3)
-    return recipes
+    return recipes, duplicates
 
 
 _FURTHER_TOKENS = re.compile(r"(^|\.)(mtp|nextn|mtp_\w+|nextn_\w+)\.")
@@ -341,9 +342,10 @@ def _match(
 
 def _untie(
     model: nn.Module, state: Mapping[str, Tensor], recipes: Mapping[str, Recipe], view: View | None
-) -> tuple[dict[str, Recipe], list[str]]:
+) -> tuple[dict[str, Recipe], list[str], dict[str, dict[str, str]]]:
     """Return one recipe a tensor, under its canonical name and in the model's order; the second
-    answer names the missing.
+    answer names the missing, the third further tensors of the checkpoint that hold the same: keys
+    by the tensor's other names.
 
     A checkpoint may hold a tied weight under any of its names. Where it holds several they must be
     equal."""
@@ -354,6 +356,7 @@ def _untie(
             names.append(name)
     untied: dict[str, Recipe] = {}
     missing: list[str] = []
+    duplicate_keys: dict[str, dict[str, str]] = {}
     for names in aliases.values():
         stored = [recipes[name] for name in names if name in recipes]
         if not stored:
@@ -361,6 +364,8 @@ def _untie(
             continue
         kept, *duplicates = stored
         untied[names[0]] = kept
+        if duplicates:
+            duplicate_keys[names[0]] = {recipe.name: recipe.sources[0].key for recipe in duplicates}
         for recipe in duplicates if view else ():
             assert view is not None
             sources = (kept.sources[0], recipe.sources[0])
@@ -370,4 +375,4 @@ def _untie(
                 f"the configuration ties {kept.name} to {recipe.name}, but the checkpoint holds"
                 " different values for them: set tie_word_embeddings to false in its config.json"
             )
-    return untied, missing
+    return untied, missing, duplicate_keys

@@ -60,7 +60,13 @@ class CheckpointFolder:
         all_used = files.quantisation is not None or any(
             name.endswith(".gguf") for name in self._files
         )
-        self._recipes: Mapping[str, conversion.Recipe] = conversion.resolve(
+        self.stored: Mapping[str, StoredTensor] = stored
+        """All tensors of the files, by their keys, used or not."""
+        self.recipes: Mapping[str, conversion.Recipe]
+        self.duplicates: Mapping[str, Mapping[str, str]]
+        """Further tensors that hold a tied parameter, by its canonical name: keys by its other
+        names."""
+        self.recipes, self.duplicates = conversion.resolve(
             model, stored, self._view, str(path), all_used=all_used
         )
 
@@ -89,27 +95,43 @@ class CheckpointFolder:
         return weight[start:stop] if isinstance(weight, Tensor) else weight.rows(start, stop)
 
     def names(self) -> Sequence[str]:
-        return tuple(self._recipes)
+        return tuple(self.recipes)
 
     def original_key(self, name: str) -> str | None:
         """Return the name that ``name`` has in the files, or None where it is fused from, or cut
         out of, other tensors."""
-        recipe = self._recipes[name]
+        recipe = self.recipes[name]
         return recipe.sources[0].key if recipe.conversion is None else None
 
+    @property
+    def unused(self) -> list[str]:
+        """The keys of the tensors that make no parameter."""
+        used = {source.key for recipe in self.recipes.values() for source in recipe.sources}
+        used |= {key for keys in self.duplicates.values() for key in keys.values()}
+        return [key for key in self.stored if key not in used]
+
+    def value(self, stored: StoredTensor) -> Tensor:
+        """Return a tensor of the files as it lies; decoded whole where it is in codes."""
+        return self._view(stored)
+
+    def release_stored(self, stored: StoredTensor) -> None:
+        """Give the pages of a tensor of the files back to the kernel."""
+        for part in stored.parts or (stored,):
+            self._files[part.file].dont_need([(part.offset, part.nbytes)])
+
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._recipes[name].shape
+        return self.recipes[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._recipes[name].sources[0].dtype
+        return self.recipes[name].sources[0].dtype
 
     def stored_as(self, name: str) -> Layout:
-        return self._recipes[name].sources[0].layout
+        return self.recipes[name].sources[0].layout
 
     def weights(self, names: Iterable[str]) -> dict[str, Tensor | Weight]:
         out: dict[str, Tensor | Weight] = {}
         for name in names:
-            recipe = self._recipes[name]
+            recipe = self.recipes[name]
             if recipe.conversion is None:
                 out[name] = self._open(recipe.sources[0])
             else:
@@ -119,11 +141,11 @@ class CheckpointFolder:
         return out
 
     def in_place(self, name: str) -> bool:
-        recipe = self._recipes[name]
+        recipe = self.recipes[name]
         return recipe.conversion is None and recipe.sources[0].in_place
 
     def read_into(self, name: str, out: Tensor) -> None:
-        recipe = self._recipes[name]
+        recipe = self.recipes[name]
         if tuple(out.shape) != recipe.shape:
             raise ValueError(
                 f"{name} has shape {recipe.shape}, the buffer given has {tuple(out.shape)}"
@@ -135,12 +157,12 @@ class CheckpointFolder:
             recipe.read_into(out, self._view)
 
     def read_range_into(self, name: str, start: int, out_P: Tensor) -> None:
-        self._recipes[name].read_range_into(start, out_P, self._view, self._rows)
+        self.recipes[name].read_range_into(start, out_P, self._view, self._rows)
 
     def _ranges(self, names: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
         ranges: dict[str, list[tuple[int, int]]] = {}
         for name in names:
-            for source in self._recipes[name].sources:
+            for source in self.recipes[name].sources:
                 for stored in source.parts or (source,):
                     ranges.setdefault(stored.file, []).append((stored.offset, stored.nbytes))
         return ranges

@@ -126,18 +126,35 @@ def save_model(
         weights: every parameter and persistent buffer once, in the order of the files.
         begin: told the name of each before its values are asked for.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    configured: Any = model
-    for config in (configured.config, getattr(configured, "generation_config", None)):
-        if config is not None:
-            config.save_pretrained(folder)
     entries = {name: Entry(tuple(weight.shape), weight.dtype) for name, weight in weights.items()}
 
     def values(name: str) -> Iterator[Tensor]:
         begin(name)
         yield from pieces(weights[name])
 
+    save_tensors(folder, model, entries, values)
+
+
+def save_tensors(
+    folder: StrPath,
+    model: nn.Module,
+    entries: Mapping[str, Entry],
+    values: Callable[[str], Iterable[Tensor]],
+) -> None:
+    """Write a model folder: its configuration, and tensors as :func:`write_shards` takes them.
+
+    Args:
+        folder: made where it is not there; nothing in it is synced.
+        model: the transformers model, for its configurations alone.
+        entries: the tensors.
+        values: answers those of one.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    configured: Any = model
+    for config in (configured.config, getattr(configured, "generation_config", None)):
+        if config is not None:
+            config.save_pretrained(folder)
     write_shards(folder, entries, values)
 
 
