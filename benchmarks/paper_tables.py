@@ -167,7 +167,7 @@ def explain(
 def unfitted(name: str, config: dict[str, Any]) -> Hardware:
     """The machine that ships, with the noise of the published programs as fast as its memory: no
     published speed in it."""
-    machine = hardware.load(name)
+    machine = hardware.load(name).without_host()  # what was published ran by other programs
     size = DTYPE_BYTES[config["dtype"]]
     flops = machine.flops_of(config["dtype"])
     print(
@@ -179,7 +179,7 @@ def unfitted(name: str, config: dict[str, Any]) -> Hardware:
 
 def zo2_table(*, fit: bool = True) -> Iterator[dict[str, Any]]:
     shape = Shape(1, 2048)
-    base = dataclasses.replace(hardware.load("a100-80gb"), noise_rate=NOISE_RATE)
+    base = dataclasses.replace(hardware.load("a100-80gb").without_host(), noise_rate=NOISE_RATE)
     published = {
         row["model"].removeprefix("OPT-"): row for row in rows("zo2_table1_a100_bs1_seq2048")
     }
@@ -220,7 +220,7 @@ def ablation_table() -> Iterator[dict[str, Any]]:
     print("ZO2 table 3, float32: what each part is worth")
     shape = Shape(1, 2048)
     dtype = "float32"
-    base = dataclasses.replace(hardware.load("a100-80gb"), noise_rate=NOISE_RATE)
+    base = dataclasses.replace(hardware.load("a100-80gb").without_host(), noise_rate=NOISE_RATE)
     published = {row["model"].removeprefix("OPT-"): row for row in rows("zo2_table3_ablation_fp32")}
     machine = fitted(base, opt("6.7B", dtype), shape, float(published["6.7B"]["mezo"]), fused=False)
     plan = zo2_plans(dtype)["zo2"]
@@ -279,7 +279,7 @@ uploaded slices; in two dimensions the world as well."""
 def distzo2_table(*, fit: bool = True) -> Iterator[dict[str, Any]]:
     print("DistZO2 table 1, float16, H20, 4 × 2048 tokens in all; attention taken as fused")
     base = dataclasses.replace(
-        hardware.load("h20-96gb-x4"), devices_per_node=1, noise_rate=2 * NOISE_RATE
+        hardware.load("h20-96gb-x4").without_host(), devices_per_node=1, noise_rate=2 * NOISE_RATE
     )
     dtype = "float16"
     published = {
@@ -461,7 +461,7 @@ def residency_table() -> Iterator[dict[str, Any]]:
         " stay as there is room for"
     )
     units = measured(opt("175B", "float16"), None, "cuda")
-    machine = hardware.load("h200")
+    machine = hardware.load("h200").without_host()  # its lanes are compared
     for batch in (1, 4, 16):
         task = Task(units.spec(), units, machine, Shape(batch, 2048))
         streamed, kept = (

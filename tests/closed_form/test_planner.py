@@ -195,7 +195,7 @@ def test_weights_that_stream_are_looked_at_on_both_tiers_of_an_accelerator() -> 
     """Of a model that fits neither card nor host in 16 bits the host's is the faster; a processor's
     host is its device."""
     machine = dataclasses.replace(
-        hardware.load("rtx-4090"), device_bytes=2 * 10**9, host_bytes=4 * 10**9
+        hardware.load("rtx-4090").without_host(), device_bytes=2 * 10**9, host_bytes=4 * 10**9
     )
     task = dataclasses.replace(qwen_task(8), hardware=machine)
     looked_at = {label for label, _ in candidates(task)}

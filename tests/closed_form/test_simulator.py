@@ -378,7 +378,7 @@ def test_the_critical_path_names_the_part_that_is_slow(
 def test_useful_work_over_promised_speed() -> None:
     """Closed form: twice the ranks, twice the tokens; recomputing costs time and is no useful work;
     without time no rate."""
-    machine = hardware.load("a100-80gb")
+    machine = hardware.load("a100-80gb").without_host()
     plain = run(PLANS["plain"], machine)
     again = run(method("plain", recompute="all"), machine)
     assert plain.tokens == again.tokens == SHAPE.tokens

@@ -189,7 +189,10 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
     if arguments.trace:
         timed = [(span.op, span.began, span.ended) for span in best.simulation.spans]
         events = timeline.events(
-            best.simulation.program, [timed], process=f"simulated: {best.label}"
+            best.simulation.program,
+            [timed],
+            process=f"simulated: {best.label}",
+            host=best.simulation.host_times(),
         )
         timeline.write(arguments.trace, events)
         tell(f"timeline of {best.label}: {arguments.trace}")

@@ -20,6 +20,8 @@ class Work:
     """FLOPs of fused attention."""
     touched: int = 0
     """Bytes that element-wise operations and reductions read and write."""
+    starts: int = 0
+    """Operations that the host starts on an accelerator, views apart."""
 
     @property
     def flops(self) -> int:
@@ -30,6 +32,7 @@ class Work:
             self.products + other.products,
             self.attention + other.attention,
             self.touched + other.touched,
+            self.starts + other.starts,
         )
 
     def __sub__(self, part: Work) -> Work:
@@ -38,7 +41,12 @@ class Work:
 
     def __mul__(self, times: int) -> Work:
         """Return the work done so many times."""
-        return Work(self.products * times, self.attention * times, self.touched * times)
+        return Work(
+            self.products * times,
+            self.attention * times,
+            self.touched * times,
+            self.starts * times,
+        )
 
 
 NOTHING = Work()

@@ -134,7 +134,8 @@ class StepForecast:
         if self.simulation is None:
             return []
         spans = [(span.op, span.began, span.ended) for span in self.simulation.spans]
-        return timeline.events(self.simulation.program, [spans], process="foreseen")
+        host = self.simulation.host_times()
+        return timeline.events(self.simulation.program, [spans], process="foreseen", host=host)
 
     def values(self) -> dict[str, Any]:
         """Return the forecast as ``forecast.json`` holds it."""

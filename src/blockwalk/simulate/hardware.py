@@ -7,6 +7,7 @@ here imports torch."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,7 +82,13 @@ class Hardware:
     memory_bandwidth: float = 1e12
     """Bytes/s of the device's own memory."""
     op_seconds: float = 0.0
-    """Seconds to start an op's work: :data:`BLOCK_OPS` launches, Python."""
+    """Seconds to start an op's work: :data:`BLOCK_OPS` launches, Python. Of an accelerator whose
+    host is described, ``host_start_seconds`` and ``host_turn_seconds`` stand in its place."""
+    host_start_seconds: float = 0.0
+    """Seconds of the host to start one operation on an accelerator; 0 on a processor."""
+    host_turn_seconds: float = 0.0
+    """Seconds of the host for a turn, or an update, of a unit on an accelerator, beside those of
+    the operations that it starts; 0 on a processor."""
     attention: Mapping[str, float] = field(default_factory=dict)
     """FLOP/s of fused attention, by dtype; else ``flops``."""
     process_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -134,6 +141,12 @@ class Hardware:
                 raise ValueError(
                     f"hardware {self.name!r}: {key} is {getattr(self, key)}; it must be above 0"
                 )
+        for key in ("host_start_seconds", "host_turn_seconds"):
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ValueError(
+                    f"hardware {self.name!r}: {key} is {getattr(self, key)}; it must be a finite"
+                    " number of at least 0"
+                )
         if not self.flops or any(value <= 0 for value in self.flops.values()):
             raise ValueError(
                 f"hardware {self.name!r}: flops is {dict(self.flops)}; it needs a positive figure"
@@ -144,6 +157,17 @@ class Hardware:
     def world(self) -> int:
         """Devices in all."""
         return self.devices_per_node * self.nodes
+
+    def without_host(self) -> Hardware:
+        """Return the machine with a host that takes no time."""
+        return dataclasses.replace(self, host_start_seconds=0.0, host_turn_seconds=0.0)
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds in which a device does nothing before an op's work, where the host is not
+        described by itself."""
+        is_described = self.host_start_seconds or self.host_turn_seconds
+        return 0.0 if is_described else self.op_seconds
 
     @property
     def measured(self) -> bool:
@@ -253,6 +277,8 @@ def with_facts(machine: Hardware, facts: Facts) -> Hardware:
         "noise_rate": facts.noise_per_s,
         "op_seconds": BLOCK_OPS * facts.operator_us * 1e-6,
         "decode_rates": facts.decode_rate,
+        "host_start_seconds": facts.host_start_us * 1e-6,
+        "host_turn_seconds": facts.host_turn_us * 1e-6,
     }
     changes |= {name: figure for name, figure in figures.items() if figure}
     if machine.measured:  # doctor's memory is what others leave of the card's

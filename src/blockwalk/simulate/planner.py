@@ -356,10 +356,14 @@ def _of_together(task: Task, label: str, plan: Plan, count: int) -> Candidate:
     return replace(candidate, label=f"{candidate.label}, {count} micro-batches together")
 
 
-def _seconds_a_token(candidate: Candidate) -> float:
-    if candidate.simulation is None:
-        return math.inf
-    return candidate.simulation.seconds / candidate.simulation.tokens
+def _seconds_a_token(candidate: Candidate) -> tuple[float, float]:
+    """Return a step's seconds a token, then those of all of its lanes: of plans that wait for the
+    host alike, the one that moves and computes least comes first."""
+    simulation = candidate.simulation
+    if simulation is None:
+        return math.inf, math.inf
+    of_lanes = sum(span.seconds for span in simulation.spans)
+    return simulation.seconds / simulation.tokens, of_lanes / simulation.tokens
 
 
 def rank(task: Task) -> Ranking:

@@ -21,7 +21,7 @@ from blockwalk.program.flat_layout import hosts_node_slice
 from blockwalk.program.handover import RECEIVES, SENDS
 from blockwalk.program.program import COMPUTES, Bytes, Lane, Op, OpKind, Pool, Program
 from blockwalk.program.state_sizes import compute_dtype, epilogue_reads, updates_on_host
-from blockwalk.simulate.hardware import Hardware, Link
+from blockwalk.simulate.hardware import BLOCK_OPS, Hardware, Link
 
 NO_COSTS = Costs()
 
@@ -35,6 +35,16 @@ at once: where only that is known."""
 HOST_MEMORY = 2e10
 """Bytes/s of a processor's memory behind an accelerator, where it updates what lies there. A guess:
 no hardware file has it."""
+
+LAZY_STARTS = 8
+"""Operations that a product takes as long to start as, beside its own, whose matrix is decoded or
+perturbed when it is read (an H200's host, commit 12f79d11)."""
+
+UPDATE_STARTS = 6
+"""Operations that the update of one parameter by its gradient starts (the same)."""
+
+STARTED = (*COMPUTES, OpKind.UPDATE, OpKind.PERTURB, OpKind.UPDATE_ALL)
+"""The kinds of op that the host starts on an accelerator, an operation at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +128,40 @@ class CostModel:
             seconds += hw.device_to_host.seconds(op.transient)
         return seconds + self._accumulated.get(op.index, 0.0)
 
+    # ---- the host's lane -------------------------------------------------------------------------
+
+    def host_seconds(self, op: Op) -> float:
+        """Return seconds in which the host starts an op's operations on an accelerator: those of a
+        turn, and of each operation."""
+        hw = self.hardware
+        if op.kind not in STARTED or not hw.host_start_seconds + hw.host_turn_seconds:
+            return 0.0
+        return hw.host_turn_seconds + self.starts(op) * hw.host_start_seconds
+
+    def starts(self, op: Op) -> int:
+        """Return the number of operations that the host starts for an op."""
+        if op.kind in COMPUTES:
+            work = self.work(op)
+            known = BLOCK_OPS if work == NOTHING else work.starts
+            return known + LAZY_STARTS * self._lazy_readings(op)
+        whole = op.kind is not OpKind.UPDATE
+        params = self.model.params() if whole else self.model.units[op.unit].params
+        trained = sum(param.trainable for param in params)
+        if self.plan.estimator.facts.ledger:
+            return trained * max(op.entries, 1) * self.plan.zo.queries
+        return UPDATE_STARTS * trained
+
+    def _lazy_readings(self, op: Op) -> int:
+        """Return the number of products of an op whose matrix is decoded, or perturbed, when it is
+        read."""
+        matrices = [param for param in self.reads(op.unit).params if param.quantizable]
+        frozen = [param for param in matrices if not param.trainable]
+        encoded = sum(param.stored_in(self.plan.frozen.codec).encoded for param in frozen)
+        readings = self._readings(op) * encoded
+        if self._draws(op):
+            readings += op.passes * (len(matrices) - len(frozen))
+        return readings
+
     def _between_ranks(self, lane: Lane, nbytes: int) -> float:
         """Return seconds of bytes that a rank sends to others."""
         hw = self.hardware
@@ -194,7 +238,7 @@ class CostModel:
         seconds += self._narrowed(elements)
         if not self.plan.update_rule.linear:
             seconds += self._updated(elements)
-        return hw.op_seconds + max(op.entries, 1) * seconds
+        return hw.idle_seconds + max(op.entries, 1) * seconds
 
     def _gradient_update(self, op: Op) -> float:
         """Return seconds of updating a unit, or a rank's slice of it, with its gradients."""
@@ -206,9 +250,9 @@ class CostModel:
             copied = 8 * (1 + len(self.plan.update_rule.states)) * elements
         tier = self.plan.optimizer_state.tier.facts
         if op.lane is Lane.UPDATE:
-            return hw.op_seconds + (copied + self._touched(elements)) / HOST_MEMORY
+            return hw.idle_seconds + (copied + self._touched(elements)) / HOST_MEMORY
         if self.plan.home.gathered and not tier.resident and hw.device != "cpu":
-            seconds = hw.op_seconds + (copied + self._touched(elements)) / HOST_MEMORY
+            seconds = hw.idle_seconds + (copied + self._touched(elements)) / HOST_MEMORY
             seconds += hw.device_to_host.seconds(4 * elements)  # gradients
             seconds += hw.host_to_device.seconds(DTYPE_BYTES[self.dtype] * elements)
             if tier.link:
@@ -216,7 +260,7 @@ class CostModel:
                 seconds += hw.reads(tier.link).seconds(states)
                 seconds += hw.writes(tier.link).seconds(states)
             return seconds
-        seconds = hw.op_seconds + self._updated(elements) + self._narrowed(elements)
+        seconds = hw.idle_seconds + self._updated(elements) + self._narrowed(elements)
         return seconds + copied / hw.memory_bandwidth
 
     def work(self, op: Op) -> Work:
@@ -242,7 +286,7 @@ class CostModel:
         prologue = op.kind in (OpKind.PROLOGUE, OpKind.PROLOGUE_BACKWARD)
         if work == NOTHING and not prologue:
             work = Work(op.flops, touched=TRAFFIC * op.transient)
-        seconds = self.hardware.op_seconds + self.work_seconds(work)
+        seconds = self.hardware.idle_seconds + self.work_seconds(work)
         seconds += self._lost.get(op.unit, 0.0)
         if op.kind is OpKind.FORWARD:  # a graph in file maps is copied there
             seconds += 2 * _of_pool(op.takes, Pool.MAPPED) / self.hardware.memory_bandwidth
@@ -253,14 +297,18 @@ class CostModel:
         perturbed."""
         hw = self.hardware
         unit = self.reads(op.unit)
-        walks_back = self.plan.estimator.facts.walks_back
         seconds = unit.numel() * DTYPE_BYTES[self.dtype] / hw.memory_bandwidth
         if codes := unit.decoded(self.plan.frozen.codec):
             seconds += self._readings(op) * codes / hw.decodes(self.plan.frozen.codec)
-        draws = self.plan.noise.drawn_in_forwards and not walks_back
-        if draws and not self._finds_copy(op):
+        if self._draws(op):
             seconds += unit.numel(trainable=True) / hw.noise_rate
         return seconds
+
+    def _draws(self, op: Op) -> bool:
+        """Return whether an op perturbs the trainable weights that it reads."""
+        walks_back = self.plan.estimator.facts.walks_back
+        drawn = self.plan.noise.drawn_in_forwards and not walks_back
+        return drawn and not self._finds_copy(op)
 
     def _readings(self, op: Op) -> int:
         """Return the number of times that an op goes through its unit's weights."""

@@ -1,6 +1,9 @@
 """The simulator, which runs a program on paper: seconds, peak bytes of every pool, bytes on every
 lane, and what the time was spent on.
 
+On an accelerator the host is a lane too, though no op of the program is on it: it starts what each
+op computes, in the program's order, and waits for nobody. An op begins when the host has queued it.
+
 Lanes are first-in, first-out, and an op starts when the op before it on its lane and all that it
 waits for are done: the rules of :mod:`blockwalk.walk.lanes`. Of two ops between nodes, which may be
 on their way at once there, the later one has the link after the earlier one here. Seconds are those
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
@@ -62,6 +65,12 @@ class Simulation:
     peak_flops: float
     critical: dict[str, float]
     """Seconds on the critical path, by what they were spent on, longest first."""
+    host: tuple[Span, ...] = ()
+    """The times in which the host starts each op, on an accelerator."""
+
+    def host_times(self) -> list[tuple[Op, float, float]]:
+        """Return the ops that the host starts, with the times of its work for them."""
+        return [(span.op, span.began, span.ended) for span in self.host]
 
     @property
     def tokens_per_second(self) -> float:
@@ -102,7 +111,8 @@ def simulate(
     programs = tuple(map(steady, programs))
     program, *_ = programs
     model_of = CostModel(plan, model, hardware, costs, program)
-    spans = schedule(programs, model_of.seconds)
+    queued = [queue_times(of_rank, model_of.host_seconds) for of_rank in programs]
+    spans = schedule(programs, model_of.seconds, queued)
     recomputed = sum(
         costs.of(model.units[op.unit].kind).again.flops
         for op in program.ops
@@ -121,7 +131,8 @@ def simulate(
         bytes_by_axis=program.bytes_by_axis(plan.mesh),
         useful_flops=sum(op.flops for op in program.ops) - recomputed,
         peak_flops=hardware.peak_of(model_of.dtype),
-        critical=critical_path(programs, spans, lambda op: _words(op, model_of)),
+        critical=critical_path(programs, spans, lambda op: _words(op, model_of), queued),
+        host=tuple(span for span in queued[0] if span.seconds),
     )
 
 
@@ -173,8 +184,24 @@ def together(programs: Sequence[Program]) -> dict[Place, list[Place]]:
     return {member: members for members in met.values() for member in members}
 
 
-def schedule(programs: Sequence[Program], seconds_of: Callable[[Op], float]) -> Spans:
-    """Return the times at which each op begins and ends, given the seconds that it takes. An op of
+def queue_times(program: Program, seconds_of: Callable[[Op], float]) -> tuple[Span, ...]:
+    """Return the times in which the host starts the ops of a program, one after the other, given
+    the seconds that each takes it."""
+    spans = []
+    free = 0.0
+    for op in program.ops:
+        spans.append(Span(op, free, free + seconds_of(op)))
+        free = spans[-1].ended
+    return tuple(spans)
+
+
+def schedule(
+    programs: Sequence[Program],
+    seconds_of: Callable[[Op], float],
+    queued: Sequence[tuple[Span, ...]] = (),
+) -> Spans:
+    """Return the times at which each op begins and ends, given the seconds that it takes, and of
+    each program the times in which the host queues its ops. An op of
     several ranks begins on all of them when the last has come. Lanes that share a link take turns,
     an op at a time, and who came first goes first: what a link with one queue does, and no later at
     the end of the queue than one that halves its bandwidth."""
@@ -195,7 +222,8 @@ def schedule(programs: Sequence[Program], seconds_of: Callable[[Op], float]) -> 
     while queue:
         came, place = heappop(queue)
         members = [(rank, programs[rank].ops[index]) for rank, index in meets.get(place, [place])]
-        began = max([came, *(free[rank, op.lane.link] for rank, op in members if op.nbytes)])
+        links = (free[rank, op.lane.link] for rank, op in members if op.nbytes)
+        began = max([came, *links, _queued_by(queued, members)])
         for rank, op in members:
             ended = began + seconds_of(op)
             spans[rank, op.index] = Span(op, began, ended)
@@ -215,6 +243,12 @@ def schedule(programs: Sequence[Program], seconds_of: Callable[[Op], float]) -> 
     return tuple(
         tuple(spans[rank, op.index] for op in program.ops) for rank, program in enumerate(programs)
     )
+
+
+def _queued_by(queued: Sequence[tuple[Span, ...]], members: Iterable[tuple[int, Op]]) -> float:
+    """Return the time at which the hosts of all ranks have queued an op; 0 where none starts it."""
+    spans = (queued[rank][op.index] for rank, op in members if queued)
+    return max((span.ended for span in spans if span.seconds), default=0.0)
 
 
 def order(programs: Sequence[Program]) -> dict[Place, list[Place]]:
@@ -249,10 +283,14 @@ def peaks(program: Program, spans: tuple[Span, ...]) -> dict[Pool, int]:
 
 
 def critical_path(
-    programs: Sequence[Program], spans: Spans, words: Callable[[Op], str]
+    programs: Sequence[Program],
+    spans: Spans,
+    words: Callable[[Op], str],
+    queued: Sequence[tuple[Span, ...]] = (),
 ) -> dict[str, float]:
     """Return seconds of the chain of ops that the step's end waited for, by what they do, longest
-    first; it goes from rank to rank where they met."""
+    first; it goes from rank to rank where they met. Where an op waited for the host, all seconds
+    before it are the host's, which waits for nobody."""
 
     def ended(place: Place) -> float:
         return spans[place[0]][place[1]].ended
@@ -273,10 +311,18 @@ def critical_path(
         span = spans[place[0]][place[1]]
         if span.seconds:
             total[words(span.op)] += span.seconds  # type: ignore[assignment]
-        earlier = (wait for member in meets.get(place, [place]) for wait in waits[member])
+        members = meets.get(place, [place])
+        host = _queued_by(queued, [(rank, programs[rank].ops[index]) for rank, index in members])
+        earlier = (wait for member in members for wait in waits[member])
         place = max(earlier, key=ended, default=None)
+        if host > (0.0 if place is None else ended(place)):
+            total[STARTING] += host  # type: ignore[assignment]
+            place = None
     return dict(total.most_common())
 
+
+STARTING = "starting operations on the host"
+"""The words for the time in which an accelerator waits for the host."""
 
 _NOUN = {OpKind.REDUCE: "reduction", OpKind.STORE: "write-back"}
 _STATE = {

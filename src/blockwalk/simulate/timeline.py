@@ -11,20 +11,29 @@ from typing import Any
 from blockwalk.program.program import Lane, Op, Program
 from blockwalk.system import atomic_files
 
+HOST = "host"
+"""The name of the lane in which the host starts what an accelerator computes."""
+
 Timed = tuple[Op, float, float]
 """An op, and when it began and ended, in seconds."""
 
 
 def events(
-    program: Program, steps: Sequence[Iterable[Timed]], *, process: str
+    program: Program,
+    steps: Sequence[Iterable[Timed]],
+    *,
+    process: str,
+    host: Sequence[Timed] = (),
 ) -> list[dict[str, Any]]:
     """Return complete events, a microsecond a unit, from the first op's begin; one thread for each
-    lane, in the program's order."""
+    lane, in the program's order, and one for the times in which the ``host`` starts ops."""
     lanes = {lane: number for number, lane in enumerate(Lane)}
-    timed = [of_op for step in steps for of_op in step]
-    start = min((began for _, began, _ in timed), default=0.0)
-    busy = {op.lane for op, _, _ in timed}
-    threads = [("thread_name", lanes[lane], str(lane)) for lane in Lane if lane in busy]
+    timed = [(of_op, lanes[of_op[0].lane]) for step in steps for of_op in step]
+    timed += [(of_op, len(lanes)) for of_op in host]
+    start = min((began for (_, began, _), _ in timed), default=0.0)
+    busy = {thread for _, thread in timed}
+    threads = [("thread_name", lanes[lane], str(lane)) for lane in Lane if lanes[lane] in busy]
+    threads += [("thread_name", len(lanes), HOST)] if host else []
     named = [
         {"ph": "M", "name": field, "pid": process, "tid": tid, "args": {"name": text}}
         for field, tid, text in [("process_name", 0, process), *threads]
@@ -35,7 +44,7 @@ def events(
             "name": name(program, op),
             "cat": str(op.kind),
             "pid": process,
-            "tid": lanes[op.lane],
+            "tid": thread,
             "ts": round(1e6 * (began - start), 3),
             "dur": round(1e6 * (ended - began), 3),
             "args": {
@@ -45,7 +54,7 @@ def events(
                 "micro_batch": op.micro_batch,
             },
         }
-        for op, began, ended in timed
+        for (op, began, ended), thread in timed
         if ended > began
     ]
 

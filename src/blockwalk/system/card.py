@@ -53,6 +53,11 @@ class Facts:
     """Microseconds to launch a kernel."""
     operator_us: float = 0.0
     """Microseconds to start one of torch's operators."""
+    host_start_us: float = 0.0
+    """Microseconds of the host for an operation that it starts in a walk, the Python around it
+    included."""
+    host_turn_us: float = 0.0
+    """Microseconds of the host for a turn of a unit, beside its operations."""
     noise_per_s: float = 0.0
     """Elements of noise a second, drawn and added."""
     decode_rate: Mapping[str, float] = field(default_factory=dict)

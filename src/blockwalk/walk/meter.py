@@ -55,6 +55,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     touched: int = 0
     uncounted: dict[str, str] = field(default_factory=dict)
     """Operations whose FLOPs could not be counted, with the reason."""
+    starts: int = 0
+    """Operations that have been started, views apart."""
     _known: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -77,6 +79,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             out = func(*args, **kwargs)
         self._count(func, inputs, args, kwargs, out)
+        self.starts += not _is_free(func, inputs, out)
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
             if (
@@ -101,7 +104,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def work(self) -> Work:
         """The operations done under the meter so far."""
-        return Work(self.products, self.attention, self.touched)
+        return Work(self.products, self.attention, self.touched, self.starts)
 
     def _count(self, func: Any, inputs: set[int], args: Any, kwargs: Any, out: Any) -> None:
         try:
@@ -115,12 +118,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.attention += flops.attention
             return
         packet = func._overloadpacket
-        outputs = _tensors(out)
-        view = not func._schema.is_mutable and all(
-            id(t.untyped_storage()) in inputs for t in outputs
-        )
-        if not view and packet not in _UNTOUCHED:
-            written = {} if packet is _aten.copy_ else {id(t): t for t in outputs}
+        if not _is_free(func, inputs, out):
+            written = {} if packet is _aten.copy_ else {id(t): t for t in _tensors(out)}
             self.touched += sum(map(_touched, [*_tensors((args, kwargs)), *written.values()]))
 
 
@@ -140,6 +139,14 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     if packet in flop_registry:
         return Work(flop_registry[packet](*args, **kwargs, out_val=out))
     return None
+
+
+def _is_free(func: Any, inputs: set[int], out: Any) -> bool:
+    """Return whether an operation is a view of its inputs, or touches no data."""
+    if func._overloadpacket in _UNTOUCHED:
+        return True
+    is_view = all(id(tensor.untyped_storage()) in inputs for tensor in _tensors(out))
+    return is_view and not func._schema.is_mutable
 
 
 def _touched(tensor: Tensor) -> int:
