@@ -1,17 +1,18 @@
-"""The speed that each card is expected to have, by the planner: the table of ``docs/cards.md``.
-Nothing here was measured.
+"""The speed that each card is expected to have, by the planner, and the steps that were found on an
+H200 beside their forecasts: the tables of ``docs/cards.md``. Nothing is measured here.
 
 A run settles its tiers, its budget and the blocks that stay as on a machine whose card and host
 memory are free; the step is simulated on the card's description (``simulate/machines``).
-``--write`` puts the table into the page."""
+``--write`` puts the tables into the page."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import functools
+import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import model_config
 
 from blockwalk.plan.choices import LoraSettings
-from blockwalk.plan.methods import method
-from blockwalk.program.program import Pool, Shape, human_bytes
+from blockwalk.plan.methods import METHODS, method
+from blockwalk.program.compile import compile_ranks
+from blockwalk.program.program import Pool, Shape, StepKind, human_bytes
 from blockwalk.program.settling import Room, Settled, settle
 from blockwalk.simulate import hardware
 from blockwalk.simulate.hardware import SIMULATED, Hardware
-from blockwalk.simulate.planner import Candidate, Task, look_at
+from blockwalk.simulate.planner import Candidate, Task, look_at, steady
+from blockwalk.simulate.simulator import Simulation, simulate
 from blockwalk.system import atomic_files
 from blockwalk.walk.unit_costs import UnitCosts
 
 PAGE = Path(__file__).parents[1] / "docs" / "cards.md"
 MARK = "<!-- python benchmarks/cards.py --write -->"
+FOUND_MARK = "<!-- found: benchmarks/results/steps_h200.json -->"
 CARDS = ("rtx-3060", "rtx-4090", "l40s", "a100-80gb", "h100-80gb", "h200", "mi300x")
 SHAPE = Shape(1, 2048)
+FOUND = Path(__file__).parent / "results" / "steps_h200.json"
+"""The steps that were found on a card, with date, hardware, versions and commit."""
+FOUND_HEAD = (
+    "| run, sequences | found, ms | card busy | starts | foreseen, ms | ÷ found | peak found, MB |"
+    " foreseen | ÷ found |",
+    "|---|---|---|---|---|---|---|---|---|",
+)
 HEAD = (
     "| card | run | tokens/s | step | device | host | blocks that stay | bound by | |",
     "|---|---|---|---|---|---|---|---|---|",
@@ -109,6 +120,52 @@ def row(card_name: str, case_name: str) -> str:
     return f"| {card_name} | {run} | {' | '.join(figures)} | {SIMULATED} |"
 
 
+@functools.cache
+def found_steps() -> dict[str, Any]:
+    """The steps that were found on an H200, with where they come from."""
+    value: dict[str, Any] = json.loads(FOUND.read_text(encoding="utf-8"))
+    return value
+
+
+def step_foreseen(row: Mapping[str, Any]) -> Simulation | None:
+    """A row's step on the card's description; None of another program's loop. No block stays and no
+    graph is kept: the walker that ran had no budget."""
+    if row["method"] not in METHODS:
+        return None
+    costs = costs_of(Case(row["model"], row["dtype"], row["method"], row["lora_rank"]))
+    model = costs.spec()
+    plan = method(row["method"], **row["settings"])
+    shape = Shape(row["batch"], found_steps()["sequence"])
+    of_units = costs(plan, shape)
+    pending = steady(plan, model)
+    inputs = {"costs": of_units, "pending": pending, "device": "cuda"}
+    programs = compile_ranks(plan, model, StepKind.TRAIN, shape, **inputs)
+    return simulate(programs, plan, model, hardware.load("h200"), of_units)
+
+
+def found_table() -> Iterator[str]:
+    """The lines of the steps that were found."""
+    yield from FOUND_HEAD
+    for name, row in found_steps()["rows"].items():
+        step = step_foreseen(row)
+        seconds = peak = ("–", "–")
+        peak_bytes = row["peak_bytes"]
+        if step is not None:
+            device = step.program.peaks()[Pool.DEVICE]
+            seconds = (f"{1e3 * step.seconds:.0f}", f"{step.seconds / row['seconds']:.2f}")
+            peak = (f"{device / 1e6:,.0f}", f"{device / peak_bytes:.2f}")
+        figures = [
+            f"{row['model']} {row['method']}, {name}",
+            f"{1e3 * row['seconds']:.0f}",
+            f"{1e3 * row['busy_seconds']:.0f}",
+            f"{row['starts']:,}",
+            *seconds,
+            f"{peak_bytes / 1e6:,.0f}",
+            *peak,
+        ]
+        yield f"| {' | '.join(figures)} |"
+
+
 def table(cards: Sequence[str] = CARDS, cases: Sequence[str] = tuple(CASES)) -> Iterator[str]:
     """The table's lines."""
     yield from HEAD
@@ -119,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="put the table into docs/cards.md")
     write = parser.parse_args().write
-    lines = list(table())
+    lines = [*table(), "", FOUND_MARK, "", *found_table()]
     print("\n".join(lines))
     if write:
         before, mark, _ = PAGE.read_text(encoding="utf-8").partition(MARK)

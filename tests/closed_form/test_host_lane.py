@@ -70,7 +70,7 @@ def test_seconds_of_the_host_are_a_turn_and_its_starts() -> None:
     matrices = sum(param.quantizable for param in model.blocks[0].params)
     params = len(model.blocks[0].params)
     turns = {
-        ("mezo", OpKind.FORWARD): 3 + LAZY_STARTS * matrices,
+        ("mezo", OpKind.FORWARD): 3 + LAZY_STARTS * matrices + params - matrices,
         ("mezo", OpKind.UPDATE): params,
         ("plain", OpKind.FORWARD): 3,
         ("plain", OpKind.BACKWARD): 5 + 2,

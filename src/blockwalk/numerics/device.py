@@ -53,6 +53,12 @@ def of_processor(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" == _stands_for.get()
 
 
+def type_of(tensor: Tensor) -> str:
+    """Return torch's name of the type of a tensor's device, or of the one that it stands for."""
+    device = tensor.device.type
+    return _stands_for.get() if device == "cpu" else device
+
+
 def chosen(named: str | torch.device | None = None) -> torch.device:
     """Return the device that is named, or else ``BLOCKWALK_DEVICE``, or else torch's accelerator
     where there is one, or else the CPU. A device of :data:`BY_NAME` is never taken unnamed.

@@ -24,7 +24,7 @@ from blockwalk.numerics import native_products, row_tiles
 from blockwalk.numerics.codecs.codecs import NativeSource, has_kernel
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight, Experts, LowRankSum, Weight
-from blockwalk.numerics.device import is_cpu
+from blockwalk.numerics.device import type_of
 from blockwalk.numerics.fused_rows import fused_rows
 from blockwalk.numerics.operators import register
 from blockwalk.plan.placement import Codec
@@ -345,8 +345,9 @@ register("product_", _multiply, "out_PO")
 
 def _chunks(n_in: int, n_out: int, a_PI: Tensor) -> tuple[tuple[int, int], ...]:
     """Return the chunks of output features, each from its first to the one after its last."""
-    align = min(_ALIGN * torch.get_num_threads(), 1024) if is_cpu(a_PI.device) else _ALIGN
-    return _chunks_of(n_in * a_PI.itemsize, n_out, align, DECODE_BYTES[a_PI.device.type])
+    device = type_of(a_PI)
+    align = min(_ALIGN * torch.get_num_threads(), 1024) if device == "cpu" else _ALIGN
+    return _chunks_of(n_in * a_PI.itemsize, n_out, align, DECODE_BYTES[device])
 
 
 @lru_cache(1024)

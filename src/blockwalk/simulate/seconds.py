@@ -36,9 +36,9 @@ HOST_MEMORY = 2e10
 """Bytes/s of a processor's memory behind an accelerator, where it updates what lies there. A guess:
 no hardware file has it."""
 
-LAZY_STARTS = 8
-"""Operations that a product takes as long to start as, beside its own, whose matrix is decoded or
-perturbed when it is read (an H200's host, commit 12f79d11)."""
+LAZY_STARTS = 9
+"""Operations that the host could start while it decodes or perturbs a matrix that is read: one that
+it does start, and Python (an H200's host, commit 12f79d11)."""
 
 UPDATE_STARTS = 6
 """Operations that the update of one parameter by its gradient starts (the same)."""
@@ -143,7 +143,7 @@ class CostModel:
         if op.kind in COMPUTES:
             work = self.work(op)
             known = BLOCK_OPS if work == NOTHING else work.starts
-            return known + LAZY_STARTS * self._lazy_readings(op)
+            return known + self._starts_of_weights(op)
         whole = op.kind is not OpKind.UPDATE
         params = self.model.params() if whole else self.model.units[op.unit].params
         trained = sum(param.trainable for param in params)
@@ -151,16 +151,19 @@ class CostModel:
             return trained * max(op.entries, 1) * self.plan.zo.queries
         return UPDATE_STARTS * trained
 
-    def _lazy_readings(self, op: Op) -> int:
-        """Return the number of products of an op whose matrix is decoded, or perturbed, when it is
-        read."""
-        matrices = [param for param in self.reads(op.unit).params if param.quantizable]
-        frozen = [param for param in matrices if not param.trainable]
-        encoded = sum(param.stored_in(self.plan.frozen.codec).encoded for param in frozen)
-        readings = self._readings(op) * encoded
+    def _starts_of_weights(self, op: Op) -> int:
+        """Return the operations that the host could start while an op's weights are decoded, or
+        perturbed, as they are read."""
+        codec = self.plan.frozen.codec
+        params = self.reads(op.unit).params
+        frozen = [param for param in params if not param.trainable]
+        encoded = sum(param.stored_in(codec).encoded for param in frozen)
+        starts = LAZY_STARTS * self._readings(op) * encoded
         if self._draws(op):
-            readings += op.passes * (len(matrices) - len(frozen))
-        return readings
+            trained = [param for param in params if param.trainable]
+            matrices = sum(param.quantizable for param in trained)
+            starts += op.passes * (LAZY_STARTS * matrices + len(trained) - matrices)
+        return starts
 
     def _between_ranks(self, lane: Lane, nbytes: int) -> float:
         """Return seconds of bytes that a rank sends to others."""
