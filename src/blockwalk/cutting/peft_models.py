@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from blockwalk.cutting.adapter_patterns import require_ends
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.lora_forward import fuse
 from blockwalk.numerics.drawing import DrawingFrom
@@ -140,6 +141,7 @@ def add_adapter(model: nn.Module, config: Any, *, seed: int = 0, saved: str = ""
         )
     if lora:
         refuse_config(config)
+    require_ends(config, model, f"{saved}/adapter_config.json" if saved else "lora")
     config = copy.deepcopy(config)  # PEFT adds to it
     if (
         lora
@@ -148,7 +150,8 @@ def add_adapter(model: nn.Module, config: Any, *, seed: int = 0, saved: str = ""
     ):
         config = _all_linear(config, model)
     with DrawingFrom(torch.Generator().manual_seed(seed)), _weightless(model):
-        wrapped: Any = get_peft_model(model, config)
+        # what was saved comes with its values: none are made before their shapes are compared
+        wrapped: Any = get_peft_model(model, config, low_cpu_mem_usage=bool(saved))
     if not lora:
         return wrapped
     _train_in_place(wrapped, saved)

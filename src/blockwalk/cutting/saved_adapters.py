@@ -136,6 +136,8 @@ def load_adapter(
         refuse_pointer(path)
         raise ValueError(f"{path} is no safetensors file, or truncated: {error}") from None
     refuse_saved(folder, config)
+    if getattr(config, "is_prompt_learning", False):
+        _refuse_prefix(config, tensors, path)
     config.inference_mode = config.prefix_projection = False
     initialiser = getattr(config, "init_lora_weights", True)
     if initialiser not in STARTS:
@@ -156,9 +158,10 @@ def load_adapter(
     for name, param in params.items():
         if param.shape != saved[name].shape:
             rows = RESIZED if ".lora_" not in name and param.ndim == 2 else ""
+            source = f" by {path.with_name('adapter_config.json')}" if ".lora_" in name else ""
             raise ValueError(
                 f"{name} is {list(saved[name].shape)} in {path} and {list(param.shape)} in this"
-                f" model{rows}"
+                f" model{source}{rows}"
             )
         alias = first_name.setdefault(id(param), name)
         if not torch.equal(saved[alias], saved[name]):
@@ -168,13 +171,47 @@ def load_adapter(
                 f" MODEL {os.fspath(folder)} OUT), and name OUT"
             )
     refuse_parted(wrapped.get_base_model(), saved, config.to_dict(), path)
+    _put(wrapped, params, saved)
+    return wrapped
+
+
+def _put(wrapped: Any, params: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor]) -> None:
+    """Give an adapter's parameters their values. Those that are placeholders have no data: PEFT
+    ties some, which cannot be swapped, and gives way to a parameter of its own."""
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in wrapped.modules():
+        for leaf, param in module._parameters.items():
+            holders.setdefault(id(param), []).append((module, leaf))
     for name, param in params.items():
         value = saved[name].to(torch.float32 if ".lora_" in name else param.dtype)
-        if param.is_meta:  # a placeholder has no data
-            torch.utils.swap_tensors(param, nn.Parameter(value))  # type: ignore[no-untyped-call]
-        else:
+        if not param.is_meta:
             param.data = value
-    return wrapped
+        elif ".lora_" in name:
+            for module, leaf in holders[id(param)]:
+                module._parameters[leaf] = nn.Parameter(value)
+        else:
+            torch.utils.swap_tensors(param, nn.Parameter(value))  # type: ignore[no-untyped-call]
+
+
+_GROUPED = 64
+"""Heads that share keys and values, at most: a prefix is so many times narrower than the heads that
+its configuration may tell of."""
+
+
+def _refuse_prefix(config: Any, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise ValueError for a prefix whose configuration asks for other sizes than the file has:
+    PEFT makes one of these sizes before it looks at the file."""
+    saved = tensors.get("prompt_embeddings", torch.empty(0, 0))
+    tokens = config.num_virtual_tokens
+    width = 2 * (config.num_layers or 1) * (config.token_dim or 1)
+    copies = config.num_transformer_submodules or 1
+    fits = saved.ndim == 2 and tokens == saved.shape[0] and copies == 1
+    if not fits or width > _GROUPED * saved.shape[1]:
+        raise ValueError(
+            f"{path.with_name('adapter_config.json')} asks for a prefix of {tokens} tokens and"
+            f" {width} values for each (num_virtual_tokens, num_layers, token_dim), and {path} has"
+            f" prompt_embeddings {list(saved.shape)}"
+        )
 
 
 def _where_it_is(folder: Path) -> str:

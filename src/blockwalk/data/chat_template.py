@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import inspect
 import json
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from blockwalk.system.process_limits import UNLIMITED, limit, set_limit
-from blockwalk.system.process_memory import address_space_bytes
+from blockwalk.system.bounds import Endless, bounded
 
 LEAST_BOUND = 64 << 20
 """Characters that a template may always write."""
@@ -32,10 +29,6 @@ meanwhile."""
 ARGUMENTS = "chat_template_arguments"
 """The attribute of a tokenizer that holds the arguments of ``data.chat_template_arguments``, with
 which each conversation is written unless its record sets them."""
-
-
-class Endless(Exception):
-    """A template is still at work after :data:`SECONDS`."""
 
 
 _bound: ContextVar[tuple[int, str] | None] = ContextVar("bound", default=None)
@@ -56,7 +49,7 @@ def chat_bounds(tokenizer: Any, record: Any) -> Iterator[None]:
         (bound, f"for {characters:,} characters of a record; its bound is {bound:,} characters")
     )
     try:
-        with _bounded(COPIES * bound):
+        with bounded(SECONDS, COPIES * bound):
             yield
     finally:
         _bound.reset(token)
@@ -94,32 +87,3 @@ def reserved(tokenizer: Any) -> set[str]:
     """Return names of the arguments of a rendering that neither a record nor a setting may set."""
     named = inspect.signature(tokenizer.apply_chat_template).parameters
     return {*named, "tokenizer", "messages"} - {"tools"}
-
-
-@contextmanager
-def _bounded(nbytes: int) -> Iterator[None]:
-    """Let this process's address space grow by so many bytes at most, for :data:`SECONDS` at most.
-
-    Raises:
-        MemoryError: more was wanted.
-        Endless: it took longer.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
-        yield
-        return
-    soft, hard = limit("RLIMIT_AS")
-    if address_space := address_space_bytes():
-        bounds = [bound for bound in (soft, hard, address_space + nbytes) if bound != UNLIMITED]
-        set_limit("RLIMIT_AS", min(bounds), hard)
-    previous = signal.signal(signal.SIGALRM, _stop)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-        set_limit("RLIMIT_AS", soft, hard)
-
-
-def _stop(*_: object) -> None:
-    raise Endless

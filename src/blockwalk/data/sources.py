@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.data.records import Record, half_character
+from blockwalk.system.bounds import Endless, bounded
 from blockwalk.system.lfs import refuse_pointer
 
 INSTALL = "pip install 'blockwalk[data]'"
@@ -54,6 +55,16 @@ _NAMED = 4
 
 log = logging.getLogger(__name__)
 
+UNPACKED = 1000
+"""Times that the rows of a Parquet file may take its bytes."""
+LEAST_UNPACKED = 64 << 20
+"""Bytes that the rows of any Parquet file may take."""
+ROWS_AT_ONCE = 64
+"""Rows that are unpacked together: each may hold the same long text, which the file has once."""
+ARROW_BYTES = 1 << 30
+"""Bytes of address space that its library takes for itself meanwhile, at most."""
+SECONDS = 60.0
+"""Seconds after which rows count as ones without an end."""
 LONGEST_CELL = 1 << 30
 """Characters of a CSV cell at most; Python's own limit, 131,072, is less than a long document."""
 
@@ -350,13 +361,42 @@ def _read_parquet(path: Path) -> Iterator[Record]:
     except ImportError:
         raise ValueError(f"{path}: reading Parquet needs pyarrow: {INSTALL}") from None
     number = 0
+    nbytes = 0
+    bound = max(LEAST_UNPACKED, UNPACKED * path.stat().st_size)
     with parquet.ParquetFile(path) as file:
         if named := _twice(file.schema_arrow.names):
             raise ValueError(f"{path}: the file has {named}: name each column once")
-        for group in file.iter_batches(batch_size=1024):
-            for fields in group.to_pylist():
+        groups = (file.metadata.row_group(group) for group in range(file.metadata.num_row_groups))
+        _require_small(path, sum(group.total_byte_size for group in groups), bound)
+        batches = file.iter_batches(batch_size=ROWS_AT_ONCE)
+        while (batch := _next_batch(path, batches, bound)) is not None:
+            nbytes += batch.nbytes
+            _require_small(path, nbytes, bound)
+            for fields in batch.to_pylist():
                 number += 1
                 yield Record(_without_nulls(fields), f"{path} row {number}")
+
+
+def _next_batch(path: Path, batches: Iterator[Any], bound: int) -> Any:
+    """Return the next rows of a Parquet file, or None; what it says of its bytes may be wrong."""
+    try:
+        with bounded(SECONDS, bound + ARROW_BYTES):
+            return next(batches, None)
+    except MemoryError:
+        _require_small(path, bound + 1, bound)
+        raise
+    except Endless:
+        raise ValueError(f"{path}: {ROWS_AT_ONCE} rows take more than {SECONDS:g} s") from None
+
+
+def _require_small(path: Path, nbytes: int, bound: int) -> None:
+    """Raise ValueError for a Parquet file whose rows take more bytes than the bound."""
+    if nbytes > bound:
+        raise ValueError(
+            f"{path} has {path.stat().st_size:,} bytes, and its rows take {nbytes:,} or more, past"
+            f" the bound of {bound:,} ({UNPACKED:,} times as many): it is damaged, or is meant to"
+            " take all memory; write the records as JSON lines"
+        )
 
 
 def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from blockwalk.data.given_template import set_template
+from blockwalk.data.normalizer_growth import require_bounded_file
 from blockwalk.data.rendered import Tokenizer
 from blockwalk.models.model_source import model_source
 from blockwalk.models.saved_template import saved_with
@@ -56,6 +57,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     folder = model_source(path).require_config()
+    if (file := folder / TOKENIZER_FILES[0]).is_file():
+        require_bounded_file(file)
     try:
         with _without_vocabulary():
             return AutoTokenizer.from_pretrained(

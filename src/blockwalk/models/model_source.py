@@ -15,6 +15,7 @@ from typing import Any
 
 from blockwalk.models import gguf, hub
 from blockwalk.models.gguf_folder import MADE, folder_of
+from blockwalk.models.layer_counts import refuse_counts, tensors_of
 from blockwalk.models.quantised import KEYS, quantisation
 from blockwalk.plan.placement import Codec
 from blockwalk.system.atomic_files import read_json, read_sealed, reading
@@ -221,6 +222,7 @@ class ModelSource(str):
 
         file = self.config_file
         path = file if file == Path(self) else file.parent
+        refuse_counts(self.config_values, file, self._tensor_count())
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         except (OSError, ValueError, StrictDataclassError) as error:
@@ -239,6 +241,19 @@ class ModelSource(str):
             for key in KEYS:
                 vars(part).pop(key, None)
         return config
+
+    def _tensor_count(self) -> int | None:
+        """Return the number of tensors in a checkpoint's files on this machine; None where no file
+        tells it at once."""
+        for single in SINGLE_FILES if Path(self) != self.config_file else ():
+            file = self.folder / single
+            index = self.folder / f"{single}.index.json"
+            if index.is_file():
+                with reading(index):
+                    return len(read_json(index)["weight_map"])
+            if file.suffix == ".safetensors" and file.is_file():
+                return tensors_of(file)
+        return None
 
     def require_config(self) -> Path:
         """Return the folder of the model, which holds its ``config.json``.

@@ -8,6 +8,7 @@ file may hold."""
 from __future__ import annotations
 
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 f"{path} is no file of torch.save, or is in the format from before torch 1.6,"
                 f" which cannot be mapped: {advice}"
             )
+    _refuse_compressed(path)
     try:
         with reading(path), FakeTensorMode():
             loaded: Any = torch.load(path, weights_only=True)
@@ -79,6 +81,22 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             key, path.name, offset, nbytes, tensor.dtype, tuple(tensor.shape)
         )
     return tensors
+
+
+def _refuse_compressed(path: Path) -> None:
+    """Raise ValueError for an archive with compressed entries, which torch.save does not write: a
+    few bytes of the file would unpack to any number."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [entry.filename for entry in archive.infolist() if entry.compress_type]
+    except (zipfile.BadZipFile, ValueError, OSError):
+        return  # which torch says in its own words
+    if packed:
+        raise ValueError(
+            f"{path} is a zip archive with compressed entries, the first is {packed[0]!r}:"
+            " torch.save compresses none, and tensors are read where they lie; save it again with"
+            " torch.save"
+        )
 
 
 def _first_line(error: Exception) -> str:
