@@ -218,3 +218,33 @@ def test_device_memory_grows_in_segments_unless_its_user_has_chosen(
         command, env={**environment, **given}, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == f"False {told}"
+
+
+def without_a_place(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command where nothing can be written but what it names itself."""
+    script = "import tempfile, sys; tempfile._candidate_tempdir_list = lambda: ['/nowhere']\n"
+    script += "from blockwalk.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    return subprocess.run(
+        [sys.executable, "-P", "-c", script, *arguments], capture_output=True, text=True
+    )
+
+
+def test_without_a_place_for_temporary_files_the_run_has_one(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    """Oracle: the standard library, which finds no place; torch asks for it as it is imported."""
+    outcome = without_a_place("train", *tiny_run.arguments(tmp_path / "run"), "--dry-run")
+    assert outcome.returncode == 0, outcome.stderr
+
+
+def test_where_nothing_can_be_written_the_variable_is_named(tmp_path: Path) -> None:
+    """Oracle: as above; an output folder below a file."""
+    (tmp_path / "file").write_text("")
+    for arguments in (
+        ["train", "--model", "m", "--data.train", "d", "--output_dir", f"{tmp_path}/file/run"],
+        ["merge", "model", "adapter", "out"],
+    ):
+        outcome = without_a_place(*arguments)
+        assert outcome.returncode == main.BAD_INPUT
+        says(outcome.stderr, "TMPDIR")
+        assert "torch" not in outcome.stderr

@@ -17,7 +17,6 @@ from blockwalk.models import run_folder
 from blockwalk.models.model_source import model_source
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.ranks import place
-from blockwalk.system.temporary import require_temporary
 from blockwalk.system.terminal import one_line, say
 from blockwalk.train import config
 from blockwalk.train.foreign_settings import Note
@@ -49,7 +48,6 @@ def configuration(
     with _notes_printed(starts=starts):
         run = config.load(arguments.config, settings, as_flags=True)
     arguments.named = {name for name, _ in settings}
-    require_temporary(run.output_dir)
     for name in command.needs:
         has_task = name.startswith("data.") and bool(run.data.task)
         holds_out = name == "data.eval" and run.data.evaluates

@@ -24,6 +24,7 @@ from blockwalk.plan.parsing import did_you_mean
 from blockwalk.ranks import launch, place
 from blockwalk.report.forecast import DoesNotFit
 from blockwalk.system import kernel_notes, open_files
+from blockwalk.system.temporary import require_temporary
 from blockwalk.system.terminal import PATIENCE, one_line, say, steady
 from blockwalk.train import config
 
@@ -69,6 +70,7 @@ def _run(command: Command | None, words: list[str]) -> int:
             # The ranks that this process starts inherit it.
             os.environ["BLOCKWALK_DEVICE"] = arguments.device
         if not command.takes_settings:
+            require_temporary()
             return command.function()(arguments) or 0
         rank_place = place.place()
         if rank_place.world == 1 and getattr(arguments, "nproc_per_node", None):

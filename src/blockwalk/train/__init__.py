@@ -44,10 +44,14 @@ def train(
         blockwalk.train("run.yaml", output_dir="runs/second", max_steps=100)
     """
     from blockwalk.plan.run_config import RunConfig
-    from blockwalk.train import config, loop
+    from blockwalk.system.temporary import require_temporary
+    from blockwalk.train import config
 
     if settings or not isinstance(run, RunConfig):
         run = config.of(run, settings)
+    require_temporary(run.output_dir)
+    from blockwalk.train import loop  # it imports torch
+
     return loop.train(run, callbacks=callbacks, trace=trace)
 
 

@@ -43,6 +43,7 @@ from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.settings import override, unnamed_codec
 from blockwalk.plan.words import counted
 from blockwalk.system.atomic_files import read_yaml
+from blockwalk.system.temporary import require_temporary
 from blockwalk.train.foreign_settings import Note, translated
 
 _SECTIONS: dict[str, type] = {"data": DataSettings, "lora": LoraSettings, "prefix": PrefixSettings}
@@ -155,6 +156,7 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
     winning."""
     settings = _winning(pairs)
     values = _run_values(settings)
+    require_temporary(values.get("output_dir", "."))
     data = section(DataSettings, "data", settings)
     values["prefix"] = section(PrefixSettings, "prefix", settings)
     lora, wants_lora = _lora(settings)

@@ -40,7 +40,6 @@ from blockwalk.report.foresee import foresee
 from blockwalk.simulate.simulator import Simulation
 from blockwalk.system.heap import give_back, large_returned
 from blockwalk.system.process_memory import process_bytes
-from blockwalk.system.temporary import require_temporary
 from blockwalk.train.best import require_evaluations
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.frozen_codec import settled
@@ -130,7 +129,6 @@ def prepare(run: RunConfig) -> PreparedRun:
     run = replace(run, model=model_source(run.model))
     run, _ = settled(run)
     run = replace(run, plan=with_stored_codec(run.plan, run.model))
-    require_temporary(run.output_dir)
     with large_returned():
         tokenizer = tokenizer_of(run.model, run.data)
     rows, choices = read_training_rows(run, tokenizer)
