@@ -195,8 +195,8 @@ class BlockwalkTrainer(Trainer):
         if prediction_loss_only:
             loss = self.walker.evaluate(batch).loss
             return torch.tensor(loss, device=self.args.device), None, None
-        result, logits_BSV = self.walker.evaluate_with_logits(batch)
-        return torch.tensor(result.loss, device=self.args.device), logits_BSV, batch["labels"]
+        mean_loss, logits_BSV = self.walker.evaluate_with_logits(batch)
+        return torch.tensor(mean_loss, device=self.args.device), logits_BSV, batch["labels"]
 
     def log(self, logs: dict[str, float], *more: Any) -> None:
         """Log as transformers does, with the step's gradient norm and its bytes a lane."""
@@ -328,6 +328,33 @@ def _rule(args: TrainingArguments, plan: Plan) -> tuple[str, list[str]]:
     return rule, []
 
 
+def _clipping(args: TrainingArguments, plan: Plan) -> tuple[float, list[str]]:
+    """Return the norm that gradients are clipped to, 0 for none, and notes.
+
+    Raises:
+        ValueError: a user has set one, and the plan has no gradient.
+    """
+    clipping = args.max_grad_norm
+    has_default = clipping == TrainingArguments.max_grad_norm
+    if clipping and not plan.estimator.facts.walks_back:
+        if not has_default:
+            raise ValueError(
+                f"max_grad_norm is {clipping}, and method {plan.method!r} has no gradient to clip;"
+                " set max_grad_norm: 0"
+            )
+        return 0.0, [
+            f"max_grad_norm is {clipping}, its default, and zeroth order has no gradient: nothing"
+            " is clipped"
+        ]
+    if has_default and plan.update.at_turn:
+        return 0.0, [
+            f"max_grad_norm is {clipping}, its default, and this plan updates blocks at their turn,"
+            " before the gradient's norm is known: nothing is clipped. Take update.timing: step to"
+            " clip"
+        ]
+    return clipping, []
+
+
 def _plan(
     args: TrainingArguments, user_plan: Plan | None, name: str, *, half: bool
 ) -> tuple[Plan, list[str]]:
@@ -351,26 +378,8 @@ def _plan(
             "dataloader_drop_last would leave out the rest of a step here, and of a micro-batch"
             " in a Trainer; set gradient_accumulation_steps: 1, or leave it out"
         )
-    clipping = args.max_grad_norm
-    has_default = clipping == TrainingArguments.max_grad_norm
-    if clipping and not plan.estimator.facts.walks_back:
-        if not has_default:
-            raise ValueError(
-                f"max_grad_norm is {clipping}, and method {plan.method!r} has no gradient to clip;"
-                " set max_grad_norm: 0"
-            )
-        clipping = 0.0
-        notes.append(
-            f"max_grad_norm is {args.max_grad_norm}, its default, and zeroth order has no gradient:"
-            " nothing is clipped"
-        )
-    elif has_default and plan.update.at_turn:
-        clipping = 0.0
-        notes.append(
-            f"max_grad_norm is {args.max_grad_norm}, its default, and this plan updates blocks at"
-            " their turn, before the gradient's norm is known: nothing is clipped. Take"
-            " update.timing: step to clip"
-        )
+    clipping, clipping_notes = _clipping(args, plan)
+    notes += clipping_notes
     settings: dict[str, Any] = {
         "optimizer.name": rule,
         "optimizer.learning_rate": args.learning_rate,

@@ -291,11 +291,8 @@ def quantised(value: Any, given: Mapping[str, Any]) -> Pair | None:
     named = [kind for kind in kinds if kind not in ("4", "8", "16")]
     if in_4 and in_8:
         return None
-    if in_8:
-        return "frozen.codec", CODECS["8"]
-    if named:
-        return "frozen.codec", CODECS[named[0]]
-    return "frozen.codec", CODECS["4"] if in_4 else CODECS["16"]
+    kind = "8" if in_8 else (*named, "4" if in_4 else "16")[0]
+    return "frozen.codec", CODECS.get(kind)
 
 
 def _last(name: str) -> str:

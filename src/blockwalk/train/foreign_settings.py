@@ -77,12 +77,11 @@ def translated(
     result: list[Pair] = []
     problems: list[str] = []
     for pairs, flag in ((raw, False), (overrides, as_flags)):
-        spelling = {key: key for key, value in pairs if key in reader.names and value is not None}
+        pairs = [pair for pair in pairs if not _is_absent(*pair, reader.names)]
+        spelling = {key: key for key, _ in pairs if key in reader.names}
         problems += contradictions(pairs, reader.names, flag=flag)
         for key, value in _grouped(pairs, reader.names):
             name, row, exact = _row(key, reader.names)
-            if row is None and value is None and _is_ours(name, reader.names):
-                continue  # as if it were absent
             if row is None and name == key:
                 problems += _value_problem(key, value, reader, flag=flag)
                 result.append((key, value))
@@ -109,11 +108,17 @@ def translated(
                 )
             else:
                 problems.append(_name_problem(key, value, row, reader, flag=flag))
-    if problems:
-        for problem in problems[1:]:
-            _note(problem)
-        raise ValueError(problems[0])
+    _refuse(problems)
     return result
+
+
+def _refuse(problems: list[str]) -> None:
+    """Raise ValueError for the first problem, with notes for the others; do nothing where there is
+    none."""
+    for problem in problems[1:]:
+        _note(problem)
+    if problems:
+        raise ValueError(problems[0])
 
 
 def contradictions(pairs: list[Pair], names: frozenset[str], *, flag: bool = False) -> list[str]:
@@ -136,6 +141,13 @@ def contradictions(pairs: list[Pair], names: frozenset[str], *, flag: bool = Fal
                 )
             written[part] = (name, value, part_value)
     return problems
+
+
+def _is_absent(key: str, value: Any, names: frozenset[str]) -> bool:
+    """Return whether a setting of ours, or a group of them, has no value: it is as if it were
+    absent. Names that other tools have too are left out with a note."""
+    name = key.replace("-", "_")
+    return value is None and (name in names or (find(key) is None and _is_ours(name, names)))
 
 
 def _parts(name: str, value: Any, names: frozenset[str]) -> list[Pair]:

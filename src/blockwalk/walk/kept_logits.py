@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from blockwalk.data.batch import Batch
-
-if TYPE_CHECKING:
-    from blockwalk.walk.walker import EvalResult, Walker
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +32,15 @@ class KeptLogits:
         return losses
 
 
-def evaluate_with_logits(walker: Walker, batch: Batch) -> tuple[EvalResult, Tensor]:
-    """Return what :meth:`Walker.evaluate` does, and the logits [b, S, V], float32 on the CPU, of
-    the rows that this rank walked. Those of padding at a row's right end mean nothing."""
-    from blockwalk.walk.walker import EvalResult
-
+def evaluate_with_logits(walker: Any, batch: Batch) -> tuple[float, Tensor]:
+    """Return the mean loss of a batch in evaluation mode, as :meth:`Walker.evaluate` has it, and
+    the logits [b, S, V], float32 on the CPU, of the rows that this rank walked. Those of padding at
+    a row's right end mean nothing."""
     parts = walker._share_to_evaluate(batch, 1, by_row=True)
     assert parts.tokens is not None
     usual = walker._forward.loss
     kept = KeptLogits(usual)
-    walker._forward.loss = kept  # type: ignore[assignment]
+    walker._forward.loss = kept
     try:
         losses = walker._evaluated(parts, 1)
     finally:
@@ -52,4 +48,4 @@ def evaluate_with_logits(walker: Walker, batch: Batch) -> tuple[EvalResult, Tens
     (logits_BSV,) = kept.logits
     lacks = batch["input_ids"].shape[1] - logits_BSV.shape[1]
     padded_BSV = F.pad(logits_BSV, (0, 0, 0, lacks))
-    return EvalResult(math.fsum(losses), parts.tokens), padded_BSV
+    return math.fsum(losses) / max(parts.tokens, 1), padded_BSV
