@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from blockwalk.data.batch import COLUMNS, filled
 from blockwalk.integrations import trainer_state
+from blockwalk.integrations.trainer_batches import GlobalBatch, global_batch, in_rows, tensors_of
 from blockwalk.integrations.trainer_callbacks import RATES, tell
 from blockwalk.integrations.trainer_table import PASSED, read_arguments, refuse_methods
 from blockwalk.numerics.device import is_cpu
-from blockwalk.plan.losses import IGNORE
 from blockwalk.plan.methods import method
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override, unnamed_codec
@@ -52,7 +51,7 @@ class _Handle(nn.Module):
         self.spared = nn.Parameter(torch.zeros(()))
 
     def forward(self, **inputs: Tensor) -> dict[str, Any]:
-        return {"loss": torch.tensor(self.walker.evaluate(_batch(inputs)).loss)}
+        return {"loss": torch.tensor(self.walker.evaluate(tensors_of(inputs)).loss)}
 
 
 class BlockwalkTrainer(Trainer):
@@ -175,8 +174,10 @@ class BlockwalkTrainer(Trainer):
         """One walk over the batch, with the numbers that the scheduler and callbacks gave the
         optimizer. Answers the mean loss."""
         model.train()
+        plan = self.walker.plan
+        batch = global_batch(inputs, self.args.world_size).batch
         result = self.walker.step(
-            _batch(inputs, self.walker.plan.gradient_accumulation_steps),
+            in_rows(batch, plan.gradient_accumulation_steps * plan.mesh.data),
             learning_rate=self._follow_optimizer(),
         )
         self.last_result = result
@@ -191,12 +192,23 @@ class BlockwalkTrainer(Trainer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the loss of a batch, [], in evaluation mode; and for metrics its logits [B, S, V]
         and labels [B, S]."""
-        batch = _batch(inputs)
-        if prediction_loss_only:
-            loss = self.walker.evaluate(batch).loss
-            return torch.tensor(loss, device=self.args.device), None, None
-        mean_loss, logits_BSV = self.walker.evaluate_with_logits(batch)
-        return torch.tensor(mean_loss, device=self.args.device), logits_BSV, batch["labels"]
+        rows = global_batch(inputs, self.args.world_size)
+        mean_loss, logits_BSV = self._evaluated(rows, with_logits=not prediction_loss_only)
+        loss = torch.tensor(mean_loss, device=self.args.device)
+        return loss, logits_BSV, None if logits_BSV is None else rows.own["labels"]
+
+    def _evaluated(self, rows: GlobalBatch, *, with_logits: bool) -> tuple[float, Tensor | None]:
+        """Return the mean loss of this rank's rows, and their logits where they are asked for."""
+        logits_BSV = None
+        if with_logits:
+            mean_loss, logits_BSV = self.walker.evaluate_with_logits(rows.batch)
+            logits_BSV = logits_BSV[:, : rows.own["input_ids"].shape[1]]
+        elif self.args.world_size == 1:
+            mean_loss = self.walker.evaluate(rows.batch).loss
+        if self.args.world_size > 1:
+            losses_B = self.walker.label_losses(rows.batch)
+            mean_loss = float(rows.mine(losses_B).sum()) / max(rows.own_tokens, 1)
+        return mean_loss, logits_BSV
 
     def log(self, logs: dict[str, float], *more: Any) -> None:
         """Log as transformers does, with the step's gradient norm and its bytes a lane."""
@@ -220,6 +232,8 @@ class BlockwalkTrainer(Trainer):
         folder = Path(output_dir or str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         self.walker.save_pretrained(folder)
+        if not self.args.should_save:
+            return
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         torch.save(self.args, folder / "training_args.bin")
@@ -245,59 +259,6 @@ class BlockwalkTrainer(Trainer):
         trainer_state.load(self.walker, checkpoint)
         for note in self.walker.notes():
             warnings.warn(note, stacklevel=2)
-
-
-def _batch(inputs: Mapping[str, Any], multiple: int = 1) -> dict[str, Tensor]:
-    """Return the tensors of a collator's batch, in rows that so many micro-batches divide.
-
-    Raises:
-        ValueError: a column is missing, or one that the walk does not follow.
-    """
-    if missing := {"input_ids", "labels"} - set(inputs):
-        raise ValueError(
-            f"the data collator gives no {', '.join(sorted(missing))}; for language modelling take"
-            " DataCollatorForLanguageModeling(tokenizer, mlm=False)"
-        )
-    columns = {name: column for name, column in inputs.items() if column is not None}
-    if unknown := [name for name in columns if name not in COLUMNS]:
-        raise ValueError(
-            f"the batch has {', '.join(unknown)}, which BlockwalkTrainer does not follow; a walk"
-            f" takes {', '.join(COLUMNS)}: leave the others out of the data set or the collator"
-        )
-    batch = {name: columns[name] for name in COLUMNS if name in columns}
-    holds_documents = "position_ids" in batch and "attention_mask" not in batch
-    if holds_documents and len(batch["input_ids"]) == 1 < multiple:
-        return _rows_of_documents(batch, multiple)
-    return filled(batch, multiple)
-
-
-def _rows_of_documents(batch: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Return one row of documents, tensors [1, N], as ``count`` rows [count, S] of about as many
-    tokens: each document whole, the longest first into the shortest row. A token of padding is a
-    document by itself, of which nothing is learnt."""
-    begins = (batch["position_ids"][0] == 0).nonzero().view(-1).tolist()
-    ends = [*begins[1:], batch["position_ids"].shape[1]]
-    if not begins or begins[0]:
-        return filled(batch, count)
-    rows: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    lengths = [0] * count
-    for begin, end in sorted(zip(begins, ends, strict=True), key=lambda span: span[0] - span[1]):
-        shortest = lengths.index(min(lengths))
-        rows[shortest].append((begin, end))
-        lengths[shortest] += end - begin
-    padding = {"input_ids": 0, "position_ids": 0, "labels": IGNORE}
-    laid = {}
-    for name, row_N in batch.items():
-        laid[name] = row_N.new_full((count, max(lengths)), padding[name])
-        for number, spans in enumerate(rows):
-            offset = 0
-            for begin, end in sorted(spans):
-                laid[name][number, offset : offset + end - begin] = row_N[0, begin:end]
-                if name == "labels":
-                    # Nothing predicts a document's first token.
-                    laid[name][number, offset] = IGNORE
-                offset += end - begin
-    return laid
 
 
 def _rule_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -366,11 +327,6 @@ def _plan(
     """
     plan = user_plan or method(name)
     notes = []
-    if plan.mesh.world > 1 or args.world_size > 1:
-        raise ValueError(
-            f"BlockwalkTrainer walks on one rank, not {plan.method!r} on"
-            f" {max(plan.mesh.world, args.world_size)}; blockwalk train has ranks"
-        )
     rule, rule_notes = _rule(args, plan)
     notes += rule_notes
     if args.dataloader_drop_last and args.gradient_accumulation_steps > 1:

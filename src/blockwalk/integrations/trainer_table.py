@@ -103,7 +103,7 @@ FOLLOWED = frozenset(
 """Fields that do what they do in a Trainer."""
 
 _RECOMPUTES = "the walk recomputes blocks by itself (recompute of the plan)"
-_ALONE = "a walk has one process here"
+_SENDS = "the walk exchanges what ranks share by itself"
 
 MEANINGLESS = {
     "fp16": "the walk computes in bfloat16 instead, which needs no scale of the loss",
@@ -117,13 +117,13 @@ MEANINGLESS = {
     "liger_kernel_config": "the walk's own loss never holds all logits",
     "use_cache": "a training forward keeps no cache",
     "torch_empty_cache_steps": "the walk's buffers stay from step to step",
-    "average_tokens_across_devices": _ALONE,
-    "ddp_find_unused_parameters": _ALONE,
-    "ddp_bucket_cap_mb": _ALONE,
-    "ddp_broadcast_buffers": _ALONE,
-    "ddp_static_graph": _ALONE,
-    "ddp_backend": _ALONE,
-    "ddp_timeout": _ALONE,
+    "average_tokens_across_devices": "a loss is the mean over the tokens of all ranks",
+    "ddp_find_unused_parameters": _SENDS,
+    "ddp_bucket_cap_mb": _SENDS,
+    "ddp_broadcast_buffers": _SENDS,
+    "ddp_static_graph": _SENDS,
+    "ddp_backend": _SENDS,
+    "ddp_timeout": _SENDS,
 }
 """Fields that mean nothing to a walk, and why."""
 
