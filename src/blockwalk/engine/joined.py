@@ -44,7 +44,7 @@ class Joined:
                 self._parts.append(torch.empty(gap, device="meta"))
         self._part_of = [part_of[name] for name in self.names]
         self.kind = (*(part.shape for part in self._parts), *self._part_of)
-        """What tells whether a unit's buffer may be another's."""
+        """A value that is equal for units whose buffers are alike."""
 
     def buffer(self, device: torch.device) -> Tensor:
         """Return a new buffer, float32 [numel], of zeros: the gaps stay so."""
