@@ -158,10 +158,26 @@ class BlockCall:
         return _is_plain(self.arguments.values())
 
     @cached_property
-    def watched(self) -> list[Tensor]:
-        """The tensors among the arguments whose versions tell that a run wrote into them."""
+    def _constants(self) -> list[Tensor]:
+        """The tensors among the arguments that have versions, beside the hidden state."""
         tensors = tensors_of(self.arguments, caches=False)
         return [tensor for tensor in tensors if not tensor.is_inference()]
+
+    def watched(self, arguments: Mapping[int | str, Any]) -> list[Tensor]:
+        """Return the tensors of one run's arguments whose versions tell that it wrote into them."""
+        if not self.is_plain:
+            tensors = tensors_of(arguments, caches=False)
+            return [tensor for tensor in tensors if not tensor.is_inference()]
+        hidden_BSD = arguments[self.hidden_at]
+        return self._constants if hidden_BSD.is_inference() else [hidden_BSD, *self._constants]
+
+    def writes(
+        self, arguments: Mapping[int | str, Any], watched: Iterable[Tensor]
+    ) -> tuple[list[int], list[tuple[str, int]]]:
+        """Return what differs once a run has written into its arguments: versions of tensors, and
+        lengths of containers."""
+        versions = [tensor._version for tensor in watched]
+        return versions, [] if self.is_plain else containers_of(arguments)
 
     @property
     def dictionaries(self) -> list[int | str]:

@@ -28,10 +28,8 @@ from blockwalk.cutting.calls import (
     BlockCall,
     BlockResult,
     Prologue,
-    containers_of,
     is_cache,
     rebuild,
-    tensors_of,
 )
 from blockwalk.cutting.fused_chains import fuse_chains
 from blockwalk.cutting.ownership import Part
@@ -383,14 +381,11 @@ class CutModel(BoundUnits):
         Raises ValueError where the block writes into an argument that other blocks read, but for
         entries that it adds to a dictionary."""
         arguments = call.arguments_of(hidden_BSD)
-        plain = call.is_plain
-        tensors = [hidden_BSD] if plain else tensors_of(arguments, caches=False)
-        watched = [tensor for tensor in tensors if not tensor.is_inference()]
-        if plain:
-            watched += call.watched
-        versions = [tensor._version for tensor in watched]
-        dictionaries = {} if plain else {key: dict(arguments[key]) for key in call.dictionaries}
-        containers = () if plain else containers_of(arguments)
+        watched = call.watched(arguments)
+        before = call.writes(arguments, watched)
+        dictionaries = {}
+        if self.anatomy.hands_on:
+            dictionaries = {key: dict(arguments[key]) for key in call.dictionaries}
         out: Any = self._by_tiles(call, arguments, reads_answer=reads_answer, uses_up=uses_up)
         if out is None:
             args = [value for key, value in arguments.items() if type(key) is int]
@@ -398,11 +393,9 @@ class CutModel(BoundUnits):
             with self._modes(call, hidden_BSD, seed):
                 out = self._call_block(call.module, args, kwargs)
         handed: list[Tensor] = []
-        if self.anatomy.hands_on:
-            for key, items in dictionaries.items():
-                handed += call.handed.take(call.unit, key, arguments[key], items)
-        written = [tensor._version for tensor in watched] != versions
-        if written or not (plain or containers_of(arguments) == containers):
+        for key, items in dictionaries.items():
+            handed += call.handed.take(call.unit, key, arguments[key], items)
+        if call.writes(arguments, watched) != before:
             raise ValueError(
                 f"block {call.unit} ({self._units.layers[call.unit - 1].canonical}) writes into"
                 f" one of its arguments {sorted(key for key in arguments if isinstance(key, str))}:"
