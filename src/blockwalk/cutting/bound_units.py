@@ -124,7 +124,8 @@ class BoundUnits:
         self._bound.add(unit)
         for name, value in values.items():
             placed: Tensor
-            if not isinstance(value, Tensor):
+            # a class is asked for before an instance: a block has dozens of parameters
+            if type(value) is not Tensor and not isinstance(value, Tensor):
                 assert name not in trainable or not torch.is_grad_enabled(), (
                     f"{name} is trained: bind a tensor"
                 )

@@ -195,7 +195,9 @@ class Masters:
             joined = self._joined[unit]
             dtype = self._model.compute_dtype_of(joined.names[0])
             master_P, _ = self._whole[unit]
-            return dict(zip(joined.names, joined.tensors(master_P.to(dtype)), strict=True))
+            # leaves of a new graph as they are: each was made for this turn
+            leaves = [part.requires_grad_() for part in joined.tensors(master_P.to(dtype))]
+            return dict(zip(joined.names, leaves, strict=True))
         compute_dtype_of = self._model.compute_dtype_of
         return {p.name: self.value(p.name).to(compute_dtype_of(p.name)) for p in self._reads[unit]}
 

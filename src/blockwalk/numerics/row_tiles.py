@@ -122,6 +122,9 @@ def product(a_PI: Tensor, b_IO: Tensor) -> Tensor:
 
 def add_product(out_PO: Tensor, a_PI: Tensor, b_IO: Tensor, alpha: float = 1.0) -> None:
     """Add ``alpha``·a·b to ``out_PO``."""
+    if not of_processor(a_PI):
+        out_PO.addmm_(a_PI, b_IO, alpha=alpha)
+        return
     if widened(a_PI):
         _in_float32(a_PI, b_IO, out_PO, out_PO, alpha)
         return

@@ -196,12 +196,7 @@ class Lanes:
             completion = work()
         else:
             with self._on_stream(lane):
-                stream = torch.accelerator.current_stream(self.device)
-                if self._start is not None:
-                    stream.wait_event(self._start)
-                for dependency in dependencies:
-                    if dependency.event is not None:
-                        stream.wait_event(dependency.event)
+                self._await(lane, dependencies)
                 if self.timed:
                     mark.start = recorded(self.device, timing=True)
                 completion = work()
@@ -210,6 +205,20 @@ class Lanes:
         if completion is None:
             mark.ended = time.perf_counter()
         return completion
+
+    def _await(self, lane: Lane, dependencies: tuple[Mark, ...]) -> None:
+        """Let the current stream wait for the ops that an op depends on. Those of its own lane went
+        the same way before it, and the compute lane's stream is the caller's, on which the program
+        began."""
+        events = [mark.event for mark in dependencies if mark.lane is not lane]
+        if lane is not Lane.COMPUTE:
+            events.append(self._start)
+        if not events:
+            return
+        stream = torch.accelerator.current_stream(self.device)
+        for event in events:
+            if event is not None:
+                stream.wait_event(event)
 
     def _on_stream(self, lane: Lane) -> AbstractContextManager[object]:
         """Return the lane's stream as the current one; the compute lane keeps the caller's."""

@@ -36,6 +36,9 @@ class Programs:
         self._lora = lora
         self._costs: UnitCosts | None = None
         self._page_cache = page_cache(folder) if self.plan.recompute == "auto" else 0
+        self._last: Program | None = None
+        """The program that was asked for last."""
+        self._last_facts: tuple[Any, ...] = ()
 
     def costs(self, shape: Shape) -> Costs:
         """Return costs of each kind of unit while it computes, see
@@ -78,19 +81,26 @@ class Programs:
         graphs = self.plan.recompute == "auto" and not maps_graphs(self.plan, self.device)
         spends = self.plan.budget is not None and (graphs or self.plan.cache.threshold > 0)
         costs = self.costs(shape) if step_kind.trains and (foresee or spends) else Costs()
-        return compile(
-            self.plan,
-            self.engine.model.full_spec,
-            step_kind,
-            shape,
-            costs=costs,
-            pending=self._pending(step_kind, waiting),
-            batches=batches,
-            pieces=pieces,
-            coordinates=self.coordinates,
-            page_cache=self._page_cache,
-            device=self.device,
-        )
+        pending = self._pending(step_kind, waiting)
+        facts = (step_kind, shape, costs, pending, batches, pieces)
+        if facts != self._last_facts:
+            # to look a model's hundreds of parameters up in a cache takes as long as a block's turn
+            self._last = compile(
+                self.plan,
+                self.engine.model.full_spec,
+                step_kind,
+                shape,
+                costs=costs,
+                pending=pending,
+                batches=batches,
+                pieces=pieces,
+                coordinates=self.coordinates,
+                page_cache=self._page_cache,
+                device=self.device,
+            )
+            self._last_facts = facts
+        assert self._last is not None
+        return self._last
 
     def _pending(self, step_kind: StepKind, waiting: int) -> Pending:
         """Return what a step finds undone."""
