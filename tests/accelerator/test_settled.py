@@ -14,6 +14,7 @@ import torch
 
 from blockwalk.cli import main
 from blockwalk.plan.settings import override
+from blockwalk.program import settling
 from blockwalk.report import capacity, machine
 from blockwalk.system.process_memory import Limit
 from blockwalk.train import config
@@ -105,7 +106,13 @@ def test_a_run_begins_from_the_host_says_so_and_keeps_it(
     assert code == 0
     assert "frozen and activation begin from the host: " in text
     assert "budget: 900.0 MB on the device, 0.9 of the 1.0 GB that are free there" in text
-    choices = {"frozen.tier": "host", "activation.tier": "host", "budget": 9 * 10**8}
+    choices = {
+        "frozen.tier": "host",
+        "activation.tier": "host",
+        "trainable.tier": "device",
+        "optimizer_state.tier": "device",
+        "budget": 9 * 10**8,
+    }
     assert settled(tmp_path / "run") == choices
     kept = config.load(tmp_path / "run" / "config.yaml").plan
     assert override(kept, choices) == kept
@@ -122,6 +129,8 @@ def test_a_run_begins_from_the_host_says_so_and_keeps_it(
     assert settled(tmp_path / "new") == {
         "frozen.tier": "disk",
         "activation.tier": "disk",
+        "trainable.tier": "device",
+        "optimizer_state.tier": "device",
         "budget": 45 * 10**7,
     }
     named = [
@@ -135,6 +144,26 @@ def test_a_run_begins_from_the_host_says_so_and_keeps_it(
     assert said(["train", *named])[0] == 0
     assert settled(tmp_path / "cpu") == {}
     assert losses(tmp_path / "run") == losses(tmp_path / "new") == losses(tmp_path / "cpu")
+
+
+def test_a_run_whose_adapters_were_on_the_host_goes_on_with_them_on_the_device(
+    sim: Simulated, tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of a version that had masters and moments beside the card, whatever the room."""
+    monkeypatch.chdir(tmp_path)
+    free(monkeypatch, 10**9)
+    arguments = ["train", *tiny_run.arguments(tmp_path / "run"), *STREAMED, "--max_steps"]
+    with monkeypatch.context() as patch:
+        patch.setattr(settling, "free_states", lambda *_: ())
+        assert said([*arguments, "2"])[0] == 0
+    states = {"trainable.tier", "optimizer_state.tier"}
+    assert not states & settled(tmp_path / "run").keys()
+    assert said([*arguments, "4", "--resume_from_checkpoint", "latest"])[0] == 0
+    chosen = settled(tmp_path / "run")
+    assert {chosen[name] for name in states} == {"device"}
+    whole = tiny_run.arguments(tmp_path / "cpu")
+    assert said(["train", *whole, *STREAMED, "--max_steps", "4", "--device", "cpu"])[0] == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "cpu")
 
 
 def test_a_card_without_bfloat16_is_told_of(

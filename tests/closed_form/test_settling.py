@@ -13,7 +13,14 @@ from blockwalk.plan.methods import method
 from blockwalk.plan.plan import Plan
 from blockwalk.program.compile import compile
 from blockwalk.program.program import Pool, Shape, StepKind
-from blockwalk.program.settling import Room, Settled, begins, settle, settled_before
+from blockwalk.program.settling import (
+    Room,
+    Settled,
+    begins,
+    settle,
+    settle_states,
+    settled_before,
+)
 from tests.given import costs, decoder
 
 pytestmark = pytest.mark.fast
@@ -22,6 +29,8 @@ MODEL = decoder(layers=12, hidden=512, wide=1408, keys=128, vocab=2000, tied=Fal
 SHAPE = Shape(1, 64)
 PLENTY = Room(device_free=10**12, host_free=10**12)
 NO_DEVICE = Room(host_free=10**12)
+TIERS = ("frozen.tier", "activation.tier", "trainable.tier", "optimizer_state.tier")
+ON_DEVICE = {"trainable": "device × fp32", "optimizer_state": "device × fp32"}
 
 
 def run(
@@ -66,11 +75,11 @@ def test_weights_and_activations_begin_from_the_host_where_it_has_room_for_what_
     assert (every.plan.frozen.tier, every.plan.activation.tier, every.plan.trainable.tier) == (
         "host",
         "host",
-        "disk",
+        "device",
     )
-    assert every.names == ("frozen.tier", "activation.tier", "resident")
+    assert every.names == (*TIERS, "resident")
     pinned = peaks(every.plan)[Pool.HOST]
-    anyway = peaks(method("mebp", resident=0))[Pool.HOST]
+    anyway = peaks(method("mebp", resident=0, **ON_DEVICE))[Pool.HOST]
     blocks = sum(block.nbytes(every.plan.frozen.codec, trainable=False) for block in MODEL.blocks)
     assert pinned - anyway == blocks + len(MODEL.blocks) * SHAPE.tokens * MODEL.hidden_size * 2
     border = -(-pinned * 10 // 8)
@@ -96,6 +105,52 @@ def test_what_stays_on_the_device_is_not_pinned() -> None:
         "what optimizer states take anyway"
     )
     assert peaks(found.plan)[Pool.DEVICE] < 10**12
+
+
+def test_masters_and_moments_of_adapters_are_on_the_device_where_the_budget_holds_them() -> None:
+    """On both sides of the border: what the program of the answer takes, or a byte less."""
+    plan = method("mebp", resident=0)
+    wanted = peaks(run(NO_DEVICE, plan).plan)[Pool.DEVICE]
+    without = peaks(run(Room(0, 10**12), plan, named=frozenset({"trainable"})).plan)[Pool.DEVICE]
+    adapters = MODEL.numel(trainable=True)
+    assert wanted - without >= 8 * adapters, "their moments at least"
+    for budget, tier in ((wanted, "device"), (wanted - 1, "disk")):
+        settled = run(PLENTY, dataclasses.replace(plan, budget=budget))
+        assert settled.plan.trainable.tier == settled.plan.optimizer_state.tier == tier
+        assert settled.names == TIERS, "what stays was decided as well"
+        assert peaks(settled.plan)[Pool.DEVICE] <= budget
+
+
+@pytest.mark.parametrize("kind", ["trainable", "optimizer_state"])
+@pytest.mark.parametrize("suffix", ["", ".tier"])
+def test_adapters_states_stay_where_somebody_named_a_tier(kind: str, suffix: str) -> None:
+    plan = run(PLENTY, named=frozenset({kind + suffix})).plan
+    assert plan.trainable.tier == plan.optimizer_state.tier == "disk"
+    assert settled_before(plan, frozenset({kind}), {"trainable.tier": "device"}) == {}
+
+
+def test_parameters_that_are_no_adapters_stay_on_their_tier() -> None:
+    plan = method("mebp")
+    whole = decoder(layers=4, hidden=64, wide=128, keys=64, vocab=200, tied=False)
+    settled = settle(
+        plan,
+        whole,
+        SHAPE,
+        costs(whole)(plan, SHAPE),
+        device="cuda",
+        room=PLENTY,
+        named=frozenset(),
+    ).plan
+    assert settled.trainable.tier == settled.optimizer_state.tier == "disk"
+    assert settle_states(plan, whole, "cuda") == plan
+
+
+def test_a_walker_that_no_run_has_settled_keeps_adapters_states_on_the_device() -> None:
+    plan = method("mebp")
+    settled = settle_states(plan, MODEL, "cuda")
+    assert settled == method("mebp", **ON_DEVICE)
+    for other, device in ((plan, "cpu"), (dataclasses.replace(plan, budget=10**12), "cuda")):
+        assert settle_states(other, MODEL, device) == other
 
 
 @pytest.mark.parametrize(

@@ -1,64 +1,103 @@
-"""Calls of Python, and from Python, that a piece of work makes, as a profiler counts them.
+"""The calls of Python that a piece of work makes on all of its threads, those of autograd among
+them: functions of Python and of C, as cProfile counts them.
 
-A simulated device asks torch's Python for the shapes of its operators, which a real one has in C++:
-calls beneath these are left out."""
+What stands in for a device is left out, since a real one does it itself: shapes that torch works
+out in Python for the simulated one, and a processor's kernels behind our operators."""
 
 from __future__ import annotations
 
-import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-_TORCH = os.path.dirname(torch.__file__)
-_SHAPES = tuple(
-    os.path.join(_TORCH, part)
-    for part in (
-        "_compile.py",
-        "_decomp",
-        "_library",
-        "_meta_registrations",
-        "_prims",
-        "_refs",
-        "_subclasses",
-        "library.py",
-    )
+from blockwalk.numerics import operators
+
+_SHAPES = (
+    "torch/_prims",
+    "torch/_refs",
+    "torch/_meta_registrations",
+    "torch/fx/",
+    "torch/_decomp",
+    "torch/_library",
+    "torch/_dynamo",
+    "torch/_compile",
+    "torch/_subclasses",
+    "torch/_ops.py",
+    "torch/library.py",
+    "torch/utils/_pytree",
 )
-"""Files and folders of torch, by the beginning of their paths, in which shapes are computed."""
+"""Places of the code by which torch works out the shapes of an operator that a device lacks."""
 
 
-class _Profile:
-    """Counts of calls by the file and name of whoever made them."""
+class PythonCalls:
+    """A counter, for threads that begin after it is made, and for this one."""
 
     def __init__(self) -> None:
-        self.calls: Counter[tuple[str, str]] = Counter()
-        self._depth = 0
-        """Frames beneath the first one that computes shapes."""
+        self.by_caller: Counter[str] = Counter()
+        """Calls by the function that makes them, ``file:function``."""
+        self._counts = False
+        self._inside = threading.local()
+        """The call on each thread that is left out, with all that it calls."""
+        self._is_left_out: dict[CodeType, bool] = {}
+        threading.setprofile(self._note)
+        _on_thread_of_backward(lambda: sys.setprofile(self._note))
 
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        code = frame.f_code
-        if event == "call":
-            if self._depth or code.co_filename.startswith(_SHAPES):
-                self._depth += 1
-            else:
-                self.calls[code.co_filename, code.co_name] += 1
-        elif event == "return":
-            self._depth -= bool(self._depth)
-        elif event == "c_call" and not self._depth:
-            self.calls[code.co_filename, code.co_name] += 1
+    def of(self, work: Callable[[], object]) -> int:
+        """Return the number of calls that ``work`` makes."""
+        self.by_caller.clear()
+        sys.setprofile(self._note)
+        self._counts = True
+        try:
+            work()
+        finally:
+            self._counts = False
+            sys.setprofile(None)
+        return sum(self.by_caller.values())
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if not self._counts:
+            return
+        outermost = getattr(self._inside, "frame", None)
+        if event == "return" and outermost is frame:
+            self._inside.frame = None
+        elif event == "call" and outermost is None:
+            if self._leaves_out(frame.f_code):
+                self._inside.frame = frame
+            elif frame.f_back is not None:
+                self._add(frame.f_back.f_code)
+        elif event == "c_call" and outermost is None:
+            self._add(frame.f_code)
+
+    def _add(self, caller: CodeType) -> None:
+        self.by_caller[f"{caller.co_filename}:{caller.co_name}"] += 1
+
+    def _leaves_out(self, code: CodeType) -> bool:
+        if code not in self._is_left_out:
+            name = code.co_filename.replace("\\", "/")
+            kernel = code.co_filename == operators.__file__ and code.co_name == "on_cpu"
+            self._is_left_out[code] = kernel or any(place in name for place in _SHAPES)
+        return self._is_left_out[code]
 
 
-def python_calls(work: Callable[[], object]) -> Counter[tuple[str, str]]:
-    """Return the calls that ``work`` makes in this thread: of functions of Python by the function,
-    of functions in C by their caller."""
-    profile = _Profile()
-    sys.setprofile(profile)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return profile.calls
+def _on_thread_of_backward(work: Callable[[], None]) -> None:
+    """Do some work on the thread on which autograd runs the backward passes of the accelerator."""
+
+    class Here(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            work()
+            return grad
+
+    device = torch.accelerator.current_accelerator()
+    index = torch.accelerator.current_device_index()
+    x = torch.ones(1, device=f"{device}:{index}", requires_grad=True)
+    Here.apply(x).sum().backward()  # type: ignore[no-untyped-call]

@@ -34,6 +34,9 @@ class TierFacts:
     begins_from: str = ""
     """The faster tier that a run on an accelerator begins from, where there is room and nobody
     named a tier; empty: it stays."""
+    adapters_on: str = ""
+    """The tier that a run on an accelerator keeps masters and optimizer states of adapters on,
+    where there is room and nobody named a tier; empty: they stay."""
     implementation: Any = None
     """The maker of the memory (a :data:`~blockwalk.tiers.memories.Maker`) of a tier registered from
     elsewhere; None: that of its name in :mod:`blockwalk.tiers.memories`."""
@@ -55,7 +58,14 @@ TIERS = Table(
     {
         "device": TierFacts(pool="device", resident=True),
         "host": TierFacts(pool="host", host=True, pinned=True, help="RAM"),
-        "disk": TierFacts(pool="disk", link="disk", mapped=True, durable=True, begins_from="host"),
+        "disk": TierFacts(
+            pool="disk",
+            link="disk",
+            mapped=True,
+            durable=True,
+            begins_from="host",
+            adapters_on="device",
+        ),
     },
 )
 """Tiers by name."""

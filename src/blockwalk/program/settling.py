@@ -1,12 +1,14 @@
 """Choices that a run leaves to its machine and its model, settled once, before the model is
-opened: the tiers that feed an accelerator, the device memory that a step may use, the blocks that
-stay there, the micro-batches that visit a block together, and the blocks of each stage.
+opened: the tiers that feed an accelerator and hold adapters' states, the device memory that a step
+may use, the blocks that stay there, the micro-batches that visit a block together, and the blocks
+of each stage.
 
 A processor changes nothing of a plan but the last three. Nothing that is settled here changes a bit
 of what one process computes."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +21,7 @@ from blockwalk.plan.placement import Placement, Tier
 from blockwalk.plan.plan import AUTO_TOGETHER, Plan
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs
+from blockwalk.program.placements import Placements
 from blockwalk.program.program import Pool, Program, Shape, StepKind, human_bytes
 from blockwalk.program.resident_blocks import settled
 from blockwalk.program.stages import Price, cut
@@ -37,6 +40,10 @@ model's file."""
 FEEDS = ("frozen", "activation")
 """The kinds of state whose tier the machine decides where a first-order method's row has them on a
 slow one."""
+
+STATES = ("trainable", "optimizer_state")
+"""The kinds of state whose tier the machine decides where they are those of adapters: they go
+together, since an update needs them in one place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +103,32 @@ def settle(
         full = settled(start, model, shape, **inputs)
         return full, program(full).peaks()[Pool.HOST]
 
-    starts = [with_blocks(start) for start in begins(budgeted(plan, room.device_free), named)]
     limit = int(PINNED * room.host_free)
-    unmoved_bytes = starts[-1][1]
-    # A tier takes no room where the step pins as much without it.
-    fits = max(limit, unmoved_bytes)
-    chosen, pinned = next((full, nbytes) for full, nbytes in starts if nbytes <= fits)
+
+    def fed(start: Plan) -> tuple[Plan, int, int]:
+        """Return the plan with the tiers that feed the device, the host bytes that its step pins,
+        and those of the first plan that was tried."""
+        starts = [with_blocks(moved) for moved in begins(start, named)]
+        unmoved_bytes = starts[-1][1]
+        # A tier takes no room where the step pins as much without it.
+        fits = max(limit, unmoved_bytes)
+        chosen, pinned = next((full, nbytes) for full, nbytes in starts if nbytes <= fits)
+        return chosen, pinned, starts[0][1]
+
+    states = free_states(plan, named, model, device)
+    start = budgeted(plan, room.device_free)
+    chosen, pinned, pinned_at_best = fed(_with_states(start, states))
+    if states and program(chosen).peaks()[Pool.DEVICE] > (chosen.budget or math.inf):
+        chosen, pinned, pinned_at_best = fed(start)
     chosen = most_together(chosen, program, _room_for(chosen, room))
     free = free_tiers(plan, named)
-    names = [f"{kind}.tier" for kind in free]
+    names = [f"{kind}.tier" for kind in (*free, *states)]
     names += [
         name
         for name, unset in UNSET.items()
         if getattr(plan, name) == unset != getattr(chosen, name)
     ]
-    notes = _notes(plan, chosen, free, (starts[0][1], pinned, limit))
+    notes = _notes(plan, chosen, free, (pinned_at_best, pinned, limit))
     return Settled(chosen, tuple(names), tuple(notes))
 
 
@@ -145,6 +163,36 @@ def free_tiers(plan: Plan, named: Collection[str] | None) -> tuple[str, ...]:
     return tuple(kind for kind in slow if not {kind, f"{kind}.tier"} & set(named))
 
 
+def free_states(
+    plan: Plan, named: Collection[str] | None, model: ModelSpec, device: str
+) -> tuple[str, ...]:
+    """Return the kinds of adapters' state that go to the device where it has room: both masters and
+    optimizer states, or none where somebody named the tier of one."""
+    if named is None or {*STATES, *(f"{kind}.tier" for kind in STATES)} & set(named):
+        return ()
+    tiers = [getattr(plan, kind).tier.facts for kind in STATES]
+    may_move = plan.home.kinds_apart and all(facts.adapters_on for facts in tiers)
+    return STATES if may_move and Placements(plan, model, device).adapters else ()
+
+
+def _with_states(plan: Plan, kinds: Collection[str]) -> Plan:
+    placements = {kind: getattr(plan, kind) for kind in kinds}
+    moved: dict[str, Any] = {
+        kind: replace(placement, tier=Tier(placement.tier.facts.adapters_on))
+        for kind, placement in placements.items()
+    }
+    return replace(plan, **moved)
+
+
+def settle_states(plan: Plan, model: ModelSpec, device: str) -> Plan:
+    """Return the plan of a walker that no run has settled, with adapters' states on the device
+    where no budget has to hold them. Its row's tier is not where they would lie: those of adapters
+    are in memory, whatever it is."""
+    if device == "cpu" or plan.budget is not None:
+        return plan
+    return _with_states(plan, free_states(plan, (), model, device))
+
+
 def settled_before(
     plan: Plan, named: Collection[str] | None, before: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -152,6 +200,8 @@ def settled_before(
     decided then (``before``, by name), and that nobody has given since. The blocks that stay go
     with the budget that they were counted for."""
     tiers = [f"{kind}.tier" for kind in free_tiers(plan, named)]
+    if named is not None and not {*STATES, *(f"{kind}.tier" for kind in STATES)} & set(named):
+        tiers += [f"{kind}.tier" for kind in STATES]
     unset = tiers + [name for name, value in UNSET.items() if getattr(plan, name) == value]
     if "budget" not in unset or "budget" not in before:
         unset = [name for name in unset if name != "resident"]

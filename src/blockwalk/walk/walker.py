@@ -39,6 +39,7 @@ from blockwalk.plan.words import counted
 from blockwalk.program.arrive import exchanged
 from blockwalk.program.costs import Costs
 from blockwalk.program.program import Lane, Program, Sent, Shape, StepKind
+from blockwalk.program.settling import settle_states
 from blockwalk.ranks.agreement import (
     facts_of,
     gather_json,
@@ -196,6 +197,8 @@ class Walker:
             training=training,
             coordinates=self.ranks.coordinates(self.ranks.rank),
         )
+        plan = settle_states(plan, handle.full_spec, self.device.type)
+        self.plan = handle.plan = plan
         memories = Memories(self.device, folder)
         homes = resolved(plan.home.make)(handle, memories, self.ranks, run)
         self.engine = Engine(handle, homes, memories)
