@@ -7,17 +7,16 @@ kept where a model is given with one."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from blockwalk.cutting.adapter_names import Places, require_matches, require_patterns
 from blockwalk.cutting.anatomy import canonical_name
+from blockwalk.cutting.live_adapters import of_adapters
 from blockwalk.cutting.lora_forward import weight_norms
 from blockwalk.cutting.peft_models import add_adapter, lora_config, prompt_encoder, refuse_config
 from blockwalk.cutting.saved_adapters import load_adapter
@@ -200,24 +199,9 @@ def base_tensors(model: Any) -> tuple[Any, dict[str, Tensor]]:
         **dict(base.named_parameters()),
         **{name: base.get_buffer(name) for name in persistent_buffers(base)},
     }
+    excluded = of_adapters(model)
     return base, {
         canonical_name(name, adapters, ""): tensor
         for name, tensor in tensors.items()
-        if ".lora_" not in name
+        if id(tensor) not in excluded
     }
-
-
-def adapt_alike(model: nn.Module, adapted: Any) -> Any:
-    """Put what a ``PeftModel`` carries, a LoRA adapter or a prefix, on another instance of its base
-    (a skeleton, say)."""
-    (config,) = adapted.peft_config.values()
-    config = copy.deepcopy(config)
-    initialiser = getattr(config, "init_lora_weights", True)
-    config.init_lora_weights = True  # it comes with its values, and so does the base
-    wrapped = add_adapter(model, config)
-    wrapped.peft_config["default"].init_lora_weights = initialiser
-    carried = dict(adapted.named_parameters())
-    for name, param in wrapped.named_parameters():
-        if param.requires_grad:
-            param.data = carried[name].detach().to("cpu", torch.float32, copy=True)
-    return wrapped

@@ -66,6 +66,13 @@ class Anatomy:
     against_padding: str = "it was not tried"
     """The reason for which prompts of unequal length are not continued together; empty: they
     are."""
+    side_by_side: bool = True
+    """False where a row must be computed as the row that it is: its owner's code may look at its
+    shape."""
+    loss_type: str = ""
+    """The name of the loss that transformers takes for the model."""
+    head_class: str = ""
+    """The name of the output embedding's class."""
     notes: Mapping[str, float] = field(default_factory=dict)
     """Relative differences found when the walk was compared with the model's own run."""
 

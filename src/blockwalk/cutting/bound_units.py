@@ -4,7 +4,7 @@ The modules stay. Where a unit's parameters are not, placeholders without storag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -23,6 +23,29 @@ def base_of(model: nn.Module) -> Any:
     """Return the model of transformers, without PEFT's around it."""
     outer: Any = model
     return outer.get_base_model() if hasattr(model, "peft_config") else outer
+
+
+def gradient_hooks(
+    parameters: Mapping[str, nn.Parameter],
+) -> dict[str, tuple[Callable[[Tensor], Tensor | None], ...]]:
+    """Return the functions that are hooked to gradients of trainable parameters, by name.
+
+    Raises:
+        ValueError: a hook reads the parameter after its gradient was accumulated: a walk has no
+            parameter with a gradient.
+    """
+    hooks = {}
+    for name, param in parameters.items():
+        if not param.requires_grad:
+            continue
+        if getattr(param, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"{name} has a register_post_accumulate_grad_hook, which reads the parameter beside"
+                " its gradient; a walk follows register_hook, which is given the gradient alone"
+            )
+        if param._backward_hooks:
+            hooks[name] = tuple(param._backward_hooks.values())
+    return hooks
 
 
 class BoundUnits:
@@ -61,6 +84,8 @@ class BoundUnits:
         self.head = head_spec(model, self.base, anatomy, names, tied)
         self.spared_by_decay = spared_by_decay(model, canonical)
         """The norms and biases, which weight decay spares, by canonical name."""
+        self.gradient_hooks = gradient_hooks(self._units.placeholders)
+        """The functions that a parameter's owner hooked to its gradient, by canonical name."""
         self._bound: set[int] = set()
         self._modules = tuple(model.modules())
 

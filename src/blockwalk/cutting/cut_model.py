@@ -155,6 +155,7 @@ class CutModel(BoundUnits):
             and plan.estimator.facts.walks_back
             and plan.loss_facts.for_head(custom=self.head.custom).by_chunks
         )
+        split = split and self.anatomy.side_by_side
         split = split and not (plan.compile or plan.neftune_noise_alpha or plan.mesh.context > 1)
         prompted = any(
             config.is_prompt_learning for config in getattr(self.model, "peft_config", {}).values()

@@ -72,10 +72,15 @@ def fuse_chains(model: nn.Module) -> None:
 def unfuse_chains(model: nn.Module) -> None:
     """Let a model's modules answer by their own code again."""
     for module in model.modules():
-        forward = module.__dict__.get("forward")
-        function = getattr(forward, "func", getattr(forward, "__func__", None))
-        if function in (_norm, _feed_forward, _rotary_of(type(module).forward)) and function:
+        if is_fused(module):
             del module.__dict__["forward"]
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Return whether a module answers by a forward of :func:`fuse_chains`."""
+    forward = module.__dict__.get("forward")
+    function = getattr(forward, "func", getattr(forward, "__func__", None))
+    return bool(function) and function in (_norm, _feed_forward, _rotary_of(type(module).forward))
 
 
 def _norm(

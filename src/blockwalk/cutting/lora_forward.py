@@ -71,7 +71,7 @@ def fuse(wrapped: Any) -> None:
                 f"use_dora reads all of {canonical_name(name)} at every step; leave it out of"
                 " lora.target_modules"
             )
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and _has_adapter(module) and not _has_own_code(module):
             module.__dict__["forward"] = functools.partial(_fused_forward, _layer(module))
 
 
@@ -79,8 +79,27 @@ def unfuse(model: nn.Module) -> None:
     """Let LoRA layers answer by PEFT's own forward again: a compiler makes one graph of it for all
     layers, and one more for each function that is bound to a layer."""
     for module in model.modules():
-        if getattr(module.__dict__.get("forward"), "func", None) is _fused_forward:
+        if is_fused_lora(module):
             del module.__dict__["forward"]
+
+
+def is_fused_lora(module: nn.Module) -> bool:
+    """Return whether a module answers by a forward of :func:`fuse`."""
+    return getattr(module.__dict__.get("forward"), "func", None) is _fused_forward
+
+
+def _has_adapter(module: Any) -> bool:
+    """Return whether one adapter is active, and a LoRA layer is one of its layers."""
+    active = module.active_adapters
+    return len(active) == 1 and active[0] in module.lora_A
+
+
+def _has_own_code(module: nn.Module) -> bool:
+    """Return whether a LoRA layer, or a module in it, has a hook or a forward of its own."""
+    return any(
+        "forward" in part.__dict__ or part._forward_hooks or part._forward_pre_hooks
+        for part in module.modules()
+    )
 
 
 def _layer(module: Any) -> _Layer:

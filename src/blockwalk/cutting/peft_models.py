@@ -19,6 +19,7 @@ from torch import nn
 
 from blockwalk.cutting.adapter_patterns import require_ends
 from blockwalk.cutting.anatomy import canonical_name
+from blockwalk.cutting.live_adapters import of_adapters
 from blockwalk.cutting.lora_forward import fuse
 from blockwalk.numerics.drawing import DrawingFrom
 from blockwalk.plan.parsing import did_you_mean
@@ -236,10 +237,12 @@ def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
     canonical name; tied ones by each."""
     adapters = tuple(model.peft_config)
     named = model.named_parameters(remove_duplicate=False)
+    of_adapter = of_adapters(model)
     return {
         canonical_name(name, adapters): param
         for name, param in named
-        if ".lora_" in name or (param.requires_grad and not name.startswith("prompt_encoder."))
+        if not name.startswith("prompt_encoder.")
+        and (id(param) in of_adapter or param.requires_grad)
     }
 
 

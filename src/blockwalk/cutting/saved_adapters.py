@@ -64,6 +64,7 @@ def save_adapter(model: Any, state: Mapping[str, Tensor], folder: str | Path) ->
             for name, source in kept.items()
         }
         tensors = {_in_file(name): tensor.contiguous() for name, tensor in tied.items()}
+        tensors = {**_buffers_in_file(model), **tensors}
     else:
         tensors = {"prompt_embeddings": _prompt(model, state)}
     entries = {
@@ -77,6 +78,24 @@ def save_adapter(model: Any, state: Mapping[str, Tensor], folder: str | Path) ->
         config.save_pretrained(str(target))
     finally:
         config.inference_mode = inference_mode
+
+
+def _buffers_in_file(model: Any) -> dict[str, Tensor]:
+    """Return what PEFT's files hold of an adapter beside its parameters, by the names there: VeRA's
+    projections, for one. LoRA has none."""
+    from peft import PeftType, get_peft_model_state_dict
+
+    ((adapter, config),) = model.peft_config.items()
+    if config.peft_type == PeftType.LORA:
+        return {}
+    state = get_peft_model_state_dict(
+        model, model.state_dict(), adapter, save_embedding_layers=False
+    )
+    return {
+        name: tensor.detach().to("cpu", copy=True).contiguous()
+        for name, tensor in state.items()
+        if not tensor.is_meta
+    }
 
 
 def _in_file(name: str) -> str:

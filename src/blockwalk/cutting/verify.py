@@ -27,6 +27,7 @@ from blockwalk.cutting.cut_model import CutModel, refuse_settings
 from blockwalk.cutting.document_borders import find_borders
 from blockwalk.cutting.head_form import with_head_form
 from blockwalk.cutting.joint_forward import takes_joint_forwards
+from blockwalk.cutting.live_changes import head_class, loss_type, of_live_model
 from blockwalk.cutting.parameter_writes import refuse_writes
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.small_instance import SEED, small_batch, small_instance
@@ -57,7 +58,7 @@ def certified(model: nn.Module) -> CutModel:
     outer: Any = model
     base = outer.get_base_model() if hasattr(model, "peft_config") else outer
     refuse_settings(base)
-    return CutModel(model, certified_anatomy(base))
+    return CutModel(model, of_live_model(model, base, certified_anatomy(base)))
 
 
 @deferred_imports()  # gradients of plain shapes
@@ -163,6 +164,8 @@ def study(cls: Any, config: Any) -> Anatomy:
         anatomy = replace(
             anatomy,
             borders=find_borders(model, anatomy),
+            loss_type=loss_type(model),
+            head_class=head_class(model),
             joint_forwards=takes_joint_forwards(cut, batch),
         )
         anatomy = with_cache_form(CutModel(model, anatomy))

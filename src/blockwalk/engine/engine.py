@@ -16,6 +16,7 @@ from torch import Tensor
 
 from blockwalk.cutting.fused_chains import unfuse_chains
 from blockwalk.cutting.lora_forward import unfuse
+from blockwalk.cutting.peft_models import adapter_parameters
 from blockwalk.cutting.saved_adapters import save_adapter
 from blockwalk.engine.home import Home, Job
 from blockwalk.engine.homes import Homes
@@ -210,6 +211,10 @@ class Engine:
         rank 0 has written those before it."""
         weights = self.trained.weights()
         if hasattr(self.module, "peft_config"):
+            frozen = adapter_parameters(self.module).keys() - weights.keys()
+            if frozen:  # factors that are not trained belong to the adapter's file all the same
+                at_rest = self.homes[StateKind.FROZEN].weights()
+                weights = {**{n: at_rest[n] for n in at_rest if n in frozen}, **weights}
             tensors = {
                 name: w if isinstance(w, Tensor) else w.rows(0, w.shape[0])
                 for name, w in weights.items()

@@ -4,7 +4,7 @@ process; over ranks in flat buffers, which are reduced to this rank's slices."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +25,9 @@ from blockwalk.program.program import Op
 from blockwalk.program.reductions import sums_replicas
 from blockwalk.ranks.groups import Completion
 from blockwalk.tiers.memory import Memory
+
+GradientHook = Callable[[Tensor], Tensor | None]
+"""A function of a gradient that answers the one to take instead, or None."""
 
 
 class GradientGroups:
@@ -88,6 +91,8 @@ class NamedGradients:
             until it.
         clips: whether their norm is asked for.
         joined: units whose gradients lie side by side, where every one of them gets one.
+        hooks: functions that parameters' owners hooked to their gradients; they are given the
+            step's, when it is complete.
     """
 
     def __init__(
@@ -100,8 +105,12 @@ class NamedGradients:
         ends: bool,
         clips: bool = True,
         joined: Mapping[int, Joined] | None = None,
+        hooks: Mapping[str, Sequence[GradientHook]] | None = None,
     ) -> None:
         self._masters = masters
+        self._hooks = hooks or {}
+        self._unhooked: set[str] = set()
+        """Parameters whose hooks have not been given this step's gradient."""
         self._device = device
         self._groups = groups
         self._ends = ends
@@ -127,6 +136,7 @@ class NamedGradients:
         self._whole.clear()
         self._norms.clear()
         self.sums.clear()
+        self._unhooked = set(self._hooks)
         self._squares.clear()
         self._chunk_sums.clear()
         self._landed.clear()
@@ -187,6 +197,7 @@ class NamedGradients:
         if whole is None:
             return None
         names = self._joined[unit].names
+        self._complete(names)
         if self._ends:
             self._norms.append((names, torch.stack(torch._foreach_norm(whole.tensors))))
         for name in names:
@@ -199,6 +210,15 @@ class NamedGradients:
         if whole is not None and self._ends:
             self._free[self._joined[unit].kind] = whole
 
+    def _complete(self, names: Iterable[str]) -> None:
+        """Give complete gradients to their hooks, once a step."""
+        for name in self._unhooked.intersection(names) & self.sums.keys():
+            self._unhooked.remove(name)
+            for hook in self._hooks[name]:
+                answer = hook(self.sums[name])
+                if answer is not None:  # None: it wrote into the gradient, or looked at it
+                    self.sums[name].copy_(answer)
+
     def reduce(self, op: Op) -> Job:
         raise AssertionError("one process has nothing to sum over")
 
@@ -208,6 +228,7 @@ class NamedGradients:
         """Bring complete gradients to a place in host memory, side by side, and free them on the
         device when they are there."""
         complete = [name for name in names if name in self.sums]
+        self._complete(complete)
         landed: dict[str, Tensor] = {}
         start = 0
         for name in complete:
@@ -230,6 +251,7 @@ class NamedGradients:
         """Return a gradient that an update takes over."""
         if name in self._landed:
             return self._landed.pop(name)
+        self._complete([name])
         gradient = self.sums.pop(name)
         if self._ends:
             self._squares[name] = sum_of_squares(gradient)
@@ -238,6 +260,8 @@ class NamedGradients:
     def put_away(self, complete: Iterable[str]) -> None:
         """Take the squares of gradients that are ``complete`` while their pages are there, so that
         they are not read again."""
+        complete = list(complete)
+        self._complete(complete)
         for name in complete:
             if name in self.sums and self._clips:
                 self._chunk_sums[name] = square_sums(self.sums[name])
@@ -247,6 +271,7 @@ class NamedGradients:
 
     def norm(self) -> float:
         """Return the norm of all gradients."""
+        self._complete(self.sums)
         chunk_sums = self._chunk_sums
         return norm_of_sums(
             chunk_sums[name] if name in chunk_sums else square_sums(self.sums[name])
@@ -255,6 +280,7 @@ class NamedGradients:
         )
 
     def squares(self) -> list[tuple[Sequence[str], Tensor]]:
+        self._complete(self.sums)
         squares = self._squares | {
             name: sum_of_squares(gradient)
             for name, gradient in self.sums.items()
@@ -264,6 +290,7 @@ class NamedGradients:
         return [*of_units, *(([name], square.view(1)) for name, square in squares.items())]
 
     def take(self) -> dict[str, Tensor]:
+        self._complete(self.sums)
         gradients = self.sums
         self.sums = {}
         if self._groups is None:

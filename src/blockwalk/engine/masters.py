@@ -82,6 +82,7 @@ class Masters:
             ends=plan.update.at_turn,
             clips=plan.optimizer.max_grad_norm > 0,
             joined=self._joined,
+            hooks=model.cut.gradient_hooks,
         )
 
     def _place_on_host(self, memories: Memories, places: Placements) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,7 @@ class ModelHandle:
             module.requires_grad_(False)
         self.module = module
         self.cut = certified(module).to(device)
+        refuse_gradient_hooks(self.cut.gradient_hooks, plan)
         self.cut.tiling = plan.tiling(device.type)
         if training and plan.neftune_noise_alpha:
             self.cut.add_noise(plan.neftune_noise_alpha)
@@ -282,6 +283,18 @@ class ModelHandle:
     def close(self) -> None:
         if self.source is not None:
             self.source.close()
+
+
+def refuse_gradient_hooks(hooks: Collection[str], plan: Plan) -> None:
+    """Raise ValueError for hooks to gradients of these parameters under a plan that never has them
+    whole."""
+    if not hooks or (plan.estimator.facts.walks_back and not plan.home.gathered):
+        return
+    reason = "has no gradients" if not plan.estimator.facts.walks_back else "holds them in slices"
+    raise ValueError(
+        f"{min(hooks)} has a hook to its gradient (register_hook), and method {plan.method!r}"
+        f" {reason}: take plain or mebp, which give a hook the whole gradient, or remove it"
+    )
 
 
 def opened(model: StrPath | nn.Module, plan: Plan, **settings: Any) -> ModelHandle:

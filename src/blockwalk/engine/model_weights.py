@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from blockwalk.checkpoints import marks
-from blockwalk.cutting.adapters import adapt_alike, base_tensors, refuse_copies
+from blockwalk.cutting.adapters import base_tensors, refuse_copies
+from blockwalk.cutting.live_adapters import refuse_adapter_state
+from blockwalk.cutting.live_copy import plain_base, with_one_adapter, without_weights
+from blockwalk.cutting.lora_forward import fuse
 from blockwalk.cutting.skeleton import (
     build_skeleton,
     persistent_buffers,
@@ -95,6 +98,8 @@ def open_model(
         source = open_source(files, skeleton, plan.frozen.codec, packs)
         _fill_buffers(skeleton, source)
         return skeleton, source, dtype
+    refuse_adapter_state(model)
+    model = with_one_adapter(model)
     stored = next(p.dtype for p in model.parameters() if p.is_floating_point())
     dtype = _compute_dtype(plan, stored)
     if not plan.frozen.tier.facts.resident:
@@ -132,21 +137,11 @@ def _written_out(
     folder.mkdir(parents=True)
     marks.write(folder, "in memory")
     save_model(folder, base, tensors)  # transformers' own writes on rank 0 alone
-    skeleton = build_skeleton(base.config, dtype, type(base))
-    source = open_source(files, skeleton, plan.frozen.codec, packs)
-    _fill_buffers(skeleton, source)
-    parameters = {
-        name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)
-    }
-    if missing := sorted(parameters.keys() - source.names()):
-        raise ValueError(
-            f"{type(skeleton).__name__} makes no {missing[0]} from its configuration, which the"
-            " model in memory has; set frozen: device, which walks the model itself"
-        )
-    for name, parameter in parameters.items():
-        skeleton.get_parameter(name).requires_grad_(parameter.requires_grad)
-    adapted = adapt_alike(skeleton, model) if hasattr(model, "peft_config") else skeleton
-    return adapted, source
+    source = open_source(files, plain_base(model), plan.frozen.codec, packs)
+    live = without_weights(model, dtype)
+    if hasattr(model, "peft_config"):
+        fuse(live)
+    return live, source
 
 
 def _fill_buffers(model: Any, source: WeightSource) -> None:
