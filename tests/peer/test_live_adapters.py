@@ -123,6 +123,20 @@ def test_a_disabled_adapter_answers_nothing(name: str) -> None:
         )
 
 
+def test_an_adapter_on_rounded_weights_keeps_its_scale() -> None:
+    batch = random_batch()
+    losses = []
+    for scale in (1.0, 3.0):
+        model = _adapted()
+        for module in model.modules():
+            if hasattr(module, "scale_layer"):
+                module.scale_layer(scale)
+        expected = _loss(model, batch)
+        with Walker(model, method("mebp", compute_dtype="float32", frozen="disk × int8")) as walker:
+            losses.append(walker.evaluate(batch).loss - expected)
+    assert losses == pytest.approx([0.0, 0.0], abs=2e-3)
+
+
 def test_zeroth_order_leaves_frozen_factors_alone(tmp_path: Path) -> None:
     model = _adapted()
     _half_frozen(model)

@@ -78,7 +78,9 @@ def plain_base(model: Any) -> Any:
     around; parameters are the model's own."""
     outer: Any = model
     base = outer.get_base_model() if hasattr(model, "peft_config") else outer
-    return _Duplicate(lambda param: param, unwraps=True).of(base)
+    duplicate = _Duplicate(lambda param: param, unwraps=True).of(base)
+    duplicate.__dict__.pop("peft_config", None)  # PEFT notes its configuration on the base too
+    return duplicate
 
 
 class _Duplicate:
