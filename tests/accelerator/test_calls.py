@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import OPTConfig, OPTForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
@@ -19,6 +19,8 @@ LAYERS = 28
 # Adapters of rank 2, fewer than a block's parameters. Before a unit's small work was merged a step
 # made 131,406 calls with raw weights, and 174,352 with int4a.
 MOST = {"raw": 46_000, "int4a": 97_000}
+# Of zeroth order: 24 layers, as OPT-1.3B has.
+MOST_OF_FORWARDS = {"mezo": 96_800, "zo2": 95_200}
 
 
 def qwen2(folder: Path) -> Path:
@@ -57,3 +59,26 @@ def test_a_step_of_adapters_makes_few_calls_of_python(
         count = calls.of(lambda: walker.step(batch))
     most = MOST[codec]
     assert 10 * LAYERS < count <= most, (count, calls.by_caller.most_common(20))
+
+
+@pytest.mark.parametrize("row", MOST_OF_FORWARDS)
+def test_a_step_of_zeroth_order_makes_few_calls_of_python(
+    row: str, sim: Simulated, tmp_path: Path
+) -> None:
+    calls = PythonCalls()
+    config = OPTConfig(
+        hidden_size=16,
+        ffn_dim=32,
+        num_hidden_layers=24,
+        num_attention_heads=2,
+        vocab_size=128,
+        word_embed_proj_dim=16,
+        max_position_embeddings=64,
+    )
+    OPTForCausalLM(config).half().save_pretrained(tmp_path / "model")
+    with Walker(tmp_path / "model", method(row), workdir=tmp_path, device="sim:0") as walker:
+        for step in range(3):
+            walker.step(random_batch(seed=step))
+        count = calls.of(lambda: walker.step(random_batch(seed=3)))
+    most = MOST_OF_FORWARDS[row]
+    assert 1000 < count <= most, (count, calls.by_caller.most_common(20))
