@@ -12,22 +12,37 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
 
+from blockwalk.data.batch import Batch
+from blockwalk.data.label_words import LabelWordBatch
+from blockwalk.data.tokenizer import tokenizer_of
 from blockwalk.integrations import trainer_state
 from blockwalk.integrations.trainer_batches import GlobalBatch, global_batch, in_rows, tensors_of
 from blockwalk.integrations.trainer_callbacks import RATES, tell
+from blockwalk.integrations.trainer_data import (
+    NUMBERS,
+    HeldOutNumbers,
+    RowNumbers,
+    numbered,
+    numbers_of_all,
+    read_data,
+)
 from blockwalk.integrations.trainer_table import PASSED, read_arguments, refuse_methods
+from blockwalk.models.model_source import model_source
 from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.methods import method
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.run_config import DataSettings
 from blockwalk.plan.settings import override, unnamed_codec
 from blockwalk.plan.update_rules import RULES
 from blockwalk.system.paths import StrPath
@@ -65,6 +80,9 @@ class BlockwalkTrainer(Trainer):
             without, unless given; frozen weights are rounded only where half of the memory cannot
             hold them.
         lora: adapters; see :class:`blockwalk.Walker`.
+        data: records by the settings of a run's ``data.*``, in place of data sets and collator:
+            texts, conversations, classes with label words, or a task. A model in memory needs its
+            tokenizer as ``processing_class`` beside it.
         more: what ``transformers.Trainer`` takes besides.
 
     Raises:
@@ -78,6 +96,7 @@ class BlockwalkTrainer(Trainer):
         *,
         plan: Plan | None = None,
         lora: Any = None,
+        data: DataSettings | Mapping[str, Any] | None = None,
         **more: Any,
     ) -> None:
         args = copy.copy(args) if args is not None else TrainingArguments("runs/trainer")
@@ -99,6 +118,8 @@ class BlockwalkTrainer(Trainer):
         args.neftune_noise_alpha = None
         if is_cpu(args.device):
             args.dataloader_pin_memory = False  # torch would warn that there is no accelerator
+        if data is not None:
+            more |= _data_sets(model, args, plan, data, more)
         walker = Walker(
             model,
             plan,
@@ -175,11 +196,14 @@ class BlockwalkTrainer(Trainer):
         optimizer. Answers the mean loss."""
         model.train()
         plan = self.walker.plan
-        batch = global_batch(inputs, self.args.world_size).batch
-        result = self.walker.step(
-            in_rows(batch, plan.gradient_accumulation_steps * plan.mesh.data),
-            learning_rate=self._follow_optimizer(),
-        )
+        cuts = plan.gradient_accumulation_steps * plan.mesh.data
+        batch: Batch | LabelWordBatch
+        if isinstance(self.train_dataset, RowNumbers):
+            numbers = numbers_of_all(inputs, self.args.world_size)
+            batch = self.train_dataset.batch([*itertools.chain(*numbers)], cuts)
+        else:
+            batch = in_rows(global_batch(inputs, self.args.world_size).batch, cuts)
+        result = self.walker.step(batch, learning_rate=self._follow_optimizer())
         self.last_result = result
         return torch.tensor(result.loss, device=self.args.device)
 
@@ -192,10 +216,47 @@ class BlockwalkTrainer(Trainer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the loss of a batch, [], in evaluation mode; and for metrics its logits [B, S, V]
         and labels [B, S]."""
+        if NUMBERS in inputs:
+            # Without candidates, as a held-out set of rows has none.
+            batch = self._held_out_rows.batch(inputs[NUMBERS].tolist())
+            inputs = cast(Batch, batch)
         rows = global_batch(inputs, self.args.world_size)
         mean_loss, logits_BSV = self._evaluated(rows, with_logits=not prediction_loss_only)
         loss = torch.tensor(mean_loss, device=self.args.device)
         return loss, logits_BSV, None if logits_BSV is None else rows.own["labels"]
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Evaluate as transformers does; held-out candidates and answers of ``data`` are measured
+        all at once."""
+        dataset = getattr(dataloader, "dataset", None)
+        if isinstance(dataset, RowNumbers):
+            self._held_out_rows = dataset
+        if not isinstance(dataset, HeldOutNumbers):
+            return super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+
+        def tell_callbacks(_: int) -> None:
+            self.control = self.callback_handler.on_prediction_step(
+                self.args, self.state, self.control
+            )
+
+        metrics = None if prediction_loss_only else self.compute_metrics
+        figures, prediction = dataset.evaluate(self.walker, metrics, tell_callbacks)
+        predictions: Any = None if prediction is None else prediction.predictions
+        return EvalLoopOutput(
+            predictions=predictions,
+            label_ids=None if prediction is None else prediction.label_ids,
+            metrics={f"{metric_key_prefix}_{name}": value for name, value in figures.items()},
+            num_samples=len(dataset),
+        )
 
     def _evaluated(self, rows: GlobalBatch, *, with_logits: bool) -> tuple[float, Tensor | None]:
         """Return the mean loss of this rank's rows, and their logits where they are asked for."""
@@ -259,6 +320,40 @@ class BlockwalkTrainer(Trainer):
         trainer_state.load(self.walker, checkpoint)
         for note in self.walker.notes():
             warnings.warn(note, stacklevel=2)
+
+
+def _data_sets(
+    model: StrPath | nn.Module,
+    args: TrainingArguments,
+    plan: Plan,
+    data: DataSettings | Mapping[str, Any],
+    more: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return a Trainer's data sets, collator and tokenizer for settings of data.
+
+    Raises:
+        ValueError: a data set or a collator is given as well, a model in memory has no tokenizer
+            beside it, or the data cannot be read.
+    """
+    for name in ("train_dataset", "eval_dataset", "data_collator"):
+        if more.get(name) is not None:
+            raise ValueError(f"data and {name} are both given; leave one out")
+    tokenizer = more.get("processing_class")
+    if tokenizer is None:
+        if isinstance(model, nn.Module):
+            raise ValueError(
+                "data holds texts, and a model in memory has no tokenizer: give it as"
+                " processing_class"
+            )
+        settings = data if isinstance(data, DataSettings) else DataSettings()
+        tokenizer = tokenizer_of(model_source(model), settings)
+    sets = read_data(data, tokenizer, plan, args.per_device_eval_batch_size * args.world_size)
+    return {
+        "train_dataset": sets.train,
+        "eval_dataset": sets.held_out,
+        "data_collator": numbered,
+        "processing_class": tokenizer,
+    }
 
 
 def _rule_of(group: Mapping[str, Any]) -> dict[str, Any]:

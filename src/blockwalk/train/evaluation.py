@@ -11,6 +11,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from blockwalk.data.batch import Batch
 from blockwalk.data.batching import by_length, left_padded
@@ -193,11 +194,9 @@ class HeldOut:
     def _ranked(self, walker: Walker, choices: Choices, watch: Callable[[int], None]) -> Evaluation:
         """One pass over every record with every candidate gives all figures: the loss is that of
         the right one."""
-        losses_R = np.zeros(len(choices.rows))
-        for rows, batch, cuts in self._visits(watch):
-            losses_R[rows] = walker.label_losses(batch, batches=cuts).numpy()
+        losses_R = self._candidate_losses(walker, choices, watch)
         tokens_R = choices.rows.learnt()
-        scores_R = -losses_R / tokens_R if self.settings.label_scores == "mean" else -losses_R
+        scores_R = self._scores(losses_R, tokens_R)
         chosen = [int(scores_R[a:b].argmax()) for a, b in pairwise(choices.firsts.tolist())]
         correct = sum(choice in right for choice, right in zip(chosen, choices.right, strict=True))
         learnt = choices.firsts[:-1] + choices.targets
@@ -210,6 +209,26 @@ class HeldOut:
             correct / len(choices),
             macro_f1(chosen, choices.targets.tolist(), choices.classes) if same else None,
         )
+
+    def scores(self, walker: Walker, choices: Choices) -> npt.NDArray[np.float64]:
+        """Return the score of each row, a record with one candidate, float64 [R]: the highest of a
+        record's ranks first."""
+        losses_R = self._candidate_losses(walker, choices, lambda _: None)
+        return self._scores(losses_R, choices.rows.learnt())
+
+    def _scores(
+        self, losses_R: npt.NDArray[np.float64], tokens_R: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float64]:
+        return -losses_R / tokens_R if self.settings.label_scores == "mean" else -losses_R
+
+    def _candidate_losses(
+        self, walker: Walker, choices: Choices, watch: Callable[[int], None]
+    ) -> npt.NDArray[np.float64]:
+        """Return the loss summed over each row's candidate, float64 [R]."""
+        losses_R = np.zeros(len(choices.rows))
+        for rows, batch, cuts in self._visits(watch):
+            losses_R[rows] = walker.label_losses(batch, batches=cuts).numpy()
+        return losses_R
 
     def _generated(
         self, walker: Walker, answers: Answers, watch: Callable[[int], None]
