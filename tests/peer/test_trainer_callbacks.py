@@ -101,6 +101,38 @@ def test_numbers_that_callbacks_change_are_followed(
     assert max(abs(a - b) for a, b in zip(ours, untouched, strict=True)) > 1e-4
 
 
+def test_a_resumed_run_goes_on_with_what_callbacks_set(tmp_path: Path) -> None:
+    """Oracle: a run that was not interrupted. The callback acts before the checkpoint alone; and
+    with a checkpoint as versions with one parameter group wrote it."""
+
+    def decays(optimizer: Any, state: Any, **_: Any) -> None:
+        if state.global_step == 0:
+            optimizer.param_groups[0]["weight_decay"] = 5.0
+
+    more = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
+    whole = trainer(BlockwalkTrainer, tmp_path / "whole", at("on_step_begin", decays), **more)
+    whole.train()
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    half = trainer(BlockwalkTrainer, tmp_path / "half", None, **more)
+    half.train(resume_from_checkpoint=str(checkpoint))
+    assert half.state.log_history[:4] == whole.state.log_history[:4]
+
+    plain = trainer(BlockwalkTrainer, tmp_path / "plain", None, **more)
+    plain.train()
+    checkpoint = tmp_path / "plain" / "checkpoint-2"
+    optimizer = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    rate = optimizer["param_groups"][0]["lr"]
+    older = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=rate).state_dict()
+    torch.save(older, checkpoint / "optimizer.pt")
+    schedule = torch.load(checkpoint / "scheduler.pt", weights_only=True)
+    for name in ("base_lrs", "_last_lr", "lr_lambdas"):
+        schedule[name] = schedule[name][:1]
+    torch.save(schedule, checkpoint / "scheduler.pt")
+    again = trainer(BlockwalkTrainer, tmp_path / "again", None, **more)
+    again.train(resume_from_checkpoint=str(checkpoint))
+    assert again.state.log_history[:4] == plain.state.log_history[:4]
+
+
 def freezes(model: Any, **_: Any) -> None:
     for _, parameter in model.named_parameters():
         parameter.requires_grad_(False)

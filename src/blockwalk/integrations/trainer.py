@@ -313,6 +313,13 @@ class BlockwalkTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._load_state(Path(resume_from_checkpoint))
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the rates that the schedule and callbacks had left. Checkpoints of a version with
+        one parameter group give its numbers to both."""
+        if checkpoint is not None:
+            trainer_state.widen_groups(Path(checkpoint), self.optimizer, self.lr_scheduler)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
     def _load_best_model(self) -> None:
         self._load_state(Path(str(self.state.best_model_checkpoint)))
 

@@ -9,6 +9,10 @@ import json
 import os
 from math import prod
 from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from blockwalk.checkpoints.distributed import write_folder
 from blockwalk.checkpoints.pieces import Pieces, Saved
@@ -69,6 +73,32 @@ def load(walker: Walker, checkpoint: Path) -> None:
     with Saved(folder) as saved:
         weights = {name: saved.whole(name) for name in saved.numel}
         walker.load_state_dict({**atomic_files.read_sealed(folder / SCALARS), **weights})
+
+
+def widen_groups(checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
+    """Write optimizer and schedule of a checkpoint with one parameter group anew, with as many
+    groups as there are now. Ranks call this together."""
+    first(lambda: _widen(checkpoint, optimizer, scheduler))
+
+
+def _widen(checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
+    files = [checkpoint / name for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
+    count = len(optimizer.param_groups)
+    if not all(file.is_file() for file in files):
+        return
+    groups = torch.load(files[0], weights_only=True)["param_groups"]
+    if len(groups) == count or len(groups) != 1:
+        return
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group["lr"] = groups[0]["lr"]
+    schedule = torch.load(files[1], weights_only=True)
+    plain = scheduler.state_dict()
+    for name, value in schedule.items():
+        if isinstance(value, list) and len(value) == 1 < len(plain.get(name) or ()):
+            schedule[name] = value * count
+    torch.save(state, files[0])
+    torch.save(schedule, files[1])
 
 
 def _clear(folder: Path) -> None:
