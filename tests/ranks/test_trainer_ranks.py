@@ -15,19 +15,21 @@ import torch
 from safetensors.torch import load_file
 
 from blockwalk.integrations import BlockwalkTrainer
+from tests.conftest import TinyRun
 from tests.models import tiny_model
 from tests.support.messages import refused
 from tests.support.trainer_on_ranks import padded, rows, run
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_run: TinyRun) -> Path:
     """The runs of two ranks, one after the other in the same processes."""
     folder = tmp_path_factory.mktemp("ranks")
     runs = [
         f"{folder}/distzo2,distzo2,2",
         f"{folder}/resumed,distzo2,2,{folder}/distzo2/checkpoint-2",
         f"{folder}/zero3,zero3,2",
+        f"{folder}/words,distzo2,2,,{tiny_run.model.parent}",
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "tests.support.trainer_on_ranks", *runs]
@@ -76,6 +78,18 @@ def test_a_resumed_run_on_ranks_ends_in_the_same_bits(folder: Path) -> None:
     _, expected = left(folder / "distzo2")
     _, again = left(folder / "resumed")
     assert all(torch.equal(again[key], expected[key]) for key in expected)
+
+
+def test_label_words_on_ranks_are_those_of_one_process(
+    folder: Path, tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    run(tmp_path, "zo2", 4, tiny=str(tiny_run.model.parent))
+    expected, weights = left(tmp_path)
+    figures, of_ranks = left(folder / "words")
+    assert len(figures["loss"]) == 4
+    for figure, values in expected.items():
+        assert figures[figure] == pytest.approx(values, rel=1e-6), figure
+    assert all(torch.equal(of_ranks[name], value) for name, value in weights.items())
 
 
 def test_a_plan_of_other_ranks_than_were_started_is_refused(tmp_path: Path) -> None:

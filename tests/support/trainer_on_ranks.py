@@ -1,5 +1,6 @@
 """A Trainer's runs on however many ranks were started:
-``python -m tests.support.trainer_on_ranks FOLDER METHOD ROWS [CHECKPOINT]``."""
+``python -m tests.support.trainer_on_ranks FOLDER,METHOD,ROWS[,CHECKPOINT[,TINY]] ...``. TINY is
+the folder of a tiny run, whose label words are ranked."""
 
 from __future__ import annotations
 
@@ -45,8 +46,26 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float(right.mean()), "norm": float(np.linalg.norm(logits))}
 
 
-def run(folder: Path, name: str, batch_rows: int, checkpoint: str | None = None) -> None:
+def scored(prediction: Any) -> dict[str, float]:
+    """Return the sum of all candidates' scores."""
+    return {"norm": float(np.linalg.norm(prediction.predictions))}
+
+
+def handed_in(tiny: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Return model, data with its metrics, and settings of the plan: rows of tokens, or a tiny
+    run's classes."""
+    if not tiny:
+        data = {"train_dataset": rows(24), "eval_dataset": rows(8), "data_collator": padded}
+        return tiny_model("llama"), {**data, "compute_metrics": accuracy}, {"loss": "model"}
+    files = {name: f"{tiny}/{name}.jsonl" for name in ("train", "eval")}
+    words = {"template": "{text} It was {label}.", "label_words": ["good", "bad"]}
+    data = {"data": {**files, **words}, "compute_metrics": scored}
+    return f"{tiny}/m", data, {"zo": {"objective": "label_words"}}
+
+
+def run(folder: Path, name: str, batch_rows: int, checkpoint: str = "", tiny: str = "") -> None:
     """Train four steps, evaluate, and leave the model and the log in a folder."""
+    model, data, settings = handed_in(tiny)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     args = TrainingArguments(
         str(folder),
@@ -63,15 +82,12 @@ def run(folder: Path, name: str, batch_rows: int, checkpoint: str | None = None)
         per_device_eval_batch_size=batch_rows,
     )
     trainer = BlockwalkTrainer(
-        tiny_model("llama"),
+        model,
         args,
-        plan=blockwalk.method(name, loss="model", mesh={"world": world}),
-        train_dataset=rows(24),
-        eval_dataset=rows(8),
-        data_collator=padded,
-        compute_metrics=accuracy,
+        plan=blockwalk.method(name, mesh={"world": world}, **settings),
+        **data,
     )
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint or None)
     trainer.evaluate()
     trainer.save_model(str(folder / "model"))
     if trainer.is_world_process_zero():
