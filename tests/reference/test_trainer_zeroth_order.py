@@ -127,3 +127,10 @@ def test_defaults_that_zeroth_order_does_not_have_are_notes(tmp_path: Path) -> N
     assert run.walker.plan.optimizer.name == "sgd"
     with refused(ValueError, "max_grad_norm 0.3"):
         trainer(tmp_path, "mezo", max_grad_norm=0.3)
+
+
+def test_weights_that_a_ledger_saves_are_refused_before_the_model_is_opened(tmp_path: Path) -> None:
+    plan = blockwalk.method("zo2", trainable="disk")
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], save_strategy="epoch")
+    with refused(ValueError, "trainable disk save_strategy epoch"):
+        BlockwalkTrainer("/nowhere", args, plan=plan)

@@ -109,6 +109,7 @@ class BlockwalkTrainer(Trainer):
                     f"{name} needs the model in memory, which the walk never has; leave it out"
                 )
         plan, more_notes = _plan(args, plan, "mebp" if lora is not None else "plain", half=half)
+        trainer_state.require_savable(args, plan)
         for note in (*notes, *more_notes):
             warnings.warn(note, stacklevel=2)
         # A step is one walk, cut by the plan.

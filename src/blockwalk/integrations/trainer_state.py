@@ -17,12 +17,25 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from blockwalk.checkpoints.distributed import write_folder
 from blockwalk.checkpoints.pieces import Pieces, Saved
 from blockwalk.checkpoints.run_checkpoint import SCALARS
+from blockwalk.plan.plan import Plan
 from blockwalk.ranks.ranks import first
 from blockwalk.system import atomic_files, links
 from blockwalk.walk.walker import Walker
 
 FOLDER = "walker"
 """The folder of a checkpoint that holds the walker's state."""
+
+
+def require_savable(args: Any, plan: Plan) -> None:
+    """Raise ValueError for a run whose checkpoints would have no weights: on a durable tier these
+    are saved by a ledger, which a Trainer's run has not."""
+    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+    by_ledger = plan.estimator.facts.ledger and plan.trainable.tier.facts.durable
+    if by_ledger and strategy != "no":
+        raise ValueError(
+            f"trainable is {plan.trainable}, which a ledger saves, and save_strategy is {strategy}:"
+            " set trainable: host or save_strategy: no, or train with blockwalk train"
+        )
 
 
 def save(walker: Walker, checkpoint: Path) -> None:
