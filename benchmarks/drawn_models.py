@@ -131,6 +131,8 @@ def _frozen_tier(home: Any, memories: Any, largest: int) -> Any:
     """:meth:`Frozen._open_tier`, with buckets that are drawn on the device and copied from
     there."""
     plan = home._model.plan
+    if home._facts.mapped:
+        raise ValueError(f"frozen is {plan.frozen}: drawn weights lie in memory, on no disk")
     tier = memories.buckets(plan.frozen.tier, StateKind.FROZEN, largest)
     for unit, bucket in home._buckets.items():
         bytes_P = torch.empty(bucket.nbytes, dtype=torch.uint8, device=home._model.device)
@@ -157,8 +159,11 @@ def _fill_buckets(home: Any, source: Any) -> None:
 @contextmanager
 def drawn(name: str, codec: Codec, dtype: str = "bfloat16", *, device: Any) -> Iterator[str]:
     """Give the folder of a model's configuration. A walker that is made of it inside has random
-    weights of that model in ``codec``, on the device and in host memory: no plan of one rank with
-    weights on the disk."""
+    weights of that model in ``codec``, on the device and in host memory.
+
+    Raises:
+        ValueError: inside, for a plan whose frozen weights lie on the disk.
+    """
     config = model_config(name, dtype)
     source = DrawnSource(config, codec, torch.device(device))
     patches = [

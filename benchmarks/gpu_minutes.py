@@ -214,8 +214,9 @@ def start(bench: Bench) -> list[Bound]:
 
 def command_line(bench: Bench, arguments: list[str]) -> dict[str, Any]:
     """Run ``blockwalk`` in a process of its own: its exit code, seconds until the first loss of a
-    step and until the end, and its last words. It is ended with its part."""
-    left = max((bench.ends or float("inf")) - time.perf_counter() + RESERVE, 1)
+    step and until the end, and its last words."""
+    # a command that was ended tells little: it may take half a minute of the next part
+    left = max((bench.ends or float("inf")) - time.perf_counter() + 30, 1)
     command = [sys.executable, "-m", "blockwalk", *arguments, "--device", str(bench.device)]
     began = time.perf_counter()
     process = subprocess.Popen(
@@ -233,6 +234,8 @@ def command_line(bench: Bench, arguments: list[str]) -> dict[str, Any]:
     code = process.wait()
     killer.cancel()
     row = {"code": code, "seconds": time.perf_counter() - began, "words": "".join(words)[-1500:]}
+    if code:
+        print("".join(words[-3:]), flush=True)
     return row if first_loss is None else {**row, "first_loss_s": first_loss}
 
 

@@ -18,6 +18,7 @@ from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.placement import Codec
+from tests.support.messages import refused
 from tests.support.simulated_device import Simulated
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +119,15 @@ def test_a_drawn_model_is_walked_and_leaves_no_file(
         # of random logits, a token takes about the logarithm of the vocabulary
         assert max(losses) < 1.2 * torch.tensor(float(walker.spec.vocab_size)).log().item()
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) == 0
+
+
+def test_a_plan_with_weights_on_the_disk_is_refused(sim: Simulated) -> None:
+    from benchmarks.drawn_models import drawn
+
+    plan = method("mebp", frozen="disk × int4a")
+    device = "sim:0"
+    with drawn("Qwen2-tiny", Codec.INT4A, device=device) as model, refused(ValueError, "disk"):
+        Walker(model, plan, lora=LoraSettings(rank=2), device=device)
 
 
 def test_part_steps_measures_a_row_on_the_device(
