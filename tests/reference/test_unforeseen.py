@@ -62,7 +62,7 @@ class Untimed:
         if enable_timing:
             raise RuntimeError("events of this backend have no timing")
 
-    def record(self, _: Any) -> None:
+    def record(self, _: Any = None) -> None:
         """Nothing is queued."""
 
     def elapsed_time(self, _: Any) -> float:
