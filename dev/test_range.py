@@ -109,12 +109,20 @@ def quickstart(name: str, python: Path) -> tuple[str, bool]:
     return ("trained: " if trained else f"code {ended.returncode}: ") + text, trained
 
 
-def suite(name: str, python: Path, arguments: list[str], *, again: bool) -> tuple[str, Path]:
-    """The suite's closing line, and its report. Each environment remembers its own failures."""
-    report = FOLDER / name / ("again.xml" if again else "first.xml")
-    report.unlink(missing_ok=True)
+def suite(name: str, python: Path, arguments: list[str], *, again: bool) -> str:
+    """Run the suite, or what failed in it, and give its closing line. The report lies beside those
+    of earlier runs of what failed; each environment remembers its own failures."""
+    folder = FOLDER / name
+    earlier = sorted(folder.glob("again-*.xml"))
+    report = folder / (f"again-{len(earlier) + 1:03d}.xml" if again else "first.xml")
+    if again and not (folder / "first.xml").exists():
+        raise SystemExit(f"{name}: nothing was run yet in {folder}: leave --again out")
+    if not again:
+        for path in (report, *earlier):
+            path.unlink(missing_ok=True)
     own = ["-o", f"cache_dir={FOLDER / name / 'pytest_cache'}", "-o", "junit_family=xunit1"]
-    chosen = ["--last-failed", *arguments] if again else arguments
+    failed = ["--last-failed", "--last-failed-no-failures", "none"]
+    chosen = [*failed, *arguments] if again else arguments
     run = subprocess.run(
         [str(python), "-m", "pytest", *SUITE, *own, f"--junit-xml={report}", *chosen],
         cwd=ROOT,
@@ -132,7 +140,21 @@ def suite(name: str, python: Path, arguments: list[str], *, again: bool) -> tupl
         ),
         "no test ran",
     )
-    return closing, report
+    if not report.exists():
+        raise SystemExit(f"{name}: pytest wrote no report:\n{(run.stdout + run.stderr)[-2000:]}")
+    return closing
+
+
+def known(name: str) -> tuple[dict[str, Verdict], dict[str, Verdict] | None]:
+    """The verdicts of an environment's first run, and of all runs of what failed, the latest of
+    each test; None before there was one."""
+    folder = FOLDER / name
+    first = verdicts((folder / "first.xml").read_text(encoding="utf-8"))
+    reports = sorted(folder.glob("again-*.xml"))
+    again: dict[str, Verdict] = {}
+    for report in reports:
+        again |= verdicts(report.read_text(encoding="utf-8"))
+    return first, again if reports else None
 
 
 def page(rows: dict[str, dict[str, Any]]) -> str:
@@ -193,17 +215,17 @@ def main() -> int:
         python = environment(name, requirements)
         example, trained = quickstart(name, python)
         print(f"{name}: {EXAMPLE} {example}", flush=True)
-        closing, report = suite(name, python, arguments, again=options.again)
-        first = verdicts((FOLDER / name / "first.xml").read_text(encoding="utf-8"))
-        again = verdicts(report.read_text(encoding="utf-8")) if options.again else None
+        closing = suite(name, python, arguments, again=options.again)
+        selection = " ".join(arguments) or "all"
         if options.again:
             closing = f"{rows[name]['closing']}; the failed ones again: {closing}"
-        rows[name] = outcome(first, again) | {
+            selection = rows[name]["selection"]
+        rows[name] = outcome(*known(name)) | {
             "versions": versions(python),
             "quickstart": example,
             "closing": closing,
             "date": date.today().isoformat(),
-            "selection": " ".join(arguments) or "all",
+            "selection": selection,
         }
         passed &= trained and all(row["fate"] in EXCUSED for row in rows[name]["failures"])
         KEPT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

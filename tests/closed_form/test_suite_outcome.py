@@ -129,6 +129,30 @@ def test_an_example_that_does_not_train_is_told_with_its_error(
     assert "examples/none.yaml" in text
 
 
+def test_what_failed_may_run_again_more_than_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The third run has nothing of what passed in the second."""
+
+    def write(name: str, **failed: bool) -> None:
+        cases = [
+            f'<testcase classname="a" name="{test}" file="a.py">{"<failure/>" * wrong}</testcase>'
+            for test, wrong in failed.items()
+        ]
+        (tmp_path / "oldest" / name).write_text(f"<testsuite>{''.join(cases)}</testsuite>")
+
+    monkeypatch.setattr(test_range, "FOLDER", tmp_path)
+    (tmp_path / "oldest").mkdir()
+    write("first.xml", b=True, c=True, d=False)
+    first, again = test_range.known("oldest")
+    assert again is None
+    write("again-001.xml", b=False, c=True)
+    write("again-002.xml", c=False)
+    first, again = test_range.known("oldest")
+    fates = {row.test: row.fate for row in failures(first, again)}
+    assert fates == {"a.py::b": AGAIN[PASSED], "a.py::c": AGAIN[PASSED]}
+
+
 def test_what_is_kept_is_what_the_page_shows() -> None:
     import json
 
