@@ -17,14 +17,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+TRIED = " (tried on a small instance of its configuration, with a layer of each kind)"
+"""The end of a refusal that every row would have."""
 LONGEST_REASON = 160
 """Characters of a reason that the table shows."""
 
 
 def verdict(model_type: str) -> str:
-    """The word "walks", or the reason for a refusal, on one line."""
+    """The word "walks", or the reason for a refusal, on one line; with the default adapter, whose
+    own refusal is told apart."""
     from transformers import AutoConfig
 
+    from blockwalk.cutting.peft_models import add_adapter, lora_config
     from blockwalk.cutting.shrink import shrink
     from blockwalk.cutting.skeleton import build_skeleton
     from blockwalk.cutting.verify import certified
@@ -37,12 +41,17 @@ def verdict(model_type: str) -> str:
         certified(build_skeleton(config))
     except Exception as error:  # whatever a model raises is the reason to refuse it
         return f"refused: {_line(error)}"
+    try:
+        certified(add_adapter(build_skeleton(config), lora_config()))
+    except Exception as error:  # and so is what PEFT raises
+        return f"walks, and its default adapter is refused: {_line(error)}"
     return "walks"
 
 
 def _line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     reason = text.partition("cannot be walked block by block: ")[2] or text
+    reason = reason.removesuffix(TRIED)
     short = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} ..."
     return short.replace("|", "\\|")
 
@@ -52,7 +61,8 @@ def page(rows: dict[str, str]) -> str:
     import torch
     import transformers
 
-    walks = sum(row == "walks" for row in rows.values())
+    walks = sum(row.startswith("walks") for row in rows.values())
+    adapted = sum(row == "walks" for row in rows.values())
     text = "# Model types\n\n"
     text += (
         f"Of {len(rows)} causal model types of transformers {transformers.__version__}, {walks}"
@@ -60,7 +70,8 @@ def page(rows: dict[str, str]) -> str:
     )
     text += (
         "default configuration: loss, logits and every gradient of a small instance are the"
-        " model's own. The others are\n"
+        f" model's own. {adapted} of\n"
+        "these take the default adapter (LoRA, `lora.target_modules: all-linear`). The others are\n"
     )
     text += (
         "listed with the reason. Made by `benchmarks/model_types.py` with torch"

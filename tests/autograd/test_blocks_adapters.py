@@ -4,6 +4,8 @@ and gradients."""
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +77,44 @@ def test_all_linear_leaves_experts_and_routers_out(model_type: str, tmp_path) ->
     assert [n for n, _ in theirs.named_parameters() if "lora_" in n] == [
         n for n, _ in model.named_parameters() if "lora_" in n
     ]
+
+
+CARRIED: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "afmoe": (
+        {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_dense_layers": 1},
+        {"q_proj", "k_proj", "v_proj", "o_proj"},
+    ),
+    "nemotron_h": (
+        {"layers_block_type": ["mamba", "attention", "mamba", "mlp"]},
+        {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"},
+    ),
+    "falcon_h1": (
+        {},
+        {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", CARRIED)
+def test_all_linear_is_what_peft_takes_in_the_model(model_type: str, tmp_path: Path) -> None:
+    """Oracle: ``PeftModel.from_pretrained`` takes the saved adapter, and refuses the names that are
+    left out; the names of each family's linear layers."""
+    from peft import PeftModel
+
+    settings, leaves = CARRIED[model_type]
+    config = tiny_config(model_type, num_hidden_layers=4, **settings)
+    model = add_adapter(tiny_model(config), lora_config(2))
+    adapted = {name.partition(".lora_")[0] for name in canonical(model) if ".lora_" in name}
+    assert {name.rpartition(".")[2] for name in adapted} == leaves
+    assert not any("experts" in name or "router" in name for name in adapted)
+    save_adapter(model, canonical(model), tmp_path)
+    theirs = PeftModel.from_pretrained(tiny_model(config), str(tmp_path))
+    assert [n for n, _ in theirs.named_parameters() if "lora_" in n] == [
+        n for n, _ in model.named_parameters() if "lora_" in n
+    ]
+    refused_name = "gate_proj" if model_type == "afmoe" else "out_proj"
+    with refused(ValueError, "lora.target_modules", refused_name, *leaves):
+        add_adapter(tiny_model(config), lora_config(2, target_modules=[refused_name]))
 
 
 def tiny_model_before_seed(config):

@@ -6,12 +6,14 @@ reason."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -151,8 +153,13 @@ def add_adapter(model: nn.Module, config: Any, *, seed: int = 0, saved: str = ""
     ):
         config = _all_linear(config, model)
     with DrawingFrom(torch.Generator().manual_seed(seed)), _weightless(model):
-        # what was saved comes with its values: none are made before their shapes are compared
-        wrapped: Any = get_peft_model(model, config, low_cpu_mem_usage=bool(saved))
+        try:
+            # what was saved comes with its values: none are made before their shapes are compared
+            wrapped: Any = get_peft_model(model, config, low_cpu_mem_usage=bool(saved))
+        except ValueError as error:
+            if not lora:
+                raise
+            raise ValueError(f"lora.target_modules: {error}. {_fitting(config, model)}") from error
     if not lora:
         return wrapped
     _train_in_place(wrapped, saved)
@@ -161,6 +168,17 @@ def add_adapter(model: nn.Module, config: Any, *, seed: int = 0, saved: str = ""
         if ".lora_" in name and param.dtype != torch.float32:
             param.data = param.data.float()
     return wrapped
+
+
+def _fitting(config: Any, model: Any) -> str:
+    """Return a sentence on the names of linear layers that PEFT takes in this model."""
+    from transformers.pytorch_utils import Conv1D
+
+    names = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+    ]
+    leaves = {name.rpartition(".")[2] for name in names} - _refused_leaves(config, model, names)
+    return f"Names that fit: {', '.join(sorted(leaves))}"
 
 
 def _train_in_place(wrapped: Any, saved: str) -> None:
@@ -206,7 +224,8 @@ def _all_linear(config: Any, model: Any) -> Any:
 
     Left out is what a pass over text never calls, such as a vision tower. Of a mixture the experts
     and their router are left out, and what stands at their place in any layer: PEFT takes
-    ``gate_proj`` of a shared expert, or of a dense layer, for the routed ones'."""
+    ``gate_proj`` of a shared expert, or of a dense layer, for the routed ones'. So is what PEFT
+    refuses in this model: ``out_proj`` of Mamba's layers, ``gate_proj`` of AFMoE's attention."""
     from transformers.pytorch_utils import Conv1D
 
     from blockwalk.cutting.ownership import find_parts
@@ -224,12 +243,55 @@ def _all_linear(config: Any, model: Any) -> Any:
     linear = [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
     ]
-    reached = {name for name in linear if not pattern.fullmatch(name)}
+    refused = _refused_leaves(config, model, linear)
+    reached = {
+        name
+        for name in linear
+        if not pattern.fullmatch(name) and name.rpartition(".")[2] not in refused
+    }
     if len(reached) == len(linear) and not excluded:
         return config
     head = model.get_output_embeddings()
     config.target_modules = {name for name in reached if model.get_submodule(name) is not head}
     return config
+
+
+def _refused_leaves(config: Any, model: Any, names: Sequence[str]) -> set[str]:
+    """Return the ends of names of linear layers that PEFT refuses as targets in this model, or
+    takes for fused experts."""
+    refused = set()
+    for name in {name.rpartition(".")[2]: name for name in names}.values():
+        leaf = name.rpartition(".")[2]
+        trial = copy.copy(config)
+        trial.target_modules = {name}
+        trial.target_parameters = None
+        trial.rank_pattern = {}
+        trial.alpha_pattern = {}
+        try:
+            _as_peft_takes(trial, model, leaf)
+        except ValueError:
+            refused.add(leaf)
+            continue
+        if set(trial.target_modules) != {name}:
+            refused.add(leaf)
+    return refused
+
+
+def _as_peft_takes(config: Any, model: Any, leaf: str) -> None:
+    """Let PEFT's own checks see a target, and change the configuration as they do, where this
+    version of PEFT has them. Raises what they raise."""
+    for module, check, arguments in (
+        ("tuners.tuners_utils", "_check_lora_target_modules_mamba", (config, model, leaf)),
+        (
+            "utils.transformers_weight_conversion",
+            "convert_peft_config_for_transformers",
+            (config, model, None),
+        ),
+    ):
+        with contextlib.suppress(ImportError):
+            function = getattr(import_module(f"peft.{module}"), check, None)
+            if function is not None:
+                function(*arguments)
 
 
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:

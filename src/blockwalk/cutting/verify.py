@@ -75,7 +75,10 @@ def certified_anatomy(model: Any) -> Anatomy:
             _verdicts[key] = verdict or _study_and_keep(key, model)
         verdict = _verdicts[key]
     if isinstance(verdict, str):
-        raise ValueError(f"{type(model).__name__} cannot be walked block by block: {verdict}")
+        raise ValueError(
+            f"{type(model).__name__} cannot be walked block by block: {verdict} (tried on a small"
+            " instance of its configuration, with a layer of each kind)"
+        )
     return verdict
 
 
