@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +24,10 @@ from blockwalk.system.out_of_memory import is_out_of_memory
 
 _TOKENS = 12
 """Tokens of the text that is continued: several windows, chunks and blocks of a small instance."""
-_PROMPT = 7
-"""Tokens of the first call; each further call has one."""
+_PROMPTS = (3, 7)
+"""Tokens of the first call: fewer than a window, and more. Each further call has one."""
+_FURTHER = 4
+"""Calls after the first one."""
 _PADDING = 3
 """Tokens on the left of the second prompt that are padding, where prompts are of unequal length."""
 
@@ -108,31 +110,39 @@ def _own_cache(base: Any, ids_BS: Tensor) -> str:
 @torch.no_grad()
 def _reason(cut: CutModel, anatomy: Anatomy, ids_BS: Tensor, mask_BS: Tensor | None) -> str:
     """Return why calls with a cache are not one call without; empty where they are."""
-    cache = {"past_key_values": new_cache(cut.base, anatomy), "use_cache": True}
-    starts = [0, *range(_PROMPT, _TOKENS)]
-    for start, stop in zip(starts, [*starts[1:], _TOKENS], strict=True):
+    whole_BSV = _logits(cut, {"input_ids": ids_BS})
+    if mask_BS is not None:  # the model is causal: a text's logits are those of its beginning
+        alone_BSV = _logits(cut, {"input_ids": ids_BS[1:, _PADDING:]})
+        whole_BSV[1:, _PADDING:] = alone_BSV
+    for start, stop in _calls(_PROMPTS if mask_BS is None else _PROMPTS[-1:]):
+        if not start:
+            cache = {"past_key_values": new_cache(cut.base, anatomy), "use_cache": True}
         mask = None if mask_BS is None else mask_BS[:, :stop]
         inputs = continued(cut.base, cache, ids_BS[:, start:stop], start, mask)
-        cached_BV = _logits(cut, inputs)
-        for row in range(len(ids_BS)):
-            padding = 0 if mask is None else int((mask[row] == 0).sum())
-            alone_V = _logits(cut, {"input_ids": ids_BS[row : row + 1, padding:stop]})[0]
-            change = difference(cached_BV[row], alone_V)
-            if not change <= TOLERANCE:
-                return (
-                    f"logits after token {stop} of a small instance differ by {change:.1e} of"
-                    f" their norm from those of a call without one (at most {TOLERANCE} is allowed)"
-                )
+        cached_BV = _logits(cut, inputs)[:, -1]
+        change = max(map(difference, cached_BV, whole_BSV[:, stop - 1]))
+        if not change <= TOLERANCE:
+            return (
+                f"logits after token {stop} of a small instance differ by {change:.1e} of their"
+                f" norm from those of a call without one (at most {TOLERANCE} is allowed)"
+            )
     return ""
 
 
+def _calls(prompts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of the tokens of each call, prompt after prompt."""
+    for prompt in prompts:
+        yield 0, prompt
+        yield from ((stop - 1, stop) for stop in range(prompt + 1, prompt + 1 + _FURTHER))
+
+
 def _logits(cut: CutModel, inputs: Mapping[str, Any]) -> Tensor:
-    """Return the logits after the last token, [B, V], by a walk."""
+    """Return the logits after each token, [B, S, V], by a walk."""
     prologue = cut.prologue(inputs)
     hidden_BSD = prologue.hidden_BSD
     for call in prologue.calls:
         hidden_BSD = cut.forward(call, hidden_BSD)
-    return cut.logits(prologue, hidden_BSD, inputs)[:, -1]
+    return cut.logits(prologue, hidden_BSD, inputs)
 
 
 def _line(error: Exception) -> str:

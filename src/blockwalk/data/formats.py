@@ -84,8 +84,14 @@ def detect_format(record: Record) -> Format:
     partly = [kind for kind, names in COLUMNS.items() if fields.keys() & set(names)]
     if len(partly) == 1:
         return partly[0]  # whatever lacks of it is named where it is read
+    raise _of_no_format(record)
+
+
+def _of_no_format(record: Record) -> ValueError:
+    """Return the refusal of a record that has the fields of no format."""
+    fields = record.fields
     if inner := [name for name, value in fields.items() if _holds_records(value)]:
-        raise ValueError(
+        return ValueError(
             f"{record.place}: the records lie in its field {inner[0]!r}: write that list as the"
             " file, an array of objects or one on each line"
         )
@@ -95,7 +101,7 @@ def detect_format(record: Record) -> Format:
     expected += "".join(
         f"; {question!r}, {answer!r} ({Format.ALPACA})" for question, answer in PAIRS
     )
-    raise ValueError(
+    return ValueError(
         f"{record.place}: expected the fields of a format: {expected}; found {record.names}."
         " data.columns names columns that hold them, as in [prompt=question, completion=answer]"
     )

@@ -69,8 +69,11 @@ def generate(
     _require_settings(input_ids, max_new_tokens, temperature)
     padded = attention_mask is not None and not bool(attention_mask.all())
     text = _Text.of(self, input_ids, attention_mask if padded else None)
-    if padded and (text.uncached or self.engine.cut.anatomy.against_padding):
-        assert attention_mask is not None
+    apart = text.uncached or bool(self.engine.cut.anatomy.against_padding)
+    # ranks walk together, whichever of them has prompts of unequal length
+    if apart and (padded or (shared and len(input_ids) > 1)):
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
         settings: dict[str, Any] = {
             "temperature": temperature,
             "stop_ids": sorted(stop_ids),
