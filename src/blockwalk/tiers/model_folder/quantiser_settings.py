@@ -20,7 +20,7 @@ def _names(text: str) -> frozenset[str]:
 _MODULES = _names(
     "quant_method modules_to_not_convert modules_to_convert ignored_layers dequantize backend"
 )
-"""Which modules are in codes their tensors tell."""
+"""Settings on which modules are in codes, as their tensors tell."""
 _OF_GPTQ = _MODULES | _names(
     """
     bits group_size checkpoint_format format version desc_act act_group_aware sym zero_point
@@ -37,7 +37,7 @@ _OF_GPTQ = _MODULES | _names(
     offload_to_disk offload_to_disk_path failsafe gptaq fallback
     """
 )
-"""GPTQ's, AWQ's and AutoRound's: what is set while a model is quantised is in its codes."""
+"""Settings of GPTQ, AWQ and AutoRound: what is set while a model is quantised is in its codes."""
 _KNOWN: Mapping[Codec, frozenset[str]] = {
     Codec.FP8_BLOCKS: _MODULES
     | _names("activation_scheme weight_block_size fmt scale_fmt kv_cache_scheme static"),
