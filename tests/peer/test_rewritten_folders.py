@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import blockwalk
 from blockwalk.convert.merge import merge
+from blockwalk.cutting.shrink import shrink
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -134,3 +136,41 @@ def test_full_fine_tuning_writes_the_names_of_the_base_and_what_it_does_not_trai
         str(tmp_path / "tuned"), blockwalk.method("plain"), training=False
     ) as walker:
         assert walker.evaluate(_batch()).loss == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("form", ["projections cut out of one", "another prefix"])
+@pytest.mark.filterwarnings("ignore")
+def test_keys_that_are_no_names_of_the_model_are_kept(form: str, tmp_path: Path) -> None:
+    """Oracle: PEFT's merge and transformers' own saving of it, which cuts and renames back."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    if form == "another prefix":
+        config: Any = AutoConfig.for_model("llama", **SIZES, tie_word_embeddings=True)
+        targets = ["q_proj"]
+    else:
+        if "hrm_text" not in CONFIG_MAPPING:
+            pytest.skip("this version of transformers has no hrm_text")
+        config = shrink(AutoConfig.for_model("hrm_text"))
+        targets = ["q_proj", "up_proj"]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(
+        model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    if form == "another prefix":
+        tensors = _tensors(tmp_path / "base")
+        renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        save_file(renamed, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    merge(str(tmp_path / "base"), str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    before = _tensors(tmp_path / "base")
+    after = _tensors(tmp_path / "merged")
+    assert before.keys() == after.keys()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    theirs: Any = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    theirs.merge_and_unload().save_pretrained(tmp_path / "theirs")
+    prefix = "model." * (form == "another prefix")
+    for name, tensor in _tensors(tmp_path / "theirs").items():
+        torch.testing.assert_close(after[name.removeprefix(prefix)], tensor, rtol=1e-6, atol=1e-7)
+    assert _differing(before, after)

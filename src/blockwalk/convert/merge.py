@@ -80,19 +80,22 @@ def merge(
     with closing(_opened(model, skeleton)) as source:
         outputs, untied = _outputs(source, skeleton, changes)
         as_dtype = getattr(torch, dtype) if dtype else None
-        entries = {}
+        parameters = {}
         for name, output in outputs.items():
             stored = source.dtype(output.source)
             written = as_dtype if as_dtype and stored.is_floating_point else stored
-            entries[name] = safetensors.Entry(source.shape(output.source), written)
+            parameters[name] = safetensors.Entry(source.shape(output.source), written)
 
         def read(name: str) -> Iterator[Tensor]:
-            return _merged(source, outputs[name], entries[name].dtype)
+            return _merged(source, outputs[name], parameters[name].dtype)
 
+        entries = parameters
         values: Callable[[str], Iterator[Tensor]] = read
         if isinstance(source, CheckpointFolder) and model.codec is None:
             changed = {
-                name: entries[name] for name, output in outputs.items() if output.is_changed(name)
+                name: parameters[name]
+                for name, output in outputs.items()
+                if output.is_changed(name)
             }
             tensors = rewritten(source, skeleton, changed, read, as_dtype)
             entries = tensors.entries
