@@ -35,17 +35,20 @@ SECONDS = (((OpKind.FORWARD, "block", True), 0.25),)
 
 def fill(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every kind of entry kept in an empty cache."""
+    known = verify.certified_anatomy(build_skeleton(model))
     monkeypatch.setenv("BLOCKWALK_CACHE", str(folder))
     monkeypatch.setattr(verify, "_verdicts", {})
+    monkeypatch.setattr(verify, "study", lambda cls, config: known)
     monkeypatch.setattr(context_check, "_verdicts", {})
-    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setattr(context_check, "study", lambda *arguments: None)
     monkeypatch.setattr(identity, "_SETTLED", -60.0)
     monkeypatch.setattr(timed_units, "measure", lambda request: SECONDS)
     costs = UnitCosts(model)
     costs(method("plain"), Shape(1, 8))
     assert costs.timed(method("plain"), Shape(1, 8), "a machine") == SECONDS
     context_check.require_parts(model, method("hzp", mesh={"world": 2, "context": 2}))
-    native.load("chains")
+    monkeypatch.setattr(native, "_loaded", {})
+    native.load("codecs")
     packs = folder / "packed" / "of-a-model"
     packs.mkdir(parents=True)
     pack_cache.packed(model, method("mebp").frozen.codec, build_skeleton(model), packs)

@@ -139,8 +139,9 @@ class Ledger:
             )
         self._fd = open_own(self.path, os.O_WRONLY)
         if nbytes < os.fstat(self._fd).st_size:
-            os.ftruncate(self._fd, nbytes)
-            os.fsync(self._fd)
+            with atomic_files.naming(self.path):
+                os.ftruncate(self._fd, nbytes)
+                os.fsync(self._fd)
         os.lseek(self._fd, 0, os.SEEK_END)
 
     @property

@@ -19,7 +19,7 @@ from blockwalk.system.locks import lock
 from blockwalk.tiers.block_store.store import BlockStore, is_store
 from blockwalk.tiers.block_store.writer import restore_model_files, write_store
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
-from blockwalk.tiers.model_folder.identity import weights_digest
+from blockwalk.tiers.model_folder.identity import WeightsInUse, weights_digest
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
             " it again; set frozen to 'disk × raw', which reads it as it lies"
         )
     name = f"{path.resolve().name}-{codec}"
-    stores = [folder / f"{name}-{weights_digest(path)}" for folder in workdirs]
+    in_use = WeightsInUse.of(path, weights_digest(path))
+    stores = [folder / f"{name}-{in_use.digest}" for folder in workdirs]
     with closing(CheckpointFolder(path, model)) as source, _alone(workdirs[-1]):
         if (store := next(filter(_is_undamaged, stores), None)) is not None:
             restore_model_files(path, store)
@@ -53,6 +54,11 @@ def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
             stores[-1],
             lambda made: write_store(made, source, certified(model).spec(), codec, copy_from=path),
         )
+        try:
+            in_use.require_unchanged()
+        except ValueError:  # its name would tell of another model
+            discard(stores[-1])
+            raise
         return stores[-1]
 
 

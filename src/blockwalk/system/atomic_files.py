@@ -37,6 +37,8 @@ ASIDE = ".replaced"
 """The ends of the names of what is being written, and of the folder whose place it takes."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A disk that is full, a quota that is used up, a file longer than ``ulimit -f`` allows."""
+OF_DISK = (*NO_ROOM, errno.EIO, errno.EROFS, errno.ENXIO, errno.ENODEV, errno.ESTALE)
+"""These, and a disk that fails, is gone, or may be read alone."""
 LOCK = ".lock"
 """The file in a folder that :func:`locked` holds; it says who does."""
 _HOLDER = re.compile(r"process \d+ on ")
@@ -53,7 +55,8 @@ def fsync(path: StrPath) -> None:
         return
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        with naming(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -92,16 +95,18 @@ def fsync_tree(path: StrPath) -> None:
 
 @contextmanager
 def naming(path: StrPath, nbytes: int | None = None) -> Iterator[None]:
-    """Add to an error about a full disk the file's path, the bytes that it was to have, and the
-    bytes that are free. Libraries in Rust, such as safetensors and tokenizers, have errors of their
-    own for it, with the number in their text."""
+    """Add to an error of the disk the file's path; if it is full, the bytes that the file was to
+    have, and the bytes that are free. Libraries in Rust, such as safetensors and tokenizers, have
+    errors of their own for it, with the number in their text."""
     try:
         yield
     except Exception as error:
         in_rust = re.search(r"\(os error (\d+)\)", str(error))
         number = error.errno if isinstance(error, OSError) else int(in_rust[1]) if in_rust else None
-        if number not in NO_ROOM or getattr(error, "filename", None) is not None:
+        if number not in OF_DISK or getattr(error, "filename", None) is not None:
             raise
+        if number not in NO_ROOM:
+            raise OSError(number, os.strerror(number), os.fspath(path)) from error
         size = "" if nbytes is None else f" of {nbytes / 1e6:.3g} MB"
         free = shutil.disk_usage(Path(path).parent).free
         text = f"{os.strerror(number)} for a file{size} where {free / 1e6:.3g} MB are free"
@@ -352,7 +357,7 @@ def tolerating_use(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        log.warning("%s is not removed now, for it is in use: %s", path, error)
+        log.warning("%s is not removed now, and is left for the next run: %s", path, error)
 
 
 def discard(path: Path) -> None:

@@ -13,7 +13,8 @@ import errno
 import mmap
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -122,7 +123,8 @@ class MappedFile:
         mapped (MADV_POPULATE_READ, or one touch a page on an older kernel), so that computing takes
         no page fault."""
         ranges = list(ranges)
-        will_need([self.bytes_P[start:stop] for start, stop in _pages(ranges, self.nbytes)])
+        with _reading(self.path):
+            will_need([self.bytes_P[start:stop] for start, stop in _pages(ranges, self.nbytes)])
         return sum(nbytes for _, nbytes in ranges)
 
     def dont_need(self, ranges: Iterable[tuple[int, int]], *, drop_cache: bool = False) -> None:
@@ -131,8 +133,9 @@ class MappedFile:
         also asks the kernel to forget the clean ones altogether."""
         base = self.bytes_P.data_ptr()
         spans = _pages(ranges, self.nbytes)
-        for start, stop in spans:
-            _advise(base + start, stop - start, _DONTNEED)
+        with _reading(self.path):
+            for start, stop in spans:
+                _advise(base + start, stop - start, _DONTNEED)
         if drop_cache:
             _drop_cache(self.path, spans)
 
@@ -145,6 +148,20 @@ class MappedFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name the file in an error of its pages: the disk's, or the kernel's if the file has become
+    shorter than it was mapped."""
+    try:
+        with naming(path):
+            yield
+    except OSError as error:
+        if error.errno != errno.EFAULT or error.filename is not None:
+            raise
+        text = "the file has become shorter while it is read; put the whole one back"
+        raise OSError(errno.EFAULT, text, os.fspath(path)) from error
 
 
 def will_need(parts: Sequence[Tensor]) -> None:

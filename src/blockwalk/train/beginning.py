@@ -26,7 +26,7 @@ from blockwalk.ranks.ranks import first
 from blockwalk.report.capacity import check_budget, check_memory
 from blockwalk.report.disk_room import check_disks
 from blockwalk.system.paths import StrPath
-from blockwalk.tiers.model_folder.identity import same_weights, weights_digest
+from blockwalk.tiers.model_folder.identity import WeightsInUse, same_weights, weights_digest
 from blockwalk.train.data_identity import differences, identity
 from blockwalk.train.prepared_run import PreparedRun, prepare, taken_up
 
@@ -41,6 +41,8 @@ class Beginning:
     start: Start
     decided: Mapping[str, Any]
     """The settings that the machine decided, by name; a resumed run keeps them."""
+    files: WeightsInUse
+    """The files of the model, on this rank's machine."""
     weights: str
     """The digest of the weights that the run begins from: see
     :func:`blockwalk.tiers.model_folder.identity.weights_digest`."""
@@ -103,6 +105,7 @@ def begin(run: RunConfig, trace: StrPath | None) -> Beginning:
         prepared,
         start,
         decided={**decided, **choices},
+        files=WeightsInUse.of(run.model, weights),
         weights=weights,
         identity=identity(run, prepared),
         records="" if prepared.held_out is None else prepared.held_out.fingerprint(),

@@ -166,15 +166,16 @@ def _failures_explained(
     memory: PeakMemory,
     opened_at: int,
 ) -> Iterator[None]:
-    """Say of a full disk at which step it was, and of refused memory what was foreseen, what was
-    held, and which plan needs less."""
+    """Say of a disk that is full, or fails, at which step it was, and of refused memory what was
+    foreseen, what was held, and which plan needs less."""
     try:
         yield
     except OSError as error:
-        if error.errno not in atomic_files.NO_ROOM:
+        if error.errno not in atomic_files.OF_DISK:
             raise
+        cure = "free some" if error.errno in atomic_files.NO_ROOM else "look at the disk"
         text = (
-            f"{error.strerror}, at step {walker.steps_done}; free some, and go on with"
+            f"{error.strerror}, at step {walker.steps_done}; {cure}, and go on with"
             " --resume_from_checkpoint latest"
         )
         raise OSError(error.errno, text, error.filename) from error
@@ -343,6 +344,7 @@ class Run:
         if ending.stopped_by is not None:
             saved_to = run_checkpoint.path_of(output_dir, walker.steps_done)
         else:
+            self.checkpoints.require_same_model()
             saved_to = result.save(self.beginning, walker)
             next_command = result.next_command(self.beginning, walker, evaluations)
         losses = [line["loss"] for line in whole_lines(self.logs.metrics.path)]

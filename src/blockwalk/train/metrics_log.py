@@ -49,8 +49,9 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Make every line so far survive a power cut."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with atomic_files.naming(self._file.name):
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self.sync()

@@ -9,6 +9,7 @@ from typing import Any
 from blockwalk.checkpoints import run_checkpoint
 from blockwalk.checkpoints.run_checkpoint import Checkpoint
 from blockwalk.program.resident_bytes import writes_behind
+from blockwalk.ranks.ranks import first
 from blockwalk.train.beginning import Beginning
 from blockwalk.train.logs import Logs
 from blockwalk.train.run_evaluations import RunEvaluations
@@ -44,6 +45,7 @@ class RunCheckpoints:
             wait: whether nothing is left to be done meanwhile; else it is written behind the next
                 steps, where the plan does so.
         """
+        self.require_same_model()
         self.logs.metrics.sync()
         walker = self.walker
         config = self.beginning.config
@@ -72,6 +74,15 @@ class RunCheckpoints:
         elif has_weights:
             walker.join_gathers()
         return path
+
+    def require_same_model(self) -> None:
+        """Check that the model is still the one that the run began with, as rank 0 reads it.
+
+        Raises:
+            ValueError: as
+                :meth:`blockwalk.tiers.model_folder.identity.WeightsInUse.require_unchanged`.
+        """
+        first(self.beginning.files.require_unchanged)
 
     def _data(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside weights and settings, as JSON values."""

@@ -17,14 +17,16 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from blockwalk.models.gguf_folder import MADE
-from blockwalk.models.model_source import STORE_INDEX, model_source
+from blockwalk.models.model_source import STORE_INDEX, ModelSource, model_source
 from blockwalk.system import cache
-from blockwalk.system.file_states import state_of
+from blockwalk.system.file_states import FileState, state_of
 from blockwalk.system.paths import StrPath
 
 _SPAN = 64 << 20
@@ -40,6 +42,52 @@ def same_weights(folder: StrPath, digest: str) -> bool:
     return digest in (weights_digest(folder), weights_digest(folder, by_name=True))
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsInUse:
+    """The files of a model that a run reads, as they were when it began."""
+
+    name: StrPath
+    digest: str
+    """The digest of their content, as of :func:`weights_digest`."""
+    states: Mapping[Path, FileState]
+
+    @classmethod
+    def of(cls, name: StrPath, digest: str) -> WeightsInUse:
+        """Return the files of a model whose digest is known."""
+        return cls(name, digest, {path: state_of(path) for path in _files(model_source(name))})
+
+    def require_unchanged(self) -> None:
+        """Check that no file was written to since. One that has another in its place stays as it
+        was for this process, which has mapped it.
+
+        Raises:
+            ValueError: one was, and has other content now; its name.
+        """
+        written = [path for path, state in self.states.items() if _is_written(path, state)]
+        if written and weights_digest(self.name) != self.digest:
+            raise ValueError(
+                f"{written[0]} was written to while it was read: what was made of it since is of"
+                " two models. Put the model back as it was and start again, a run from its last"
+                " checkpoint (--resume_from_checkpoint latest)"
+            )
+
+
+def _is_written(path: Path, before: FileState) -> bool:
+    """Whether the file at a path is the one that was there, and has other bytes or times."""
+    try:
+        state = state_of(path)
+    except FileNotFoundError:
+        return False
+    return state[0] == before[0] and state != before
+
+
+def _files(model: ModelSource) -> list[Path]:
+    """Return the files that a model's digest is of."""
+    folder = model.weights_folder.resolve()
+    names = ["config.json", *([STORE_INDEX] if model.packed else model.checkpoint_files())]
+    return [folder / name for name in names if (folder / name).is_file()]
+
+
 def weights_digest(name: StrPath, *, by_name: bool = False) -> str:
     """Return the content of a model folder (configuration and weights) as 32 hexadecimal digits; of
     a block store its index, which has the checksums of all that was packed. The names that people
@@ -51,8 +99,7 @@ def weights_digest(name: StrPath, *, by_name: bool = False) -> str:
     model = model_source(name)
     folder = model.weights_folder.resolve()
     free_names = (folder / MADE).is_file() and not by_name
-    names = ["config.json", *([STORE_INDEX] if model.packed else model.checkpoint_files())]
-    paths = [folder / name for name in names if (folder / name).is_file()]
+    paths = _files(model)
     for path in paths:
         _sync(path)
     seen = _seen(paths)
