@@ -77,7 +77,7 @@ def train(
         beginning = dataclasses.replace(beginning, prepared=prepared)
         give_back()
         opened_at = process_bytes()
-        with _open_walker(beginning, scratch) as walker:
+        with _open_walker(beginning, scratch) as walker, _step_named(walker):
             forecast = prepared.foreseen
             walker.reserve(forecast.program.shape)
             step_forecast = StepForecast.of(forecast, prepared.usual, before=opened_at)
@@ -159,15 +159,8 @@ def _take_folder(beginning: Beginning, walker: Walker) -> Beginning:
 
 
 @contextmanager
-def _failures_explained(
-    beginning: Beginning,
-    walker: Walker,
-    step_forecast: StepForecast,
-    memory: PeakMemory,
-    opened_at: int,
-) -> Iterator[None]:
-    """Say of a disk that is full, or fails, at which step it was, and of refused memory what was
-    foreseen, what was held, and which plan needs less."""
+def _step_named(walker: Walker) -> Iterator[None]:
+    """Say of a disk that is full, or fails, at which step it was."""
     try:
         yield
     except OSError as error:
@@ -179,6 +172,19 @@ def _failures_explained(
             " --resume_from_checkpoint latest"
         )
         raise OSError(error.errno, text, error.filename) from error
+
+
+@contextmanager
+def _failures_explained(
+    beginning: Beginning,
+    walker: Walker,
+    step_forecast: StepForecast,
+    memory: PeakMemory,
+    opened_at: int,
+) -> Iterator[None]:
+    """Say of refused memory what was foreseen, what was held, and which plan needs less."""
+    try:
+        yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
