@@ -32,6 +32,28 @@ def _patch_by_closure(model: Any) -> None:
     mlp.forward = lambda x: original(x) * 3
 
 
+def _before_layers(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _m, args: (args[0] * 2, *args[1:]))
+
+
+def _after_layers(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda _m, _i, out: out * 2)
+
+
+class _Steering:
+    def __init__(self, model: Any) -> None:
+        self.source = model.model.layers[0].mlp.up_proj
+
+    def add(self, _module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
+        return out + 1e3 * self.source(inputs[0])[..., :32]
+
+
+def _another_module(model: Any) -> None:
+    model.model.layers[0].self_attn.o_proj.register_forward_hook(_Steering(model).add)
+
+
 def _first_position(model: Any) -> None:
     def steer(_module: Any, _inputs: Any, out: torch.Tensor) -> torch.Tensor:
         return torch.cat([out[:, :1] + 1, out[:, 1:]], 1)
@@ -101,7 +123,8 @@ def _head_class(model: Any) -> None:
 CHANGES: dict[str, Callable[[Any], None]] = {
     function.__name__.strip("_"): function
     for function in (
-        _hook, _patch_by_closure, _first_position, _activation, _scale, _eps, _embedding,
+        _hook, _patch_by_closure, _before_layers, _after_layers, _another_module, _first_position,
+        _activation, _scale, _eps, _embedding,
         _loss_function, _head_hook, _patched_model, _head_class,
     )
 }  # fmt: skip

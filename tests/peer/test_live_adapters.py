@@ -180,6 +180,15 @@ def test_an_adapter_with_a_loss_of_its_own_is_named() -> None:
 
 
 @pytest.mark.parametrize(
+    "settings", [{"bias": "all"}, {"bias": "lora_only"}, {"alora_invocation_tokens": [5]}]
+)
+def test_an_adapter_that_changes_more_than_its_layers_is_named(settings: dict[str, Any]) -> None:
+    ((field, value),) = settings.items()
+    with refused(ValueError, f"{field} {str(value).strip('[]')}"):
+        Walker(_adapted(**settings), _plan("plain"))
+
+
+@pytest.mark.parametrize(
     "config",
     [
         VeraConfig(**LORA, r=4),

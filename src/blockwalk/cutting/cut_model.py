@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -79,6 +80,28 @@ def _entered(contexts: Sequence[AbstractContextManager[object]]) -> Iterator[Non
         for context in contexts:
             stack.enter_context(context)
         yield
+
+
+_CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Attributes of a module that keep the functions that are called beside its forward."""
+
+
+@contextmanager
+def _attributes(changes: Iterable[tuple[nn.Module, Mapping[str, Any]]]) -> Iterator[None]:
+    """Give modules other attributes of their instances, and put the former ones back."""
+    former: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for module, values in changes:
+            for name, value in values.items():
+                former.append((module, name, module.__dict__.get(name)))
+                module.__dict__[name] = value
+        yield
+    finally:
+        for module, name, value in reversed(former):
+            if value is None:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = value
 
 
 def _call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -210,17 +233,16 @@ class CutModel(BoundUnits):
     @contextmanager
     def _forwards(self, replaced: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
         """Let modules answer by other functions for the time of a pass."""
-        originals = [(module, module.__dict__.get("forward")) for module, _ in replaced]
-        try:
-            for module, function in replaced:
-                module.__dict__["forward"] = function
+        with _attributes((module, {"forward": function}) for module, function in replaced):
             yield
-        finally:
-            for module, forward in originals:
-                if forward is None:
-                    module.__dict__.pop("forward", None)
-                else:
-                    module.__dict__["forward"] = forward
+
+    @contextmanager
+    def _stubs(self, replaced: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+        """Let functions stand for modules in a pass: for their hooks too, which belong to the
+        module's turn, once."""
+        without: dict[str, Any] = {hooks: OrderedDict() for hooks in _CALL_HOOKS}
+        with _attributes((module, {"forward": f, **without}) for module, f in replaced):
+            yield
 
     def _answer(self, module: nn.Module, hidden_BSD: Tensor) -> Any:
         length = self.anatomy.returns[type(module).__name__]
@@ -292,7 +314,7 @@ class CutModel(BoundUnits):
 
         with ExitStack() as stack:
             stack.enter_context(self._seeded(seed))
-            stack.enter_context(self._forwards([(part.module, stub_of(part)) for part in layers]))
+            stack.enter_context(self._stubs([(part.module, stub_of(part)) for part in layers]))
             stack.enter_context(answered(batch))
             stack.enter_context(self._masks(batch))
             for name, module in self._prologue_pieces:
@@ -501,7 +523,7 @@ class CutModel(BoundUnits):
             replaced.append((self.base.get_output_embeddings(), head_stub))
         passing = (
             self._seeded(seed),
-            self._forwards(replaced),
+            self._stubs(replaced),
             self.zeros_in_prologue(),
             answered(batch),
             self._masks(batch),

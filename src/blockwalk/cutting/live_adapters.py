@@ -7,6 +7,10 @@ from typing import Any
 
 from torch import nn
 
+_UNFOLLOWED = {"bias": "none", "layer_replication": None, "alora_invocation_tokens": None}
+"""Fields of an adapter's configuration that change more than its layers, and the value of each that
+does not."""
+
 
 def _adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the layers of a model that carry an adapter, with their names."""
@@ -34,7 +38,7 @@ def of_adapters(model: Any) -> frozenset[int]:
 
 def refuse_adapter_state(model: nn.Module) -> None:
     """Raise ValueError for adapters in memory whose state no walk follows: merged, several at
-    work, or with a loss of their own."""
+    work, with a loss of their own, or with more than layers of their own."""
     peft_model: Any = model
     if not hasattr(model, "peft_config"):
         return
@@ -49,6 +53,14 @@ def refuse_adapter_state(model: nn.Module) -> None:
                 f"{len(active)} adapters are active in {name} ({', '.join(active)}), and Blockwalk"
                 " trains one: choose it with set_adapter, or join them (add_weighted_adapter)"
             )
+    for config in peft_model.peft_config.values():
+        for field, plain in _UNFOLLOWED.items():
+            value = getattr(config, field, None)
+            if value and value != plain:
+                raise ValueError(
+                    f"the adapter's {field} is {value!r}, which a walk does not follow or save;"
+                    " make the adapter without it"
+                )
     from peft.tuners.tuners_utils import BaseTuner
 
     tuner: Any = type(peft_model.base_model)

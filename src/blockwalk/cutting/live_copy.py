@@ -121,6 +121,10 @@ class _Duplicate:
             return self._function(value)
         if type(value).__name__.endswith("Config"):
             return self._noted(value, copy.deepcopy(value))
+        if any(isinstance(part, nn.Module) for part in getattr(value, "__dict__", {}).values()):
+            twin = self._noted(value, copy.copy(value))  # a hook that is an object
+            twin.__dict__.update({n: self.of(part) for n, part in vars(value).items()})
+            return twin
         return value
 
     def _noted(self, value: Any, twin: Any) -> Any:
