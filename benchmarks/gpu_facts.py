@@ -1,6 +1,9 @@
-"""Facts of one accelerator, each measured by itself in a few seconds: copies, launches, noise,
-decoding, products with encoded matrices, the norm, the loss, and the shared memory of our kernels.
-The part ``facts`` of ``gpu.py``.
+"""Facts of one accelerator, each measured by itself in a few seconds: copies, launches, the host's
+steps, noise, decoding, products with encoded matrices, the norm, the loss, and the shared memory of
+our kernels. The part ``facts`` of ``gpu.py``.
+
+Kernels are timed by the device's own events, at sizes that fill a card. A row tells which share it
+reached of what the card reaches in a copy (bytes read and written), or in a product of bfloat16.
 
 The planner reads them from ``gpu-facts-CARD.json``, in whose folder ``hardware.yaml`` lies: a file
 with the figures that are there, written anew after each row."""
@@ -12,8 +15,8 @@ import resource
 import shutil
 import statistics
 import subprocess
-import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +25,9 @@ import torch
 from benchmarks import zo_runs
 from benchmarks.common import Bound
 
+from blockwalk.doctor.events import event_seconds
+from blockwalk.doctor.host import host_seconds
+from blockwalk.doctor.links import wall_seconds
 from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import DenseWeight
@@ -50,25 +56,20 @@ def facts(bench: Bench) -> list[Bound]:
         "copies", lambda row: row.update(copies(bench.device, 1 << 20 if bench.tiny else 1 << 28))
     )
     card.row("launches", lambda row: row.update(launches(bench.device)))
-    card.row(
-        "noise", lambda row: row.update(noise(bench.device, 1 << 16 if bench.tiny else 1 << 26))
-    )
-    side = 64 if bench.tiny else 4096
+    card.row("host", lambda row: row.update(host(bench.device)))
+    side = 64 if bench.tiny else 8192
+    card.row("limits", lambda row: row.update(limits(bench.device, side)))
+    elements = 1 << 16 if bench.tiny else 1 << 28
+    card.kernel("noise", lambda: noise(bench.device, elements))
     for codec in (*CODECS, Codec.INT8, Codec.FP8):
-        card.row(
-            f"decode {codec}",
-            lambda row, codec=codec: row.update(decoding(bench.device, codec, side)),
-        )
+        card.kernel(f"decode {codec}", partial(decoding, bench.device, codec, side))
     for codec in CODECS:
         for rows in ROWS[:2] if bench.tiny else ROWS:
-
-            def measure(row, codec=codec, rows=rows):
-                row.update(product(bench.device, codec, side, rows))
-
-            card.row(f"product of {rows} rows, {codec}", measure)
-    card.row("norm", lambda row: row.update(norm(bench.device, 1 << 18 if bench.tiny else 1 << 28)))
+            measure = partial(product, bench.device, codec, side, rows)
+            card.kernel(f"product of {rows} rows, {codec}", measure)
+    card.kernel("norm", lambda: norm(bench.device, elements))
     sizes = (64, 32, 512) if bench.tiny else (8192, 3584, 152064)
-    card.row("loss", lambda row: row.update(loss(bench.device, *sizes)))
+    card.kernel("loss", lambda: loss(bench.device, *sizes))
     card.row("shared memory", lambda row: row.update(shared_memory(bench.device)))
     shared = bench.rows.get("shared memory", {})
     return [
@@ -95,13 +96,22 @@ class Card:
         self._bench.row(name, measure)
         write(self.path, planned(self._bench.rows))
 
+    def kernel(self, name: str, measure: Callable[[], dict[str, float]]) -> None:
+        """A row of a kernel's rates, with the shares of the card's limits that they are."""
+
+        def with_shares(row: dict[str, Any]) -> None:
+            rates = measure()
+            row.update(rates | shares(rates, self._bench.rows.get("limits", {})))
+
+        self.row(name, with_shares)
+
 
 def planned(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Collect the figures for a planner, of the rows that are there: bytes a second (copies in both
     directions at once: together), microseconds, elements a second, and the most rows of a product
     in which decoding inside is no slower."""
     out: dict[str, Any] = {}
-    for name in ("environment", "copies", "launches", "noise", "norm", "loss"):
+    for name in ("environment", "copies", "launches", "host", "limits", "noise", "norm", "loss"):
         out |= {key: rows[name][key] for key in FIGURES if key in rows.get(name, {})}
     codecs = [codec for codec in Codec if "per_s" in rows.get(f"decode {codec}", {})]
     out["decode_rate"] = {str(codec): rows[f"decode {codec}"]["per_s"] for codec in codecs}
@@ -113,7 +123,8 @@ def planned(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 FIGURES = ("name", "memory_bytes", "capability", "copy_up", "copy_down", "copy_both", "launch_us",
-           "operator_us", "noise_per_s", "norm_bytes_per_s", "loss_s")  # fmt: skip
+           "operator_us", "host_start_us", "host_turn_us", "copy_on_device", "product_flops",
+           "noise_per_s", "norm_bytes_per_s", "loss_s")  # fmt: skip
 
 
 def crossing(rows: dict[str, dict[str, Any]], codec: Codec) -> int | None:
@@ -133,17 +144,29 @@ def crossing(rows: dict[str, dict[str, Any]], codec: Codec) -> int | None:
 def timed(
     work: Callable[[], Any], device: torch.device, *, calls: int = 5, rounds: int = 4
 ) -> float:
-    """Time one call: the median of some rounds of some calls, after one round that does not
-    count."""
+    """Time one call by the device's own events, where they tell the time: the median of some rounds
+    of some calls, after one round that does not count."""
+
+    def several() -> None:
+        for _ in range(calls):
+            work()
+
     seconds = []
     for _ in range(rounds + 1):
         zo_runs.wait(device)
-        began = time.perf_counter()
+        by_events = event_seconds(several, device)
+        seconds.append(wall_seconds(several, device) if by_events is None else by_events)
+    return statistics.median(seconds[1:]) / calls
+
+
+def started(work: Callable[[], Any], device: torch.device, *, calls: int) -> float:
+    """Time one call by the host's clock, for work that is next to nothing: its start."""
+
+    def several() -> None:
         for _ in range(calls):
             work()
-        zo_runs.wait(device)
-        seconds.append((time.perf_counter() - began) / calls)
-    return statistics.median(seconds[1:])
+
+    return statistics.median([wall_seconds(several, device) for _ in range(5)][1:]) / calls
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -218,21 +241,56 @@ def copies(device: torch.device, nbytes: int) -> dict[str, float]:
             down()
 
     rates = {f"copy_{work.__name__}": nbytes / timed(work, device) for work in (up, down)}
-    return {**rates, "copy_both": 2 * nbytes / timed(both, device)}
+    # two streams are no queue that an event could stand in
+    seconds = statistics.median([wall_seconds(both, device) for _ in range(6)][1:])
+    return {**rates, "copy_both": 2 * nbytes / seconds}
 
 
 def launches(device: torch.device) -> dict[str, float]:
     """Time launches, in microseconds, of one of our kernels, and one of torch's, on data that take
     no time."""
     x = torch.zeros(64, device=device)
-    operator = timed(lambda: x.add_(1.0), device, calls=500)
-    ours = timed(lambda: perturbed(x, x, KEY, 0, 1e-3), device, calls=200)
+    operator = started(lambda: x.add_(1.0), device, calls=500)
+    ours = started(lambda: perturbed(x, x, KEY, 0, 1e-3), device, calls=200)
     return {"launch_us": ours * 1e6, "operator_us": operator * 1e6}
+
+
+def host(device: torch.device) -> dict[str, float]:
+    """Time the host, in microseconds, for an operation that it starts in a walk, and for a turn."""
+    start, turn = host_seconds(device)
+    return {"host_start_us": start * 1e6, "host_turn_us": turn * 1e6}
+
+
+def limits(device: torch.device, side: int) -> dict[str, float]:
+    """Find what the card reaches in a copy on itself (bytes read and written a second), and in a
+    product of bfloat16 on random data (FLOP/s)."""
+    source = torch.zeros(4 * side * side, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copied = timed(lambda: target.copy_(source), device)
+    a, b = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    multiplied = timed(lambda: torch.mm(a, b, out=out), device)
+    return {
+        "copy_on_device": 2 * source.nbytes / copied,
+        "product_flops": 2 * side**3 / multiplied,
+    }
+
+
+def shares(row: dict[str, Any], reached: dict[str, Any]) -> dict[str, float]:
+    """Tell which share of the card's limits a row's rates are; nothing before these are known."""
+    if not reached:
+        return {}
+    shares_of = {
+        "share_of_copy": row.get("bytes_per_s", 0.0) / reached["copy_on_device"],
+        "share_of_product": row.get("flops_per_s", 0.0) / reached["product_flops"],
+    }
+    return {name: share for name, share in shares_of.items() if share}
 
 
 def noise(device: torch.device, elements: int) -> dict[str, float]:
     x = torch.zeros(elements, dtype=torch.bfloat16, device=device)
-    return {"noise_per_s": elements / timed(lambda: perturbed(x, x, KEY, 0, 1e-3), device)}
+    seconds = timed(lambda: perturbed(x, x, KEY, 0, 1e-3), device)
+    return {"noise_per_s": elements / seconds, "bytes_per_s": 2 * x.nbytes / seconds}
 
 
 @functools.cache
@@ -247,11 +305,9 @@ def encoded(device: torch.device, codec: Codec, side: int) -> tuple[Layout, torc
 def decoding(device: torch.device, codec: Codec, side: int) -> dict[str, float]:
     layout, bytes_P = encoded(device, codec, side)
     out = torch.empty(side, side, dtype=torch.bfloat16, device=device)
-    return {
-        "per_s": side
-        * side
-        / timed(lambda: decode_rows(bytes_P, layout, 0, side, out), device, calls=20)
-    }
+    seconds = timed(lambda: decode_rows(bytes_P, layout, 0, side, out), device)
+    moved = out.nbytes + bytes_P.nbytes
+    return {"per_s": side * side / seconds, "bytes_per_s": moved / seconds}
 
 
 def product(device: torch.device, codec: Codec, side: int, rows: int) -> dict[str, float]:
@@ -266,12 +322,18 @@ def product(device: torch.device, codec: Codec, side: int, rows: int) -> dict[st
         torch.mm(x, decode_rows(bytes_P, layout, 0, side, matrix).t(), out=out)
 
     inside = timed(lambda: torch.ops.blockwalk.product_(out, *arguments), device)
-    return {"inside_s": inside, "before_s": timed(before, device)}
+    return {
+        "inside_s": inside,
+        "before_s": timed(before, device),
+        "bytes_per_s": (bytes_P.nbytes + x.nbytes + out.nbytes) / inside,
+        "flops_per_s": 2 * rows * side * side / inside,
+    }
 
 
 def norm(device: torch.device, elements: int) -> dict[str, float]:
     gradient = torch.ones(elements, device=device)
-    return {"norm_bytes_per_s": 4 * elements / timed(lambda: square_sums(gradient), device)}
+    rate = gradient.nbytes / timed(lambda: square_sums(gradient), device)
+    return {"norm_bytes_per_s": rate, "bytes_per_s": rate}
 
 
 def loss(device: torch.device, tokens: int, hidden: int, vocab: int) -> dict[str, float]:
@@ -280,7 +342,9 @@ def loss(device: torch.device, tokens: int, hidden: int, vocab: int) -> dict[str
     head = DenseWeight(torch.full((vocab, hidden), 0.01, dtype=torch.bfloat16, device=device))
     labels_N = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(0))
     work = lambda: chunked_cross_entropy(hidden_ND, labels_N, head, grad_scale=1.0)  # noqa: E731
-    return {"loss_s": timed(work, device, calls=1), "loss_tokens": tokens}
+    seconds = timed(work, device, calls=1)
+    flops = 4 * tokens * hidden * vocab  # logits, and the gradient of the hidden states
+    return {"loss_s": seconds, "loss_tokens": tokens, "flops_per_s": flops / seconds}
 
 
 def shared_memory(device: torch.device) -> dict[str, Any]:

@@ -49,4 +49,5 @@ def test_every_fact_is_measured_and_reaches_the_planner(
         min(facts.noise_per_s, facts.norm_bytes_per_s, facts.loss_s, *facts.decode_rate.values())
         > 0
     )
+    assert facts.host_start_us + facts.host_turn_us > 0
     assert facts.fused_crossing_rows.keys() == {"int4a", "nf4"}

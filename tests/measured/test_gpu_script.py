@@ -22,7 +22,17 @@ ROOT = Path(__file__).parents[2]
 WALKS = ("mebp raw, host", "mebp int4a, device", "mebp int4a, host", "mebp int4a, disk")
 PEERS = ("PEFT", "PEFT + bitsandbytes") if find_spec("bitsandbytes") else ("PEFT",)
 CODECS = ("int4a", "nf4")
-MEASURES = {"environment", "copies", "launches", "noise", "norm", "loss", "shared memory"}
+MEASURES = {
+    "environment",
+    "copies",
+    "launches",
+    "host",
+    "limits",
+    "noise",
+    "norm",
+    "loss",
+    "shared memory",
+}
 MEASURES |= {f"decode {codec}" for codec in (*CODECS, "int8", "fp8")}
 MEASURES |= {f"product of {rows} rows, {codec}" for rows in (16, 32) for codec in CODECS}
 ROWS = {
@@ -82,6 +92,12 @@ def test_a_part_that_is_killed_goes_on_from_its_rows(part: str, tmp_path: Path) 
             > 0
         )
         assert min(facts.norm_bytes_per_s, facts.loss_s) > 0
+        assert facts.host_start_us + facts.host_turn_us > 0
+        shares = {name: figures[name] for name in ("noise", "norm", "decode nf4")}
+        copied = figures["limits"]["copy_on_device"]
+        for name, row in shares.items():
+            assert row["share_of_copy"] == row["bytes_per_s"] / copied > 0, name
+        assert figures["loss"]["share_of_product"] > 0
 
 
 def test_products_cross_where_decoding_inside_is_first_slower(

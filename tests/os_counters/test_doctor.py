@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from blockwalk.doctor import events, host
 from blockwalk.doctor import machine as probe
 from blockwalk.doctor import walks as probe_walk
+from blockwalk.doctor.events import event_seconds
+from blockwalk.doctor.host import HostStep
 from blockwalk.doctor.walks import WalkMemory
 from blockwalk.simulate import hardware
 from blockwalk.system import load, process_memory
@@ -96,3 +100,51 @@ def test_file_maps_get_a_tenth_of_what_is_free_and_none_of_a_disk_in_memory() ->
     if kinds.get("/") not in ("tmpfs", "ramfs"):
         assert 0 < process_memory.page_cache(Path("/")) <= 1.05 * min(available, limit) / 10
         assert process_memory.page_cache(Path("/not/made/yet")) > 0
+
+
+def test_two_steps_tell_the_host_s_seconds_apart() -> None:
+    """Closed form: steps of so many starts of 38 µs and turns of 1.45 ms. Where no two figures of
+    at least nothing make both steps, one alone comes as near as it can."""
+    exact = [HostStep(s, t, 38e-6 * s + 1.45e-3 * t) for s, t in ((4180, 78), (9744, 86))]
+    assert host.explained(exact) == pytest.approx((38e-6, 1.45e-3))
+    by_starts = [HostStep(100, 10, 1.0), HostStep(200, 10, 2.2)]
+    assert host.explained(by_starts) == pytest.approx(((100 + 2 * 220) / 50000, 0.0))
+    by_turns = [HostStep(100, 10, 1.0), HostStep(400, 20, 1.5)]
+    assert host.explained(by_turns) == pytest.approx((0.0, (10 + 30) / 500))
+
+
+def test_a_processor_has_no_events_that_tell_the_time() -> None:
+    """The contract of ``event_seconds``: whoever asks takes the host's clock."""
+    assert event_seconds(lambda: None, torch.device("cpu")) is None
+
+
+def test_events_stand_in_the_queue_behind_what_keeps_the_device_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: the order in which a device without work of its own is told; its events are 3 ms
+    apart."""
+    told: list[str] = []
+
+    class Event:
+        def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: object) -> None:
+            told.append("event")
+
+        def elapsed_time(self, other: object) -> float:
+            return 3.0
+
+    class Filler:
+        def copy_(self, source: object) -> None:
+            told.append("copy")
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: device)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: told.append("wait"))
+    monkeypatch.setattr(events, "_filler", lambda device: (Filler(), Filler()))
+    events._tells_time.cache_clear()
+    assert event_seconds(lambda: told.append("work"), torch.device("meta")) == 3e-3
+    events._tells_time.cache_clear()
+    assert told[:3] == ["event", "event", "wait"], "whether events tell the time at all"
+    assert told[3:] == ["copy"] * events.FILLS + ["event", "work", "event", "wait"]

@@ -51,6 +51,11 @@ class Findings:
         if hw.device == "cpu":
             yield f"  a lane's copies   {hw.host_to_device.bandwidth / 1e9:.1f} GB/s"
         yield f"  a block's op      takes {1e6 * hw.op_seconds:.0f} µs to start"
+        if hw.host_turn_seconds or hw.host_start_seconds:
+            yield (
+                f"  the host          takes {1e6 * hw.host_turn_seconds:.0f} µs a turn, and"
+                f" {1e6 * hw.host_start_seconds:.0f} an operation that it starts"
+            )
         if hw.process_bytes:
             yield f"  a process         holds so much {COUNTED};"
             yield (

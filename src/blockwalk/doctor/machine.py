@@ -20,7 +20,8 @@ import torch
 
 from blockwalk.doctor import walks as probe_walk
 from blockwalk.doctor.findings import Findings, gigabytes
-from blockwalk.doctor.links import best_seconds, device_links, disk_links, rank_links
+from blockwalk.doctor.host import host_seconds
+from blockwalk.doctor.links import best_seconds, device_links, disk_links, rank_links, wall_seconds
 from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows
 from blockwalk.numerics.codecs.layout import Layout, name_of
 from blockwalk.numerics.device import chosen, is_cpu
@@ -79,6 +80,11 @@ def measure(
     else:
         up = down = Link(_copy_rate())
         pageable = 0.0
+    host_lane: dict[str, Any] = {}
+    if kind == "cuda":
+        say("steps that wait for the host alone ...")
+        start, turn = host_seconds(device)
+        host_lane = {"host_start_seconds": start, "host_turn_seconds": turn}
     say("the disk ...")
     disk_read, disk_write, cached = disk_links(Path(folder))
     links = rank_links(device)
@@ -103,6 +109,7 @@ def measure(
         source=f"{MEASURED} blockwalk doctor",
         flops=flops,
         **rates,
+        **host_lane,
         **beside,
     )
     warnings = list(_warnings(hardware, limited, pageable))
@@ -134,7 +141,8 @@ def device_of_rank() -> torch.device:
 def _flops(device: torch.device, dtype: torch.dtype) -> float:
     n = _MATRIX[device.type]
     dtype = multiplied_in(dtype) if is_cpu(device) else dtype
-    a, b = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
+    # a card that multiplies ones takes less power, and is faster, than on data
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     return 2 * n**3 / best_seconds(lambda: a @ b.t(), device)
 
 
@@ -163,13 +171,13 @@ def _launch(device: torch.device) -> float:
         for _ in range(BLOCK_OPS):
             x.add(1.0)
 
-    return best_seconds(start, device)
+    return min(wall_seconds(start, device) for _ in range(20))
 
 
 def _noise(device: torch.device) -> float:
     """Return elements/s of perturbing float32 weights a chunk at a time, from memory, as a forward
-    does."""
-    chunk = 1 << (20 if device.type == "cpu" else 25)
+    does. An accelerator's chunk is a millisecond's."""
+    chunk = 1 << (20 if device.type == "cpu" else 28)
     xs = torch.zeros(16 if device.type == "cpu" else 1, chunk, dtype=torch.float32, device=device)
     out = torch.empty_like(xs[0])
     key = NoiseKey(0, 1, 0, "doctor")

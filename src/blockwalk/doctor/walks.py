@@ -103,11 +103,12 @@ def measure(kinds: tuple[str, ...] = tuple(WALKS)) -> dict[str, WalkMemory]:
     that made its own would keep their heap."""
     with tempfile.TemporaryDirectory() as folder:
         for name, sizes in MODELS.items():
-            _make(sizes, Path(folder) / name)
+            make(sizes, Path(folder) / name)
         return _run(kinds, folder)
 
 
-def _make(sizes: dict[str, Any], path: Path) -> None:
+def make(sizes: dict[str, Any], path: Path) -> None:
+    """Write a random llama of these sizes into a folder."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
