@@ -17,6 +17,7 @@ from blockwalk.engine.master_copies import MasterCopies
 from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.numerics.codecs.layout import dtype_of
 from blockwalk.numerics.device import is_cpu
+from blockwalk.numerics.updates import UPDATE_CHUNK
 from blockwalk.plan.placement import StateKind, Tier
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind, Pool
@@ -60,7 +61,9 @@ class Masters:
         self.slots = None if self._copies is None else self._copies.slots
         self._reads = model.reads[True]
         for unit in range(len(model.spec.units)):
-            if places.adapters and self._may_join(unit):
+            numel = model.spec.units[unit].numel(trainable=True)
+            few = places.adapters or (is_cpu(model.device) and numel <= UPDATE_CHUNK)
+            if few and self._may_join(unit):
                 self._join(unit)
         self.masters: dict[str, Tensor] = {}
         self.moments: dict[str, dict[str, Tensor]] = {}
