@@ -176,7 +176,7 @@ def recorded(device: torch.device, *, timing: bool = False) -> torch.Event:
         if not timing:
             raise
         return recorded(device)
-    event.record()  # on the current stream of its device
+    event.record(torch.accelerator.current_stream(device))
     return event
 
 
