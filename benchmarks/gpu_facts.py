@@ -26,7 +26,7 @@ from benchmarks import zo_runs
 from benchmarks.common import Bound
 
 from blockwalk.doctor.events import event_seconds
-from blockwalk.doctor.host import host_seconds
+from blockwalk.doctor.host import LAYERS, host_seconds
 from blockwalk.doctor.links import wall_seconds
 from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows
 from blockwalk.numerics.codecs.layout import Layout
@@ -56,7 +56,7 @@ def facts(bench: Bench) -> list[Bound]:
         "copies", lambda row: row.update(copies(bench.device, 1 << 20 if bench.tiny else 1 << 28))
     )
     card.row("launches", lambda row: row.update(launches(bench.device)))
-    card.row("host", lambda row: row.update(host(bench.device)))
+    card.row("host", lambda row: row.update(host(bench.device, 2 if bench.tiny else LAYERS)))
     side = 64 if bench.tiny else 8192
     card.row("limits", lambda row: row.update(limits(bench.device, side)))
     elements = 1 << 16 if bench.tiny else 1 << 28
@@ -255,9 +255,9 @@ def launches(device: torch.device) -> dict[str, float]:
     return {"launch_us": ours * 1e6, "operator_us": operator * 1e6}
 
 
-def host(device: torch.device) -> dict[str, float]:
+def host(device: torch.device, layers: int) -> dict[str, float]:
     """Time the host, in microseconds, for an operation that it starts in a walk, and for a turn."""
-    start, turn = host_seconds(device)
+    start, turn = host_seconds(device, layers)
     return {"host_start_us": start * 1e6, "host_turn_us": turn * 1e6}
 
 

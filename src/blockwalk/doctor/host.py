@@ -22,13 +22,9 @@ from blockwalk.simulate.seconds import STARTED, CostModel
 if TYPE_CHECKING:
     from blockwalk.walk.walker import Walker
 
-NARROW: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 12,
-    "vocab_size": 256,
-}
+NARROW: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 256}
 """A model so narrow that a device has next to nothing to do for it."""
+LAYERS = 12
 WALKS: dict[str, tuple[bool, dict[str, Any]]] = {
     "mezo": (False, {}),
     "mebp": (True, {"frozen": "device × raw", "activation": "device"}),
@@ -48,13 +44,13 @@ class HostStep(NamedTuple):
     seconds: float
 
 
-def host_seconds(device: torch.device) -> tuple[float, float]:
+def host_seconds(device: torch.device, layers: int = LAYERS) -> tuple[float, float]:
     """Return the host's seconds for an operation that it starts, and for a turn, on an accelerator.
 
-    They are those that explain the steps of two walks over a model without work for the device, as
-    a forecast counts operations and turns."""
+    They are those that explain the steps of two walks over a model of so many layers, without work
+    for the device, as a forecast counts operations and turns."""
     with TemporaryDirectory() as folder:
-        return explained([_step(name, device, Path(folder)) for name in WALKS])
+        return explained([_step(name, device, Path(folder), layers) for name in WALKS])
 
 
 def explained(steps: Sequence[HostStep]) -> tuple[float, float]:
@@ -81,9 +77,9 @@ def _slope(points: Sequence[tuple[int, float]]) -> float:
     return sum(x * y for x, y in points) / sum(x * x for x, _ in points)
 
 
-def _step(name: str, device: torch.device, folder: Path) -> HostStep:
+def _step(name: str, device: torch.device, folder: Path, layers: int) -> HostStep:
     """Return the middle one of a few steps of a walk."""
-    with _opened(name, device, folder / name) as walker:
+    with _opened(name, device, folder / name, layers) as walker:
         ids = torch.randint(3, walker.spec.vocab_size, (SHAPE.batch, SHAPE.sequence))
         batch = {"input_ids": ids, "labels": ids.clone()}
         seconds = []
@@ -100,14 +96,14 @@ def _step(name: str, device: torch.device, folder: Path) -> HostStep:
 
 
 @contextmanager
-def _opened(name: str, device: torch.device, folder: Path) -> Iterator[Walker]:
+def _opened(name: str, device: torch.device, folder: Path, layers: int) -> Iterator[Walker]:
     from blockwalk.engine.frozen_codec import already_said
     from blockwalk.plan.choices import LoraSettings
     from blockwalk.plan.methods import method
     from blockwalk.walk.walker import Walker
 
     adapters, settings = WALKS[name]
-    walks.make(NARROW, folder)
+    walks.make({**NARROW, "num_hidden_layers": layers}, folder)
     with (
         already_said(),
         Walker(
