@@ -57,7 +57,8 @@ def test_seventy_billion_parameters_train_on_24_gb_from_pinned_pieces() -> None:
     )
     wide = dataclasses.replace(card, host_bytes=72 * 10**9)  # optimizer states lie there as well
     # As many blocks stay as the budget holds; every one visits.
-    for machine, settings in ((card, {}), (wide, {"resident": 0})):
+    beside = {"resident": 0, "trainable": "disk × fp32"}  # adapters stay beside the card
+    for machine, settings in ((card, {}), (wide, beside)):
         decided, found = foreseen(machine, case, **settings)
         assert decided.plan.frozen.tier == "host"
         assert found.simulation is not None
