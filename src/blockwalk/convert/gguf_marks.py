@@ -47,17 +47,17 @@ def _require_plain(file: Path, ids: dict[str, int]) -> None:
 
     tokenizer = Tokenizer.from_file(str(file))
     plain = tokenizer.encode("a", add_special_tokens=False).ids
-    whole = tokenizer.encode("a").ids
+    framed = tokenizer.encode("a").ids
     if not plain:
         return
-    start = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
-    for where, tokens, kind in (
-        ("begins", whole[:start], "bos"),
-        ("ends", whole[start + len(plain) :], "eos"),
+    start = next(i for i in range(len(framed)) if framed[i : i + len(plain)] == plain)
+    for verb, tokens, kind in (
+        ("begins", framed[:start], "bos"),
+        ("ends", framed[start + len(plain) :], "eos"),
     ):
         if tokens and tokens != [ids.get(kind)]:
             names = ", ".join(repr(tokenizer.id_to_token(token)) for token in tokens)
             raise ValueError(
-                f"{file} {where} every text with {names}, and a GGUF file can name one token, the"
+                f"{file} {verb} every text with {names}, and a GGUF file can name one token, the"
                 f" {kind}: llama.cpp would read other tokens than the model has learnt"
             )

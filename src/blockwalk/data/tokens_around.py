@@ -44,20 +44,20 @@ def tokens_around(tokenizer: Tokenizer) -> TokensAround:
     """Return what a tokenizer puts around a text: the difference that ``add_special_tokens``
     makes."""
     end = tokenizer.eos_token_id
-    before: list[int] = []
-    behind: list[int] = []
+    prefix: list[int] = []
+    suffix: list[int] = []
     for text in _probes(tokenizer):
         plain = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not plain:  # an entry that stands within words alone need not be a text
             continue
-        whole = tokenizer(text)["input_ids"]
-        start = next(i for i in range(len(whole)) if _begins(whole[i:], plain))
-        before = whole[:start]
-        behind = whole[start + len(plain) :]
+        framed = tokenizer(text)["input_ids"]
+        start = next(i for i in range(len(framed)) if _begins(framed[i:], plain))
+        prefix = framed[:start]
+        suffix = framed[start + len(plain) :]
         break
-    if end is not None and end not in behind:
-        behind = [*behind, end]
-    return TokensAround(tuple(map(int, before)), tuple(map(int, behind)))
+    if end is not None and end not in suffix:
+        suffix = [*suffix, end]
+    return TokensAround(tuple(map(int, prefix)), tuple(map(int, suffix)))
 
 
 def _probes(tokenizer: Tokenizer) -> Iterable[str]:

@@ -89,19 +89,19 @@ def _lent(generator: torch.Generator, call: Callable[[], Any], name: str) -> Any
     Raises:
         RuntimeError: another thread drew meanwhile.
     """
-    own = torch.default_generator
+    default = torch.default_generator
     with GLOBAL_DRAWS:
-        before = own.get_state()
+        former = default.get_state()
         begin = generator.get_state()
         try:
             ends = []
             # a draw of another thread's moves one of two ends
             for _ in range(2):
-                own.set_state(begin)
+                default.set_state(begin)
                 answer = call()
-                ends.append(own.get_state())
+                ends.append(default.get_state())
         finally:
-            own.set_state(before)
+            default.set_state(former)
     if not torch.equal(*ends):
         raise RuntimeError(
             f"another thread drew from torch's generator while {name} drew for a block, whose"

@@ -188,14 +188,14 @@ def _add_group(result: Rewritten, model: nn.Module, recipe: Recipe) -> None:
     nothing = {
         name: torch.empty(base.shape(name), dtype=dtypes[name], device="meta") for name in names
     }
-    made = split(nothing)
-    if {key: tuple(tensor.shape) for key, tensor in made.items()} != shapes:
-        made = nothing
+    pieces = split(nothing)
+    if {key: tuple(tensor.shape) for key, tensor in pieces.items()} != shapes:
+        pieces = nothing
         group = _Group(names, dict)
     else:
         group = _Group(names, split)
-    result.entries |= {key: Entry(tuple(made[key].shape), made[key].dtype) for key in made}
-    result._groups |= dict.fromkeys(made, group)
+    result.entries |= {key: Entry(tuple(pieces[key].shape), pieces[key].dtype) for key in pieces}
+    result._groups |= dict.fromkeys(pieces, group)
 
 
 def _turned_round(
@@ -216,8 +216,8 @@ def _turned_round(
         reverted = revert_weight_conversion(plain, dict(values))
     except Exception:  # whatever transformers' operations raise that have no reversal
         return values
-    made = {}
+    tensors = {}
     for name, tensor in reverted.items():  # a prefix that was dropped is not put back
         keys = [key for key in shapes if key == name or key.endswith(f".{name}")]
-        made[keys[0] if len(keys) == 1 else name] = tensor
-    return made
+        tensors[keys[0] if len(keys) == 1 else name] = tensor
+    return tensors
