@@ -248,6 +248,8 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the host's on the device, by a copy that nobody waits for."""
     if is_processor(device) or not is_cpu(tensor.device) or not tensor.numel():
         return tensor.to(device)
+    if tensor.is_pinned():  # the device may be about to write it: the host must not read it
+        return tensor.to(device, non_blocking=True)
     key = (device, torch.accelerator.current_stream(device).stream_id)
     staging = _STAGINGS.by_stream.get(key)
     if staging is None:
