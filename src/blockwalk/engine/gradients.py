@@ -4,7 +4,7 @@ process; over ranks in flat buffers, which are reduced to this rank's slices."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -126,9 +126,6 @@ class NamedGradients:
         self._unit_of = {unit_joined.names: unit for unit, unit_joined in self._joined.items()}
         self._whole: dict[int, _Whole] = {}
         """The gradients of joined units that came together."""
-        self._free: dict[Hashable, _Whole] = {}
-        """A buffer that the next unit of a kind takes: updates at a unit's turn use them up one
-        after the other."""
         self._norms: list[tuple[Sequence[str], Tensor]] = []
         """The names and norms of gradients that updates have used up as one."""
 
@@ -181,10 +178,8 @@ class NamedGradients:
             return True
         if not self.sums.keys().isdisjoint(joined.names):
             return False
-        whole = self._free.pop(joined.kind, None)
-        if whole is None:
-            buffer_P = joined.buffer(self._device)
-            whole = _Whole(buffer_P, joined.tensors(buffer_P))
+        buffer_P = joined.buffer(self._device)  # the turn's graph is gone by now
+        whole = _Whole(buffer_P, joined.tensors(buffer_P))
         torch._foreach_copy_(whole.tensors, complete)
         self._whole[unit] = whole
         self.sums.update(zip(joined.names, whole.tensors, strict=True))
@@ -205,10 +200,8 @@ class NamedGradients:
         return whole.buffer_P
 
     def free_joined(self, unit: int) -> None:
-        """Let the next unit have the buffer that an update has used up."""
-        whole = self._whole.pop(unit, None)
-        if whole is not None and self._ends:
-            self._free[self._joined[unit].kind] = whole
+        """Let go of the buffer that an update has used up."""
+        self._whole.pop(unit, None)
 
     def _complete(self, names: Iterable[str]) -> None:
         """Give complete gradients to their hooks, once a step."""

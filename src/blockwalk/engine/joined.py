@@ -43,8 +43,6 @@ class Joined:
             if gap := end - start - size:
                 self._parts.append(torch.empty(gap, device="meta"))
         self._part_of = [part_of[name] for name in self.names]
-        self.kind = (*(part.shape for part in self._parts), *self._part_of)
-        """A value that is equal for units whose buffers are alike."""
 
     def buffer(self, device: torch.device) -> Tensor:
         """Return a new buffer, float32 [numel], of zeros: the gaps stay so."""
