@@ -247,8 +247,13 @@ def schedule(
 
 def _queued_by(queued: Sequence[tuple[Span, ...]], members: Iterable[tuple[int, Op]]) -> float:
     """Return the time at which the hosts of all ranks have queued an op; 0 where none starts it."""
-    spans = (queued[rank][op.index] for rank, op in members if queued)
-    return max((span.ended for span in spans if span.seconds), default=0.0)
+    latest = 0.0
+    if queued:  # a planner asks millions of times
+        for rank, op in members:
+            span = queued[rank][op.index]
+            if span.ended > span.began and span.ended > latest:
+                latest = span.ended
+    return latest
 
 
 def order(programs: Sequence[Program]) -> dict[Place, list[Place]]:
