@@ -161,8 +161,8 @@ def test_a_gradient_that_no_part_has_is_found(monkeypatch: pytest.MonkeyPatch) -
 def test_a_busy_machine_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that wait too long for one another say nothing of the model: nothing is kept."""
     kept: list[str] = []
-    monkeypatch.setattr(context_check.cache, "read_json", lambda *_: None)
-    monkeypatch.setattr(context_check.cache, "write_json", lambda name, _: kept.append(name))
+    monkeypatch.setattr(context_check.cache, "read_sealed", lambda *_: None)
+    monkeypatch.setattr(context_check.cache, "write_sealed", lambda name, _: kept.append(name))
     monkeypatch.setattr(context_check, "_verdicts", {})
     monkeypatch.setattr(context_check, "_PATIENCE", 0.0)
     with refused(TimeoutError, "2 parts", "0 s"):
