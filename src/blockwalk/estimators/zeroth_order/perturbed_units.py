@@ -6,9 +6,11 @@ Matrices are perturbed as they are read, a range at a time
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from blockwalk.engine.bucket_tensors import BucketTensor
@@ -30,6 +32,8 @@ from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.model_spec import ParamSpec
 
 NO_STATES: dict[str, BucketTensor] = {}
+VECTOR = 1 << 16
+"""Elements of a vector at most."""
 REST = Perturbation(seed=0, step=0, query=0, scale=0.0)
 """The weights as they are."""
 
@@ -117,16 +121,19 @@ class PerturbedUnits:
                 continue
             masters.append(master)
             noises.append(noise)
-            outs[name] = self.scratch.take(
-                f"vector {number} {place}",
-                *master.layout.shape,
-                like=master.bytes_P,
-                dtype=self._dtypes[name],
-            )
+            outs[name] = self._place(f"vector {number} {place}", master, self._dtypes[name])
         if outs:
             scale = 0.0 if self.rule.trains_scales else perturbation.scale
             perturbed_at_once(masters, noises, list(outs.values()), scale)
         return outs
+
+    def _place(self, buffer: str, master: BucketTensor, dtype: torch.dtype) -> Tensor:
+        """Return memory for a perturbed copy: a buffer for vectors; what is larger, as experts in
+        one tensor, is let go with its unit."""
+        shape = master.layout.shape
+        if math.prod(shape) > VECTOR:
+            return torch.empty(shape, dtype=dtype, device=master.bytes_P.device)
+        return self.scratch.take(buffer, *shape, like=master.bytes_P, dtype=dtype)
 
     def _value(self, param: ParamSpec, perturbation: Perturbation, buffer: str | None) -> Value:
         """Return a trainable under a perturbation: whole in the named buffer, or in whatever form
