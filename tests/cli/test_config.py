@@ -93,7 +93,8 @@ def test_flags_win_under_the_same_names(tmp_path: Path) -> None:
         config.load(write(tmp_path, EXAMPLE), config.split_flags(["--lora", "false"])[0]).lora
         is None
     )
-    assert config.load(None, [("lora", False), ("lora.rank", "2")]).lora == LoraSettings(rank=2)
+    with refused(ValueError, "lora lora.rank 2"):
+        config.load(None, [("lora", False), ("lora.rank", "2")])
 
 
 def test_lora_is_what_a_row_with_block_coded_weights_means() -> None:
@@ -120,7 +121,6 @@ def test_lora_is_what_a_row_with_block_coded_weights_means() -> None:
         ({"batch_size": "many"}, "batch_size many"),
         ({"batch_size": 2.5}, "batch_size 2.5"),
         ({"batch_size": True}, "batch_size True"),
-        ({"batch_size": None}, "batch_size None"),
         ({"batch_size": 0}, "batch_size 0 1"),
         ({"model": 7}, "model 7"),
         ({"data": {"packing": "perhaps"}}, "data.packing perhaps"),
@@ -137,9 +137,7 @@ def test_lora_is_what_a_row_with_block_coded_weights_means() -> None:
         ({"frozen": {"teir": "disk"}}, "frozen.teir frozen.tier"),
         ({"budget": "much"}, "budget much 18GB"),
         ({"gradient_accumulation_steps": 3, "update": {"timing": "step"}}, "batch_size 8"),
-        ({"gradient_accumulation_steps": None}, "gradient_accumulation_steps None"),
         ({"optimizer.max_grad_norm": "much"}, "optimizer.max_grad_norm much"),
-        ({"method": "distzo2", "mesh": {"world": 2, "data": None}}, "mesh.data None"),
         ({"lora.options.init_lora_weights": "[1"}, "lora.options.init_lora_weights [1 YAML"),
         ({3: 4}, "setting 3"),
     ],

@@ -139,7 +139,6 @@ BAD: tuple[dict[str, Any], ...] = (
     {"batch_size": "many"},
     {"batch_size": 2.5},
     {"batch_size": True},
-    {"batch_size": None},
     {"batch_size": 2**31},
     {"seed": -1},
     {"prefetch": -1},

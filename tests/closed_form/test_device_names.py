@@ -29,6 +29,7 @@ NAMED = {
     "numerics/updates.py": "the kind of a device, as described: a processor or an accelerator",
     "plan/foreign_rows.py": "names of other tools' settings",
     "plan/foreign_values.py": "names of other tools' devices",
+    "tiers/model_folder/quantiser_settings.py": "names of other tools' settings",
 }
 
 

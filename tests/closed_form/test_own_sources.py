@@ -46,7 +46,7 @@ def test_a_question_and_its_answer_are_a_conversation(
 ) -> None:
     question, answer = names
     fields = {question: "two and two?", answer: "four", "system": "count"}
-    assert said(fields, tokenizer) == ("<s>two and two?\nfour</s>", "four</s>")
+    assert said(fields, tokenizer) == ("<s>count\ntwo and two?\nfour</s>", "four</s>")
     tokenizer.chat_template = TEMPLATE
     try:
         assert said(fields, tokenizer)[0] == "<system>count<user>two and two?<assistant>four</s>"

@@ -17,8 +17,9 @@ from blockwalk.walk.walker import Walker
 
 
 def run_config(arguments: list[str], rank: int, world: int) -> config_run_config.RunConfig:
-    pairs = list(zip([a.removeprefix("--") for a in arguments[::2]], arguments[1::2], strict=True))
-    return config.load(None, [*pairs, *Place(rank, world, rank, world).settings()])
+    names = [argument.removeprefix("--") for argument in arguments[::2]]
+    settings = dict(zip(names, arguments[1::2], strict=True))  # as of flags, the last counts
+    return config.load(None, [*settings.items(), *Place(rank, world, rank, world).settings()])
 
 
 def _trained(rank: int, world: int, arguments: list[str], killed_at: int) -> None:
