@@ -311,7 +311,10 @@ def test_a_larger_step_that_hides_its_link_is_a_file_as_well(
     from blockwalk.train import config
 
     machine = replace(
-        hardware.load("h200"), name="slow link", host_to_device=hardware.Link(5e7), noise_rate=5e11
+        hardware.load("h200").without_host(),  # whose seconds would hide the link's
+        name="slow link",
+        host_to_device=hardware.Link(5e7),
+        noise_rate=5e11,
     )
     hardware.save(machine, tmp_path / "slow.yaml")
     given = [
