@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 from benchmarks.recorded_disk import recorded, survivors, volume_of
 
-from blockwalk.checkpoints import sweeping
+from blockwalk.checkpoints import run_checkpoint, sweeping
 from blockwalk.system import atomic_files
 from tests.support.messages import refused
 
@@ -111,6 +112,28 @@ def test_a_killed_writer_leaves_only_what_is_swept(tmp_path: Path) -> None:
     assert len(sweeping.leftovers(tmp_path)) == 2
     sweeping.sweep(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_sweep_beside_processes_that_remove_their_own(tmp_path: Path) -> None:
+    """Oracle: no error, with a process that makes and removes folders of ranks and checkpoints all
+    the time. A run's host swept at its end while a rank that had joined removed its folder, and
+    ended with ``No such file or directory``."""
+    folders = [tmp_path / run_checkpoint.SCRATCH / f"{run_checkpoint.JOINED}{n * 8}" for n in "12"]
+    folders.append(tmp_path / "checkpoint-000001")
+    child = os.fork()
+    if child == 0:
+        while True:
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "settings.json").write_text("{}")
+                shutil.rmtree(folder, ignore_errors=True)
+    try:
+        for _ in range(3000):
+            sweeping.leftovers(tmp_path)
+            run_checkpoint.whole(tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_the_names_of_a_folder_outlast_the_power(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import uuid
 from enum import StrEnum
 from pathlib import Path
 
-from blockwalk.system import atomic_files
+from blockwalk.system import atomic_files, links
 from blockwalk.system.versions import installed
 
 MARK = ".blockwalk"
@@ -63,5 +63,5 @@ def is_ours(folder: Path) -> bool:
     if folder.is_symlink() or not folder.is_dir():
         return False
     return run_of(folder) is not None or all(
-        _HALF_WRITTEN.fullmatch(path.name) for path in folder.iterdir()
+        _HALF_WRITTEN.fullmatch(path.name) for path in links.paths_in(folder)
     )

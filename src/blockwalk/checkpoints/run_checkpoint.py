@@ -214,11 +214,8 @@ def whole(output_dir: Path) -> list[Path]:
 
 def named_like_checkpoints(output_dir: Path) -> list[Path]:
     """Return everything in a folder that is named like a checkpoint, oldest first."""
-    if not output_dir.is_dir():
-        return []
-    return sorted(
-        (path for path in output_dir.iterdir() if _NAME.fullmatch(path.name)), key=step_of
-    )
+    paths = links.paths_in(output_dir)
+    return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def is_ours(path: Path) -> bool:
@@ -226,7 +223,7 @@ def is_ours(path: Path) -> bool:
     or an empty one."""
     if not path.is_dir():
         return False
-    names = [file.name for file in path.iterdir()]
+    names = [file.name for file in links.paths_in(path)]
     return not names or any(map(_PARTS.fullmatch, names))
 
 

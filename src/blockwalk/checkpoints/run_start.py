@@ -226,7 +226,7 @@ def kind_of(path: Path) -> str:
         return f"a link to {os.readlink(path)}"
     if not path.is_dir():
         return "a file"
-    names = sorted(file.name for file in path.iterdir())
+    names = [file.name for file in links.paths_in(path)]
     if not names:
         return "an empty folder"
     return f"a folder with {', '.join(names[:3])}{', ...' if names[3:] else ''}"

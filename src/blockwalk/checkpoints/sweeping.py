@@ -132,11 +132,7 @@ def working_files(output_dir: Path) -> list[Path]:
 
 def _matching(folder: Path, name: re.Pattern[str]) -> list[Path]:
     """Return the paths in a folder that have such names; none where there is no folder."""
-    return (
-        sorted(path for path in folder.iterdir() if name.fullmatch(path.name))
-        if folder.is_dir()
-        else []
-    )
+    return [path for path in links.paths_in(folder) if name.fullmatch(path.name)]
 
 
 def _is_store_in_part(folder: Path) -> bool:
@@ -144,7 +140,7 @@ def _is_store_in_part(folder: Path) -> bool:
     them, or nothing yet."""
     if folder.is_symlink() or not folder.is_dir():
         return False
-    names = [path.name for path in folder.iterdir()]
+    names = [path.name for path in links.paths_in(folder)]
     return (
         not names or "config.json" in names or any(_STORE_PARTS.fullmatch(name) for name in names)
     )

@@ -54,6 +54,15 @@ def append_to(path: Path) -> IO[str]:
     return os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace", buffering=1)
 
 
+def paths_in(folder: Path) -> list[Path]:
+    """Return the paths in a folder; none where it is no folder, or goes while it is read: the
+    processes of a run remove their own."""
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def remove(path: Path) -> None:
     """Remove a file, a link, or a folder with all that lies in it; where a link leads stays as it
     is. Names by which a folder is known again (:data:`KNOWN_BY`) go last: a kill leaves one that
