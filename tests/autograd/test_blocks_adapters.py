@@ -88,6 +88,11 @@ CARRIED: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"layers_block_type": ["mamba", "attention", "mamba", "mlp"]},
         {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"},
     ),
+    "nemotron_h with experts": (
+        {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
+        {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj"},
+    ),
+    "jetmoe": ({}, {"kv_proj"}),
     "falcon_h1": (
         {},
         {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
@@ -95,13 +100,14 @@ CARRIED: dict[str, tuple[dict[str, Any], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("model_type", CARRIED)
-def test_all_linear_is_what_peft_takes_in_the_model(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CARRIED)
+def test_all_linear_is_what_peft_takes_in_the_model(name: str, tmp_path: Path) -> None:
     """Oracle: ``PeftModel.from_pretrained`` takes the saved adapter, and refuses the names that are
     left out; the names of each family's linear layers."""
     from peft import PeftModel
 
-    settings, leaves = CARRIED[model_type]
+    settings, leaves = CARRIED[name]
+    model_type = name.partition(" ")[0]
     config = tiny_config(model_type, num_hidden_layers=4, **settings)
     model = add_adapter(tiny_model(config), lora_config(2))
     adapted = {name.partition(".lora_")[0] for name in canonical(model) if ".lora_" in name}

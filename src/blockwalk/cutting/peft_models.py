@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -223,9 +223,10 @@ def _all_linear(config: Any, model: Any) -> Any:
     """Expand ``all-linear`` to explicit names, where not every linear layer is meant.
 
     Left out is what a pass over text never calls, such as a vision tower. Of a mixture the experts
-    and their router are left out, and what stands at their place in any layer: PEFT takes
-    ``gate_proj`` of a shared expert, or of a dense layer, for the routed ones'. So is what PEFT
-    refuses in this model: ``out_proj`` of Mamba's layers, ``gate_proj`` of AFMoE's attention."""
+    and their router are left out, what stands beside them, and what has a name of these at their
+    place in another layer: PEFT takes ``gate_proj`` of a shared expert, or of a dense layer, for
+    the routed ones'. So is what PEFT refuses in this model: ``out_proj`` of Mamba's layers,
+    ``gate_proj`` of AFMoE's attention."""
     from transformers.pytorch_utils import Conv1D
 
     from blockwalk.cutting.ownership import find_parts
@@ -233,27 +234,50 @@ def _all_linear(config: Any, model: Any) -> Any:
 
     units = find_parts(model, certified_anatomy(model), str)
     layers = {part.name for part in units.layers}
-    excluded = [re.escape(name) for name in units.idle]
-    for name, _ in model.named_modules():
-        parent, _, leaf = name.rpartition(".")
-        if leaf in ("experts", "router"):
-            place = re.escape(name if parent in layers else parent)
-            excluded.append(re.sub(r"\d+", r"\\d+", place))
-    pattern = re.compile(rf"({'|'.join(dict.fromkeys(excluded))})(\..*)?" if excluded else "(?!)")
-    linear = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
-    ]
-    refused = _refused_leaves(config, model, linear)
+    linear = {
+        name: name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+    }
+    refused = _refused_leaves(config, model, [*linear])
+    idle = _below(units.idle)
+    routed = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in _ROUTED]
+    beside = [name if (parent := name.rpartition(".")[0]) in layers else parent for name in routed]
+    mixtures = _below(beside)
+    of_mixtures = {leaf for name, leaf in linear.items() if mixtures.fullmatch(name)}
+    elsewhere = _below(beside, any_layer=True)
     reached = {
         name
-        for name in linear
-        if not pattern.fullmatch(name) and name.rpartition(".")[2] not in refused
+        for name, leaf in linear.items()
+        if not (leaf in refused or idle.fullmatch(name) or mixtures.fullmatch(name))
+        and not (leaf in of_mixtures and elsewhere.fullmatch(name))
     }
-    if len(reached) == len(linear) and not excluded:
-        return config
     head = model.get_output_embeddings()
+    if not any(model.get_submodule(name) is not head for name in reached):
+        # nothing stands but beside experts, as keys and values in JetMoE's attention
+        of_experts = _below(routed)
+        reached = {
+            name
+            for name, leaf in linear.items()
+            if not (leaf in refused or idle.fullmatch(name) or of_experts.fullmatch(name))
+        }
+    if len(reached) == len(linear) and not units.idle and not routed:
+        return config
     config.target_modules = {name for name in reached if model.get_submodule(name) is not head}
     return config
+
+
+_ROUTED = ("experts", "router")
+"""Names of a mixture's parts."""
+
+
+def _below(places: Iterable[str], *, any_layer: bool = False) -> re.Pattern[str]:
+    """Return a pattern of the names of some modules and of all below them; with ``any_layer`` at
+    their places in each layer."""
+    patterns = [re.escape(place) for place in dict.fromkeys(places)]
+    if any_layer:
+        patterns = [re.sub(r"\d+", r"\\d+", pattern) for pattern in patterns]
+    return re.compile(rf"({'|'.join(patterns)})(\..*)?" if patterns else "(?!)")
 
 
 def _refused_leaves(config: Any, model: Any, names: Sequence[str]) -> set[str]:
