@@ -1,5 +1,5 @@
 """Oracle: the kernel: /proc/self/fd, /proc/self/maps, its limit of open files, and its answers
-EBUSY, EMFILE and ENODEV."""
+EBUSY, EMFILE and ENODEV; and the interpreter's audit events, one for each file that it opens."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from blockwalk.checkpoints import sweeping
+from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.train import train
 from blockwalk.train.callbacks import Event
@@ -28,8 +29,41 @@ ON_DISK = {"trainable": "disk × fp32", "optimizer_state": "disk × fp32", "grad
 BLOCKS = 12
 
 
+PAGE_COUNTS = "/proc/self/statm"
+"""The file that says how far the heap has grown, after each block."""
+
+
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+class Opened:
+    """Names of the files that Python opens while ``names`` is a list. Hooks stay as long as their
+    process does."""
+
+    def __init__(self) -> None:
+        self.names: list[str] | None = None
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and self.names is not None:
+            self.names.append(os.fsdecode(arguments[0]))
+
+
+def test_a_step_like_the_last_opens_nothing_but_the_count_of_its_pages(tmp_path: Path) -> None:
+    """Limits of memory in files of control groups, which were read once a block, are read when a
+    map is made."""
+    opened = Opened()
+    model = tiny_model("llama", num_hidden_layers=BLOCKS)
+    with Walker(model, method("mebp"), lora=LoraSettings(rank=2), workdir=tmp_path) as walker:
+        walker.step(random_batch())
+        walker.step(random_batch())
+        opened.names = []
+        walker.step(random_batch())
+        names = opened.names
+        opened.names = None
+    assert names.count(PAGE_COUNTS) >= BLOCKS, "a hook that hears nothing tells nothing"
+    assert set(names) == {PAGE_COUNTS}
 
 
 @pytest.mark.parametrize(

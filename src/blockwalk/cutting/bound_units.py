@@ -88,6 +88,7 @@ class BoundUnits:
         """The functions that a parameter's owner hooked to its gradient, by canonical name."""
         self._bound: set[int] = set()
         self._modules = tuple(model.modules())
+        self._modules_of_blocks = tuple(tuple(part.module.modules()) for part in self._units.layers)
 
     def set_training(self, training: bool) -> None:
         """Put the model in training or in evaluation mode, where a module of it is not yet: torch
@@ -111,6 +112,17 @@ class BoundUnits:
         return [
             part.module for part in (*self._units.layers, *self._units.pieces) if part.unit == unit
         ]
+
+    def tensors(self, block: int) -> list[Tensor]:
+        """Return the parameters and buffers that a block's modules hold now, placeholders among
+        them; by unit, 1 the first block."""
+        members = [
+            holder
+            for module in self._modules_of_blocks[block - 1]
+            for holder in (module._parameters, module._buffers)
+            if holder
+        ]
+        return [tensor for holder in members for tensor in holder.values() if tensor is not None]
 
     def to(self, device: torch.device | str) -> Self:
         """Move the buffers; parameters are wherever they are bound from."""

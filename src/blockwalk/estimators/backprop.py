@@ -329,21 +329,25 @@ class Backprop:
     def _saved_tensors(self, op: Op) -> SavedTensors:
         """Return the file maps of a block's graph, to be written anew."""
         key = self._place(op) if op.keep_graph else (0, 0)
-        saved = self.saved.setdefault(key, SavedTensors(self.engine.memories.scratch))
+        saved = self.saved.get(key)
+        if saved is None:  # making one reads the limits of this process's memory
+            saved = self.saved[key] = SavedTensors(self.engine.memories.scratch)
         saved.rewind()
         return saved
 
-    @staticmethod
     def _save_graph(
-        saved: SavedTensors, call: BlockCall, input_BSD: Tensor, trainables: Mapping[str, Tensor]
+        self,
+        saved: SavedTensors,
+        call: BlockCall,
+        input_BSD: Tensor,
+        trainables: Mapping[str, Tensor],
     ) -> tuple[Tensor, AbstractContextManager[None]]:
         """Move a block's input and the copies of its trainables to file maps where they are in
         none, and what its graph will save with them."""
         for leaf in trainables.values():
             leaf.data = saved.write(leaf.data)
         kept_elsewhere = [
-            *call.module.parameters(),
-            *call.module.buffers(),
+            *self.engine.cut.tensors(call.unit),
             *tensors_of(call.arguments),
             *call.leaves,
         ]

@@ -193,10 +193,12 @@ class SavedTensors(ReusedMaps):
                 return tensor
             if storage.nbytes() < _SMALL:  # of what stays, not of the part that is saved
                 return tensor.detach()  # an operation that saved its own answer would hold itself
-            # while it lives no other storage takes its number
-            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            identity = (ref.cdata, tensor._version, tensor.dtype)
-            _, copies = self._written.setdefault(identity, (ref, []))
+            identity = (storage._cdata, tensor._version, tensor.dtype)
+            if identity not in self._written:
+                # while it lives no other storage takes its number
+                ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._written[identity] = (ref, [])
+            _, copies = self._written[identity]
             for copy in copies:
                 if (found := copy.of(tensor)) is not None:
                     return found
@@ -213,5 +215,7 @@ class SavedTensors(ReusedMaps):
 def _has_no_gaps(tensor: Tensor) -> bool:
     """True where the elements of a tensor fill a piece of its storage, in some order of its
     dimensions."""
+    if tensor.is_contiguous():
+        return True
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).is_contiguous()
