@@ -197,7 +197,9 @@ def _is_fusible(layer: _Layer, dtype: torch.dtype) -> bool:
     if type(a_RD) is LazyParameter or type(b_NR) is LazyParameter:
         return False
     weight: Any = layer.base._parameters["weight"]
-    return bool(a_RD.dtype == b_NR.dtype == weight.dtype == dtype)
+    # a lazy parameter answers in Python, by way of torch's functions
+    weight_dtype = weight.weight.dtype if type(weight) is LazyParameter else weight.dtype
+    return bool(a_RD.dtype == b_NR.dtype == weight_dtype == dtype)
 
 
 def _is_watched(base: nn.Module) -> bool:

@@ -63,6 +63,9 @@ class Frozen:
         largest = max((bucket.nbytes for bucket in self._buckets.values()), default=0)
         self.slots = Slots([largest] * places.slot_count, model.device) if self._buckets else None
         self._tier = self._open_tier(memories, largest) if self._buckets else None
+        self._arrivals: dict[tuple[int, int], dict[str, Value]] = {}
+        """A unit's visitors in a slot, by name: views of its bytes, which every visit of it
+        fills."""
         self.bound: dict[str, Value] = {}
         """Every parameter as its products read it, by name; one that visits as it came last."""
         for unit, params in enumerate(self._reads):
@@ -157,13 +160,15 @@ class Frozen:
         assert self.slots is not None
         bucket = self._buckets[unit]
         bytes_P = self.slots.enter(unit, slot, bucket.nbytes)
-        arriving = {
-            name: _read_as(
-                self._model.compute_dtype_of(name),
-                opened(layout, part_P, self._model.compute_dtype_of(name)),
-            )
-            for name, layout, part_P in bucket.parts(bytes_P)
-        }
+        arriving = self._arrivals.get((unit, slot))
+        if arriving is None:
+            arriving = self._arrivals[unit, slot] = {
+                name: _read_as(
+                    self._model.compute_dtype_of(name),
+                    opened(layout, part_P, self._model.compute_dtype_of(name)),
+                )
+                for name, layout, part_P in bucket.parts(bytes_P)
+            }
         self.bound |= arriving
         self._model.cut.bind(unit, arriving)
         return bytes_P

@@ -24,7 +24,7 @@ from blockwalk.numerics import native_products, row_tiles
 from blockwalk.numerics.codecs.codecs import NativeSource, has_kernel
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight, Experts, LowRankSum, Weight
-from blockwalk.numerics.device import type_of
+from blockwalk.numerics.device import is_cpu, type_of
 from blockwalk.numerics.fused_rows import fused_rows
 from blockwalk.numerics.operators import register
 from blockwalk.plan.placement import Codec
@@ -145,8 +145,9 @@ def lora_linear(
     has_mode = torch._C._len_torch_function_stack() > 0
     # each operation within would ask the mode of row_tiles
     with torch._C.DisableTorchFunction() if has_mode else _NOTHING:
-        if a_RD is None and not torch.is_grad_enabled():
-            return _only_product(x, weight, bias, transposed=transposed)
+        if not torch.is_grad_enabled():
+            thin = None if a_RD is None or b_NR is None else _thin(x, a_RD, b_NR, scaling)
+            return _only_product(x, weight, bias, transposed=transposed, thin=thin)
         arguments = (x, a_RD, b_NR, bias, weight, scaling, transposed)
         y: Tensor = _LazyLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return y
@@ -225,10 +226,8 @@ class _LazyLinear(torch.autograd.Function):
         ctx.transposed = transposed
         thin = None
         if a_RD is not None and b_NR is not None:
-            t_PR = row_tiles.product(x.reshape(-1, x.shape[-1]), a_RD.t().contiguous())
-            t_PR.mul_(scaling)
-            thin = (t_PR, b_NR.t().contiguous())
-            ctx.save_for_backward(x, a_RD, b_NR, t_PR)
+            thin = _thin(x, a_RD, b_NR, scaling)
+            ctx.save_for_backward(x, a_RD, b_NR, thin[0])
         return _only_product(x, weight, bias, transposed=transposed, thin=thin)
 
     @staticmethod
@@ -250,6 +249,12 @@ class _LazyLinear(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             grad_bias = grad_PN.sum(0)
         return grad_x, grad_a, grad_b, grad_bias, None, None, None
+
+
+def _thin(x: Tensor, a_RD: Tensor, b_NR: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return scaling·x·Aᵀ [P, R] and Bᵀ [R, N], whose product an adapter adds."""
+    t_PR = row_tiles.product(x.reshape(-1, x.shape[-1]), a_RD.t().contiguous())
+    return t_PR.mul_(scaling), b_NR.t().contiguous()
 
 
 def _only_product(
@@ -280,7 +285,7 @@ def _product(
     # An expanded gradient (that of a sum) would be copied again by each product.
     a_PI = a.reshape(-1, n_in).contiguous()
     # Not a view of it is what a layer gets: some (falcon) add to their products in place.
-    out = torch.empty(*a.shape[:-1], n_out, dtype=a.dtype, device=a.device)
+    out = a.new_empty(*a.shape[:-1], n_out)
     out_PO = out.view(a_PI.shape[0], n_out)
     is_narrow = row_tiles.narrow(a_PI)
     if (
@@ -291,11 +296,12 @@ def _product(
         native_products.product_of_codes(a_PI, *source, out_PO, bias, by_rows=by_rows, thin=thin)
         return out
     if (
-        isinstance(weight, EncodedWeight)
+        not is_cpu(a.device)
+        and isinstance(weight, EncodedWeight)
+        and has_kernel(weight.layout, weight.buffer)
         and weight.shape == weight.layout.shape  # not one of a layer's experts
         and a_PI.shape[0] <= fused_rows(weight.layout.codec, a.device, FUSED_ROWS)
         and weight.layout.order is None  # its rows lie in their order
-        and has_kernel(weight.layout, weight.buffer)
     ):
         layout = weight.layout
         shape = weight.shape

@@ -115,6 +115,8 @@ def mm(a_PI: Tensor, b_IO: Tensor, out_PO: Tensor, bias_O: Tensor | None = None)
 
 def product(a_PI: Tensor, b_IO: Tensor) -> Tensor:
     """a·b as a new tensor [P, O]."""
+    if not narrow(a_PI):
+        return torch.mm(a_PI, b_IO)
     out_PO = a_PI.new_empty(a_PI.shape[0], b_IO.shape[1])
     mm(a_PI, b_IO, out_PO)
     return out_PO
@@ -122,7 +124,7 @@ def product(a_PI: Tensor, b_IO: Tensor) -> Tensor:
 
 def add_product(out_PO: Tensor, a_PI: Tensor, b_IO: Tensor, alpha: float = 1.0) -> None:
     """Add ``alpha``·a·b to ``out_PO``."""
-    if not of_processor(a_PI):
+    if not narrow(a_PI):
         out_PO.addmm_(a_PI, b_IO, alpha=alpha)
         return
     if widened(a_PI):

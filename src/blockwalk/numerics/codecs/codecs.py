@@ -363,10 +363,15 @@ class NativeSource(NamedTuple):
 
 def native_source(buffer: Bytes, layout: Layout) -> NativeSource | None:
     """Return what the C kernel decodes a parameter from; None where torch must."""
+    return None if native_code.load("codecs") is None else _native_source(buffer, layout)
+
+
+def _native_source(buffer: Bytes, layout: Layout) -> NativeSource | None:
+    """Return :func:`native_source` where the kernel is there."""
     codec = matrix_codec(layout.codec).native if layout.groups else None
     if codec is None or not isinstance(buffer, Tensor) or buffer.device.type != "cpu":
         return None
-    if layout.parts is not None or native_code.load("codecs") is None:
+    if layout.parts is not None:
         return None
     assert buffer.is_contiguous(), buffer.stride()
     assert buffer.numel() == layout.nbytes, (buffer.shape, layout)
@@ -393,12 +398,11 @@ def _decode_native(
 ) -> bool:
     """Decode columns ``begin:end`` with the C kernel where it can: False, and nothing written,
     where torch must."""
-    source = native_source(buffer, layout)
+    library = native_code.load("codecs")  # once: it asks for an environment variable
+    source = None if library is None else _native_source(buffer, layout)
     dtype = _NATIVE_DTYPE.get(out.dtype)
-    if source is None or dtype is None or not out.is_contiguous():
+    if library is None or source is None or dtype is None or not out.is_contiguous():
         return False
-    library = native_code.load("codecs")
-    assert library is not None
     threads = min(torch.get_num_threads(), out.numel() // _THREAD_ELEMENTS)
     library.blockwalk_decode(
         *(source.codec, source.half, dtype),
