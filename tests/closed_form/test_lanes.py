@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Event
+from threading import Event, get_ident
 
 import pytest
 import torch
 
+from blockwalk.engine.home import BRIEF_BYTES, Brief, on_bytes
 from blockwalk.program.invariants import happens_before
 from blockwalk.program.program import Lane, Op, OpKind, Program, Shape, StepKind
 from blockwalk.ranks.groups import Completion
@@ -104,3 +105,52 @@ def test_the_rules_of_programs_count_on_no_more_than_lanes_do(
     )
     order = happens_before(program)
     assert (order(1, 2), order(0, 2)) == done
+
+
+def test_brief_work_is_done_at_once_unless_something_is_before_it() -> None:
+    lanes = Lanes(torch.device("cpu"))
+    lanes.begin()
+    threads: list[int] = []
+    go = Event()
+
+    def work() -> None:
+        threads.append(get_ident())
+
+    def waits() -> None:
+        assert go.wait(SECONDS)
+
+    marks = [lanes.submit(Lane.FETCH, Brief(work), ())]
+    assert threads == [get_ident()]
+    earlier = lanes.submit(Lane.FETCH, waits, ())
+    behind = lanes.submit(Lane.FETCH, Brief(work), ())
+    dependent = lanes.submit(Lane.STORE, Brief(work), (earlier,))
+    beside = lanes.submit(Lane.INTRA, Brief(work), (marks[0],))
+    assert threads == [get_ident()] * 2, "one lane waits for no other"
+    go.set()
+    marks += [earlier, behind, dependent, beside]
+    lanes.drain(marks)
+    assert len(threads) == 4
+    assert get_ident() not in threads[2:]
+    lanes.close()
+
+
+def test_brief_work_that_fails_stops_what_needs_it_and_nothing_else() -> None:
+    lanes = Lanes(torch.device("cpu"))
+    lanes.begin()
+    ran: list[str] = []
+
+    def fails() -> None:
+        raise OSError("no room")
+
+    failed = lanes.submit(Lane.STORE, Brief(fails), ())
+    needs = lanes.submit(Lane.FETCH, Brief(lambda: ran.append("needs it")), (failed,))
+    other = lanes.submit(Lane.FETCH, Brief(lambda: ran.append("other")), ())
+    with pytest.raises(OSError, match="no room"):
+        lanes.drain([failed, needs, other])
+    assert ran == ["other"]
+    lanes.close()
+
+
+def test_work_is_brief_by_its_bytes() -> None:
+    assert isinstance(on_bytes(BRIEF_BYTES, print), Brief)
+    assert not isinstance(on_bytes(BRIEF_BYTES + 1, print), Brief)

@@ -18,7 +18,7 @@ from blockwalk.cutting.fused_chains import unfuse_chains
 from blockwalk.cutting.lora_forward import unfuse
 from blockwalk.cutting.peft_models import adapter_parameters
 from blockwalk.cutting.saved_adapters import save_adapter
-from blockwalk.engine.home import Home, Job
+from blockwalk.engine.home import Brief, Home, Job
 from blockwalk.engine.homes import Homes
 from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.slots import Slots, saved_by_place
@@ -132,6 +132,8 @@ class Engine:
             for evict in evictions:
                 evict()
 
+        if all(isinstance(evict, Brief) for evict in evictions):
+            return Brief(evict_both)
         return evict_both
 
     def trainables(self, unit: int) -> list[ParamSpec]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.engine.bucket_tensors import BucketLayout
-from blockwalk.engine.home import Job
+from blockwalk.engine.home import NO_JOB, Brief, Job, on_bytes
 from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import Layout, name_of
@@ -179,9 +179,10 @@ class Frozen:
         source = self._model.source
         names = self._stored[op.unit]
         if source is None:
-            return lambda: None
+            return NO_JOB
         if op.kind is OpKind.EVICT:
-            return partial(source.release, names)
+            release = partial(source.release, names)  # of a tier in memory hardly a page is there
+            return release if self._facts.mapped else Brief(release)
         if op.kind is OpKind.GATHER:
             assert self.slots is not None
             slot_P = self.slots.of(op.unit, self._buckets[op.unit].nbytes)
@@ -194,7 +195,9 @@ class Frozen:
             if bytes_P is not None and self._tier is not None:
                 self._tier.read_unit(op.unit, self._own(bytes_P))
 
-        return work
+        if self._facts.mapped:
+            return work
+        return on_bytes(0 if bytes_P is None else bytes_P.nbytes, work)
 
     def values(self, unit: int) -> Mapping[str, Value]:
         return {}  # bound for good, or when they were fetched

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -37,6 +38,30 @@ from blockwalk.ranks.groups import Completion
 
 Job = Callable[[], Completion | None]
 """The work of an op, which may answer with a completion, see :mod:`blockwalk.walk.lanes`."""
+
+BRIEF_BYTES = 1 << 16
+"""Bytes up to which a copy in memory, or advice on pages, is :class:`Brief`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """Work that takes less time than a thread takes to wake up for it, 50 µs of a processor: where
+    nothing is before it, it is done at once."""
+
+    work: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.work()
+
+
+NO_JOB = Brief(lambda: None)
+"""The work of an op that is a mark alone."""
+
+
+def on_bytes(nbytes: int, work: Callable[..., None], *arguments: Any) -> Job:
+    """Return the work of a copy in memory, or of advice on pages, of so many bytes."""
+    job = partial(work, *arguments)
+    return Brief(job) if nbytes <= BRIEF_BYTES else job
 
 
 class Home(Protocol):

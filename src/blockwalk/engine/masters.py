@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.engine.gradients import GradientGroups, NamedGradients
-from blockwalk.engine.home import Change, Job
+from blockwalk.engine.home import NO_JOB, Change, Job, on_bytes
 from blockwalk.engine.joined import Joined
 from blockwalk.engine.master_copies import MasterCopies
 from blockwalk.engine.model_handle import ModelHandle
@@ -23,7 +23,7 @@ from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind, Pool
 from blockwalk.program.state_sizes import gradient_pool
 from blockwalk.tiers.memories import Memories
-from blockwalk.tiers.memory import Shapes
+from blockwalk.tiers.memory import Shapes, total_bytes
 
 
 class Masters:
@@ -65,6 +65,11 @@ class Masters:
             few = places.adapters or (is_cpu(model.device) and numel <= UPDATE_CHUNK)
             if few and self._may_join(unit):
                 self._join(unit)
+        self._bytes: dict[StateKind, dict[int, int]] = {
+            StateKind.TRAINABLE: {},
+            StateKind.OPTIMIZER: {},
+        }
+        """Bytes of each unit's masters and optimizer states."""
         self.masters: dict[str, Tensor] = {}
         self.moments: dict[str, dict[str, Tensor]] = {}
         for unit in range(len(model.spec.units)):
@@ -144,6 +149,8 @@ class Masters:
         }
         memory = self._memories[StateKind.OPTIMIZER]
         made = memory.zeros(states, (StateKind.OPTIMIZER, unit))
+        self._bytes[StateKind.TRAINABLE][unit] = total_bytes(self._shapes[unit])
+        self._bytes[StateKind.OPTIMIZER][unit] = total_bytes(states)
         for key, tensor in made.items():
             name, _, state = key.partition("\0")
             self.moments.setdefault(name, {})[state] = tensor
@@ -169,18 +176,16 @@ class Masters:
             if op.kind is OpKind.STORE:
                 names = [p.name for p in self._model.spec.units[op.unit].part(True)]
                 return partial(self.gradients.land, names, op.slot)
-            return lambda: None
+            return NO_JOB
         if op.part is StateKind.GRADIENT and op.kind in (OpKind.FETCH, OpKind.STORE):
             return partial(self._move_gradients, op)
         part = StateKind.OPTIMIZER if op.part is StateKind.OPTIMIZER else StateKind.TRAINABLE
         memory = self._memories[part]
         group = (part, op.unit)
+        nbytes = self._bytes[part][op.unit]
         if op.kind is OpKind.FETCH:
-            return partial(memory.will_need, group)
-        if op.kind is not OpKind.STORE:
-            return lambda: None
-
-        return partial(memory.dont_need, group)
+            return on_bytes(nbytes, memory.will_need, group)
+        return on_bytes(nbytes, memory.dont_need, group) if op.kind is OpKind.STORE else NO_JOB
 
     def _move_gradients(self, op: Op) -> None:
         """Bring the gradients that a turn of a unit adds to, or hand them to the kernel."""

@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from blockwalk.cutting.calls import BlockCall, Prologue, tensors_of
 from blockwalk.data.batch import Batch, loss_tokens
 from blockwalk.engine.engine import Engine
-from blockwalk.engine.home import Differentiated, Job
+from blockwalk.engine.home import NO_JOB, Differentiated, Job, on_bytes
 from blockwalk.engine.master_updates import MasterUpdates
 from blockwalk.estimators.head import Ending
 from blockwalk.estimators.losses import Objective, loss_of
@@ -218,10 +218,12 @@ class Backprop:
         if op.of_graph:
             return self._move_graph(op)
         if op.kind is OpKind.SAVE:
-            staged = self.activations.stage(self._hidden(op, self.state))
-            return partial(self.activations.save, self._place(op), *staged)
+            staged_BSD, copied = self.activations.stage(self._hidden(op, self.state))
+            arguments = (self._place(op), staged_BSD, copied)
+            return on_bytes(staged_BSD.nbytes, self.activations.save, *arguments)
         if op.kind is OpKind.LOAD:
-            return partial(self._load, op, self.state, self.activations.place())
+            place = self.activations.place()  # of no bytes where the saved input is read as it is
+            return on_bytes(place.nbytes, self._load, op, self.state, place)
         if op.kind is OpKind.SEND:  # what was made last, which a later op may replace
             return self._send(op, self.state)
         if op.kind is OpKind.RECV:
@@ -237,7 +239,9 @@ class Backprop:
         """Return the work of a SAVE or LOAD of what a graph holds in file maps: the kernel writes
         pages out when it needs the room."""
         saved = self.saved.get(self._place(op))
-        return (lambda: None) if op.kind is OpKind.SAVE or saved is None else saved.will_need
+        if op.kind is OpKind.SAVE or saved is None:
+            return NO_JOB
+        return on_bytes(saved.nbytes, saved.will_need)
 
     def _seed(self, state: _State, op: Op) -> int | None:
         """Dropout's seed for one unit and micro-batch: the same in forward and recomputation, in

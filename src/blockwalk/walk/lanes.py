@@ -1,5 +1,6 @@
 """Lanes: where the ops of a program run. The compute lane is the caller's thread; every other lane
-is a thread of its own.
+is a thread of its own. On a processor brief work does not wait for that to wake up: where nothing
+is before it, the caller does it.
 
 On an accelerator each lane also has a stream, and an op's end is an event on it: a later op waits
 for the event on its own stream, so that no thread ever waits for the device inside a step. There
@@ -25,6 +26,7 @@ from functools import partial
 
 import torch
 
+from blockwalk.engine.home import Brief
 from blockwalk.numerics.device import elapsed, is_cpu, recorded
 from blockwalk.program.program import Lane
 from blockwalk.ranks.groups import Completion
@@ -65,6 +67,8 @@ class Lanes:
     timed: bool = False
     """Whether ops that are submitted from here on have the times of their work on the device, see
     :meth:`seconds`."""
+    _last: dict[Lane, Mark] = field(default_factory=dict)
+    """Each lane's last op, of lanes that have a thread."""
     _streams: dict[Lane, torch.Stream] = field(default_factory=dict)
     _start: torch.Event | None = None
     _began: float = 0.0
@@ -72,7 +76,7 @@ class Lanes:
 
     def submit(self, lane: Lane, work: Work, dependencies: Iterable[Mark]) -> Mark:
         """Run ``work`` on a lane once the ops that it depends on are done. The compute lane runs it
-        before returning.
+        before returning; so does a processor's lane brief work that waits for nothing.
 
         Raises:
             Exception: whatever an op that this one waits for raised.
@@ -84,8 +88,20 @@ class Lanes:
             self._run(lane, work, dependencies, mark)
         else:
             mark.future = Future()
-            self._thread(lane).submit(self._begin, lane, work, dependencies, mark)
+            if isinstance(work, Brief) and self._waits_for_nothing(lane, dependencies):
+                self._begin(lane, work, dependencies, mark)
+            else:
+                self._thread(lane).submit(self._begin, lane, work, dependencies, mark)
+            self._last[lane] = mark
         return mark
+
+    def _waits_for_nothing(self, lane: Lane, dependencies: tuple[Mark, ...]) -> bool:
+        """Return whether a lane's next op could begin now, on a processor. Its thread has ended all
+        that came before it, so that nothing overtakes."""
+        before = (self._last[lane], *dependencies) if lane in self._last else dependencies
+        return is_cpu(self.device) and all(
+            mark.future is None or mark.future.done() for mark in before
+        )
 
     def begin(self) -> None:
         """Every lane's next op comes after what the caller has issued so far."""
