@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -157,3 +158,22 @@ def test_a_state_that_is_loaded_reaches_the_device(sim: Simulated, tmp_path: Pat
     with opened() as walker:
         walker.load_state_dict(state)
         assert walker.step(random_batch(seed=1)).loss == expected
+
+
+@pytest.mark.parametrize("timing", ["step", "block"])
+def test_lanes_beside_the_compute_lane_multiply_nothing(
+    timing: str, sim: Simulated, tmp_path: Path
+) -> None:
+    """By the interpreter's events of calls: for a library's product torch sets memory aside on each
+    stream, 32 MiB on an H200, which no program tells."""
+    called: set[str] = set()
+
+    def note(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and threading.current_thread().name.startswith("blockwalk "):
+            called.add(function.__name__)
+
+    threading.setprofile(note)
+    settings = {**ON_HOST, "update.timing": timing}
+    steps(tmp_path, "sim:0", **settings)
+    assert "copy_" in called, "the lanes are heard"
+    assert not called & {"dot", "vdot", "inner", "mv", "mm", "addmm", "addmm_", "bmm", "matmul"}

@@ -260,6 +260,11 @@ def sum_of_squares(gradient: Tensor) -> Tensor:
     """Return the sum of a float32 tensor's squares, 0-d float32: infinite or NaN where an element
     is, or where it overflows."""
     flat_P = gradient.reshape(-1)
+    if not is_cpu(flat_P.device):
+        # not a product: torch sets memory aside for a library's products on each stream, and this
+        # may be a copy's (32 MiB on an H200)
+        norm: Tensor = torch.linalg.vector_norm(flat_P)
+        return norm * norm
     return torch.dot(flat_P, flat_P)
 
 

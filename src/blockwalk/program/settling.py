@@ -29,8 +29,7 @@ from blockwalk.program.visits import Fits, most_together
 
 BUDGET = 0.9
 """The share of what is free on an accelerator that a step may use unless ``budget`` says otherwise:
-the rest is for libraries' workspaces, kernels that are loaded later, fragments, and what the
-forecast is wrong by."""
+the rest is for kernels that are loaded later, fragments, and what the forecast is wrong by."""
 
 PINNED = 0.8
 """The share of host memory that buffers beside an accelerator may take. They are pinned: the kernel

@@ -37,8 +37,7 @@ SIMULATED = "(simulated)"
 
 USABLE = 0.92
 """The share of an accelerator's memory that a plan may count on. The rest is the driver's context
-(some 0.5 GB), loaded kernels, a library's workspaces, fragments, and what the forecast is wrong
-by."""
+(some 0.5 GB), loaded kernels, fragments, and what the forecast is wrong by."""
 
 BLOCK_OPS = 60
 """PyTorch operations that a block's forward starts, about: an op's launches cost so many times one

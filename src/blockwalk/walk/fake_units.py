@@ -34,7 +34,7 @@ from blockwalk.plan.model_spec import ParamSpec, UnitSpec
 from blockwalk.plan.noise_kinds import NOISES, NoiseFacts
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.row_order import RowOrder
-from blockwalk.plan.sizes import UPDATE_ELEMENTS, decoded_bytes
+from blockwalk.plan.sizes import LIBRARY_WORKSPACE, UPDATE_ELEMENTS, decoded_bytes
 from blockwalk.plan.work import NOTHING, Work
 from blockwalk.program.costs import Costs, GraphCost, UnitCost
 from blockwalk.program.program import Shape
@@ -550,7 +550,8 @@ def _final_norm(bench: _Bench, prologue: Prologue, tile: slice | None) -> _Norm:
 
 def _scratch(bench: _Bench, device: str) -> int:
     """Return bytes of the buffers that are kept from op to op: what weights are decoded or
-    perturbed into, the largest range of any, and under zeroth order the loss's and the update's."""
+    perturbed into, the largest range of any, under zeroth order the loss's and the update's, and a
+    library's own."""
     spec = bench.cut.spec()
     size = bench.dtype.itemsize
     traits = bench.traits
@@ -562,8 +563,10 @@ def _scratch(bench: _Bench, device: str) -> int:
     drawn = traits.shaped or not (noise.elementwise or noise.in_place)
     if traits.shaped or (drawn and not noise.beside):
         largest += 2 * largest * 4 // size
+    workspace = LIBRARY_WORKSPACE.get(device, 0)
     if bench.backprop:
-        return largest
+        return largest + 2 * workspace  # autograd's thread multiplies too
+    largest += workspace
     if traits.copied:  # a block's trainables whole, under a perturbation
         largest += max(unit.numel(trainable=True) * size for unit in spec.blocks)
     if traits.scales:
