@@ -176,7 +176,11 @@ def test_a_signal_ends_an_evaluation_which_the_resumed_run_makes(
 
 @pytest.mark.parametrize(
     ("place", "name"),
-    [(encode, "_flatten"), (store_writer, "encode"), (disk_folder.CheckpointFolder, "__init__")],
+    [
+        (encode.RowWriter, "finish"),
+        (store_writer, "encode"),
+        (disk_folder.CheckpointFolder, "__init__"),
+    ],
 )
 def test_a_signal_before_the_run_began_leaves_nothing(
     place: Any, name: str, tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]

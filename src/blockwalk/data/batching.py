@@ -97,8 +97,8 @@ class Batches(Iterator[RowBatch]):
         """Return tokens to a row, [T, groups], in each of so many equal parts of the next T steps:
         with their padding, or ``apart``, as :func:`pack_parts` lays them."""
         ahead = copy.copy(self)
-        lengths = np.diff(self.dataset.starts)
-        lengths_TB = lengths[[ahead.next_rows() for _ in range(steps)]]
+        rows_TB = np.asarray([ahead.next_rows() for _ in range(steps)])
+        lengths_TB = self.dataset.lengths_of(rows_TB)
         padded_T: Integers = (
             -(-lengths_TB.max(axis=1) // self.padding_multiple) * self.padding_multiple
         )

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import operator
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from blockwalk.data.column import Column
 from blockwalk.data.encode_report import EncodeReport
 from blockwalk.system.atomic_files import PARTIAL
 from blockwalk.system.file_maps import map_file
@@ -29,6 +30,12 @@ Integers = npt.NDArray[np.int64]
 """Counts, offsets and numbers of rows."""
 
 
+IN_MEMORY = 16 << 20
+"""Bytes of a data set's rows that stay in memory; those of a larger one lie in maps of files."""
+_AT_ONCE = 1 << 20
+"""Values of a data set's arrays that are looked at together."""
+
+
 def mapped(array: np.ndarray, folder: Path) -> np.ndarray:
     """Return an array in the map of a nameless file in ``folder``: pages that the kernel may drop.
     It may not be written to."""
@@ -40,6 +47,24 @@ def mapped(array: np.ndarray, folder: Path) -> np.ndarray:
         file.flush()
         file_bytes = map_file(file.fileno(), array.nbytes, str(folder))
     return file_bytes.view(array.dtype).reshape(array.shape)
+
+
+def _trusted(begin: int, end: int) -> None:
+    """Accept tokens that this process has made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Figures of a whole data set, for which all of it is read."""
+
+    digest: str
+    """Digest of the contents: 16 hexadecimal digits."""
+    learnt: int
+    """Tokens that are learnt."""
+    longest: int
+    """Tokens of the longest example."""
+    furthest: int
+    """Tokens of the longest document."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +82,12 @@ class Encoded:
     positions: Ids | None = None
     """Positions [T] of each token in its document, where an example is several documents; None: an
     example is one."""
+    in_maps: bool = field(default=False, compare=False)
+    """Whether the arrays lie in maps of files, whose pages the kernel may drop."""
+    known: Summary | None = field(default=None, compare=False)
+    """The summary, where it was kept with the tokens."""
+    require: Callable[[int, int], None] = field(default=_trusted, compare=False)
+    """Check of the tokens from one to another, before they are read."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -65,50 +96,71 @@ class Encoded:
         """Return ids and mask of one example, as views."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        row = slice(int(self.starts[index]), int(self.starts[index + 1]))
-        return self.token_ids[row], self.in_loss[row]
+        begin = int(self.starts[index])
+        end = int(self.starts[index + 1])
+        self.require(begin, end)
+        return self.token_ids[begin:end], self.in_loss[begin:end]
 
     def learnt(self) -> Integers:
         """Return tokens of each example that are learnt, [n]."""
         return np.add.reduceat(self.in_loss, self.starts[:-1], dtype=np.int64)
 
-    @functools.cached_property
-    def lengths(self) -> Integers:
-        """Tokens of each example, [n]."""
-        return np.diff(self.starts)
+    def lengths_of(self, rows: Sequence[int] | Integers) -> Integers:
+        """Return tokens of the examples named, [n]."""
+        numbers = np.asarray(rows, dtype=np.int64)
+        return self.starts[numbers + 1] - self.starts[numbers]
+
+    def predicted_of(self, row: int) -> int:
+        """Return tokens of an example that a loss is a mean over: those learnt but for its first,
+        which nothing predicts."""
+        return int(np.count_nonzero(self[row][1][1:]))
 
     @functools.cached_property
-    def predicted(self) -> Integers:
-        """Tokens of each example that a loss is a mean over, [n]: those learnt but for its first,
-        which nothing predicts."""
-        return self.learnt() - self.in_loss[self.starts[:-1]]
+    def summary(self) -> Summary:
+        """Figures of all examples."""
+        if self.known is not None:
+            return self.known
+        lengths = (
+            int(np.diff(self.starts[begin : begin + _AT_ONCE + 1]).max())
+            for begin in range(0, len(self), _AT_ONCE)
+        )
+        longest = max(lengths, default=0)
+        furthest = longest
+        if self.positions is not None:
+            furthest = max((int(part.max()) + 1 for part in _parts(self.positions)), default=0)
+        learnt = sum(int(np.count_nonzero(part)) for part in _parts(self.in_loss))
+        return Summary(self._digest(), learnt, longest, furthest)
 
     def select(self, rows: Iterable[int]) -> Encoded:
         """Return the examples named, in that order."""
-        return self.cut([[(int(self.starts[row]), int(self.starts[row + 1]))] for row in rows])
+        return self.cut([(int(self.starts[row]), int(self.starts[row + 1]))] for row in rows)
 
-    def cut(self, rows: Sequence[Sequence[tuple[int, int]]], *, borders: bool = False) -> Encoded:
+    def cut(self, rows: Iterable[Sequence[tuple[int, int]]], *, borders: bool = False) -> Encoded:
         """Return rows of spans of tokens, (begin, end) each, of unpacked data; with ``borders``
         every span is a document, at positions from 0, and its first token is not learnt."""
         assert self.positions is None
-        spans = [slice(*span) for row in rows for span in row]
-        token_ids = np.concatenate([self.token_ids[span] for span in spans])
-        in_loss = np.concatenate([self.in_loss[span] for span in spans])
-        starts = np.cumsum(
-            [0, *(sum(end - begin for begin, end in row) for row in rows)], dtype=np.int64
-        )
+        writer = RowWriter()
+        for row in rows:
+            parts = [self._span(begin, end, borders=borders) for begin, end in row]
+            writer.add(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        return writer.finish(self.pad_id, self.report)
+
+    def _span(self, begin: int, end: int, *, borders: bool) -> tuple[np.ndarray, ...]:
+        """Return ids and mask of some tokens; with ``borders`` as a document, with its
+        positions."""
+        self.require(begin, end)
+        token_ids = self.token_ids[begin:end]
+        in_loss = self.in_loss[begin:end]
         if not borders:
-            return Encoded(token_ids, in_loss, starts, self.pad_id, self.report)
-        positions = np.concatenate(
-            [np.arange(span.stop - span.start, dtype=np.int32) for span in spans]
-        )
-        return Encoded(
-            token_ids, in_loss & (positions > 0), starts, self.pad_id, self.report, positions
-        )
+            return token_ids, in_loss
+        positions = np.arange(end - begin, dtype=np.int32)
+        return token_ids, in_loss & (positions > 0), positions
 
     def mapped(self, folder: Path) -> Encoded:
-        """Return a copy whose arrays lie in maps of nameless files in ``folder``: pages that the
-        kernel may drop."""
+        """Return the examples with arrays in maps of files, whose pages the kernel may drop: as
+        they are, or a copy in nameless files in ``folder``."""
+        if self.in_maps:
+            return self
         names = (
             "token_ids",
             "in_loss",
@@ -116,27 +168,78 @@ class Encoded:
             *(() if self.positions is None else ("positions",)),
         )
         moved: dict[str, Any] = {name: mapped(getattr(self, name), folder) for name in names}
-        return replace(self, **moved)
+        return replace(self, **moved, in_maps=True, known=self.summary)
 
     @staticmethod
     def concatenated(parts: Sequence[Encoded]) -> Encoded:
         """Return the examples of several data sets that are not packed, one after the other."""
-        sizes = np.concatenate([np.diff(part.starts) for part in parts])
-        return Encoded(
-            np.concatenate([part.token_ids for part in parts]),
-            np.concatenate([part.in_loss for part in parts]),
-            np.cumsum([0, *sizes], dtype=np.int64),
-            parts[0].pad_id,
-            functools.reduce(operator.add, [part.report for part in parts]),
-        )
+        writer = RowWriter()
+        for part in parts:
+            for row in range(len(part)):
+                writer.add(*part[row])
+        report = functools.reduce(operator.add, [part.report for part in parts])
+        return writer.finish(parts[0].pad_id, report)
 
     def fingerprint(self) -> str:
         """Return a digest of the contents, by which a resumed run knows its data again."""
+        return self.summary.digest
+
+    def _digest(self) -> str:
         digest = hashlib.blake2b(digest_size=8)
         borders = () if self.positions is None else (self.positions,)
         for array in (self.token_ids, self.in_loss, self.starts, *borders):
-            digest.update(np.ascontiguousarray(array).data)
+            for part in _parts(array):
+                digest.update(np.ascontiguousarray(part).data)
         return digest.hexdigest()
+
+
+def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield an array's values, some at a time."""
+    for begin in range(0, len(array), _AT_ONCE):
+        yield array[begin : begin + _AT_ONCE]
+
+
+class RowWriter:
+    """The rows of a data set that is being made: in memory up to :data:`IN_MEMORY`, beyond it in
+    maps of nameless files."""
+
+    def __init__(self) -> None:
+        self._token_ids = Column(np.int32)
+        self._in_loss = Column(np.bool_)
+        self._positions = Column(np.int32)
+        self._starts = Column(np.int64)
+        self._starts.extend(np.zeros(1, dtype=np.int64))
+        self._columns = (self._token_ids, self._in_loss, self._positions, self._starts)
+        self._tokens = 0
+
+    def __bool__(self) -> bool:
+        """Whether there is a row."""
+        return self._starts.nbytes > self._starts.itemsize
+
+    def add(self, token_ids: Ids, in_loss: Mask, positions: Ids | None = None) -> None:
+        """Add a row: arrays [S] of ids, of whether each token is learnt, and, where it is several
+        documents, of positions in these."""
+        self._token_ids.extend(token_ids)
+        self._in_loss.extend(in_loss)
+        if positions is not None:
+            self._positions.extend(positions)
+        self._tokens += len(token_ids)
+        self._starts.extend(np.asarray([self._tokens], dtype=np.int64))
+        if sum(column.waiting for column in self._columns) > IN_MEMORY:
+            for column in self._columns:
+                column.spill()
+
+    def finish(self, pad_id: int, report: EncodeReport) -> Encoded:
+        """Return the rows as a data set; none may be added afterwards."""
+        return Encoded(
+            self._token_ids.array(),
+            self._in_loss.array(),
+            self._starts.array(),
+            pad_id,
+            report,
+            self._positions.array() if self._positions.nbytes else None,
+            in_maps=any(column.spilled for column in self._columns),
+        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from blockwalk.data.dataset import Answers, Choices, Encoded, Ids, Mask
+from blockwalk.data.dataset import Answers, Choices, Encoded, Ids, Mask, RowWriter
 from blockwalk.data.encode_report import EncodeReport, Origin, digest_of
 from blockwalk.data.formats import Format, detect_format
 from blockwalk.data.records import Record, Template, half_character
@@ -75,15 +75,13 @@ def encode(
             report.without_template += has_template and kind is Format.COMPLETION and text.end
             yield text
 
-    ids = []
-    masks = []
+    writer = RowWriter()
     for row, mask in _tokenize(rendered(), tokenizer, report):
         if mask.any():
-            ids.append(row)
-            masks.append(mask)
+            writer.add(row, mask)
         else:
             report.dropped += 1
-    if not ids:
+    if not writer:
         why = "; ".join(replace(report, dropped=0).warnings())
         place = source and f"{source}: "
         raise ValueError(
@@ -100,7 +98,7 @@ def encode(
         tokenizer=digest_of(tokenizer.backend_tokenizer.to_str().encode()),
         dated="strftime_now" in template,
     )
-    return _flatten(ids, masks, _pad_id(tokenizer), report)
+    return writer.finish(_pad_id(tokenizer), report)
 
 
 def _empty(source: str) -> str:
@@ -136,10 +134,14 @@ def encode_choices(
             for candidate in question.candidates:
                 yield render_pair(shots + question.prompt, candidate, record.place, end=False)
 
-    rows = list(_tokenize(rendered(), tokenizer, report))
-    if not rows:
+    writer = RowWriter()
+    learnt = True
+    for row, mask in _tokenize(rendered(), tokenizer, report):
+        learnt = learnt and bool(mask.any())
+        writer.add(row, mask)
+    if not writer:
         raise ValueError(_empty(source))
-    if not all(mask.any() for _, mask in rows):
+    if not learnt:
         raise ValueError(
             f"max_length = {max_length} tokens leaves no room for the label word; raise"
             " data.max_length"
@@ -149,9 +151,7 @@ def encode_choices(
     report.answers_cut = report.answers_cut * len(right) // report.records
     report.prompts_lost = report.prompts_lost * len(right) // report.records
     report.records = len(right)
-    encoded = _flatten(
-        [row for row, _ in rows], [mask for _, mask in rows], _pad_id(tokenizer), report
-    )
+    encoded = writer.finish(_pad_id(tokenizer), report)
     return Choices(encoded, np.asarray(firsts, dtype=np.int64), tuple(right))
 
 
@@ -347,9 +347,3 @@ def _pad_id(tokenizer: Tokenizer) -> int:
     names none."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((int(token) for token in candidates if token is not None), 0)
-
-
-def _flatten(ids: list[Ids], masks: list[Mask], pad_id: int, report: EncodeReport) -> Encoded:
-    starts = np.zeros(len(ids) + 1, dtype=np.int64)
-    np.cumsum([len(row) for row in ids], out=starts[1:])
-    return Encoded(np.concatenate(ids), np.concatenate(masks), starts, pad_id, report)

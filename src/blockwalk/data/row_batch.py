@@ -69,7 +69,7 @@ class RowBatch(Mapping[str, Tensor]):
             )
         self.dataset = dataset
         self.rows = rows
-        lengths = dataset.lengths[list(rows)]
+        lengths = dataset.lengths_of(rows)
         self.shape = (len(rows), -(-int(lengths.max()) // padding_multiple) * padding_multiple)
         self.tokens_read = int(lengths.sum())
         """Tokens without padding."""
@@ -77,7 +77,7 @@ class RowBatch(Mapping[str, Tensor]):
     @property
     def loss_tokens(self) -> int:
         """Tokens that the loss is a mean over."""
-        return int(self.dataset.predicted[list(self.rows)].sum())
+        return sum(map(self.dataset.predicted_of, self.rows))
 
     def take(self, places: Sequence[int]) -> dict[str, Tensor]:
         """Return the tensors of the rows at some places of the batch, as long as all of it."""

@@ -133,7 +133,7 @@ class HeldOut:
         rows, and how many batches there are."""
         rows = min(len(self.encoded), self.batch_size * self.batches)
         multiple = self.settings.padding_multiple
-        longest = int(np.diff(self.encoded.starts).max())
+        longest = self.encoded.summary.longest
         batches = -(-rows // self.batch_size)
         return Shape(-(-rows // (batches * shares)), -(-longest // multiple) * multiple), batches
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from blockwalk.engine.frozen_codec import refuse_rounded
 from blockwalk.numerics.device import chosen, described
 from blockwalk.plan.run_config import RunConfig
@@ -75,10 +73,9 @@ def dry_run(run: RunConfig) -> Iterator[str]:
     held_out = ""
     if prepared.held_out is not None:
         held_out = f", {prepared.held_out.records} held-out ones"
-    learnt = int(np.count_nonzero(rows.in_loss))
     yield (
         f"data    {counted(len(rows), 'sequence')} of up to {prepared.longest} tokens,"
-        f" {learnt:,} of {len(rows.token_ids):,} tokens learnt{held_out};"
+        f" {rows.summary.learnt:,} of {len(rows.token_ids):,} tokens learnt{held_out};"
         f" {counted(prepared.total, 'step')}"
     )
     yield from (f"note: {warning}" for warning in (*prepared.notes, *rows.report.warnings()))

@@ -106,8 +106,10 @@ class PreparedRun:
     def map_bytes(self) -> int:
         """Bytes of the files that :meth:`put_away` makes."""
         rows = self.rows
-        arrays = [rows.token_ids, rows.in_loss, rows.starts, *self.tokenizer_files.values()]
-        if rows.positions is not None:
+        arrays = [*self.tokenizer_files.values()]
+        if not rows.in_maps:
+            arrays += [rows.token_ids, rows.in_loss, rows.starts]
+        if not rows.in_maps and rows.positions is not None:
             arrays.append(rows.positions)
         return sum(array.nbytes for array in arrays)
 
@@ -166,7 +168,7 @@ def prepare(run: RunConfig) -> PreparedRun:
     # A warm-up that the steps have no room for is refused here, by a dry run as well.
     schedule_of(plan.optimizer)
     sequences = rows if choices is None else choices.rows
-    longest = -(-int(np.diff(sequences.starts).max()) // multiple) * multiple
+    longest = -(-sequences.summary.longest // multiple) * multiple
     # A task's records alone tell how many candidates there are.
     candidates = choices.classes if choices is not None and run.data.task else 1
     _require_positions(run, sequences, held_out)
@@ -187,7 +189,7 @@ def prepare(run: RunConfig) -> PreparedRun:
         if held_out.tokenizer is not None:
             require_all_blocks(plan, "data.eval, whose answers are generated,")
     visit = held_out.visit(plan.mesh.stage_ranks // plan.mesh.context) if held_out else None
-    learnt = float(rows.in_loss.mean())
+    learnt = rows.summary.learnt / len(rows.token_ids)
     foreseen = foresee(run, fullest, costs, visit, total, learnt=learnt)
     counts = {name: getattr(foreseen.plan, name) for name in ("resident", "together")}
     stages = {"pipeline.blocks": list(foreseen.plan.pipeline.blocks)}
@@ -257,12 +259,9 @@ def taken_up(run: RunConfig, settled: Mapping[str, Any]) -> RunConfig:
 def _require_positions(run: RunConfig, rows: Encoded, held_out: HeldOut | None) -> None:
     """Raise ValueError where a sequence, with its prefix, is longer than the positions that the
     model has learnt."""
-    longest = 0
-    for encoded in (rows, *([held_out.encoded] if held_out is not None else [])):
-        if encoded.positions is not None:  # they begin anew in a packed row
-            longest = max(longest, int(encoded.positions.max()) + 1)
-        elif len(encoded):
-            longest = max(longest, int(np.diff(encoded.starts).max()))
+    data_sets = (rows, *([held_out.encoded] if held_out is not None else []))
+    # positions begin anew in a packed row
+    longest = max(encoded.summary.furthest for encoded in data_sets)
     require_positions(run.model, longest + run.prefix.num_virtual_tokens)
 
 
