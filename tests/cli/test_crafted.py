@@ -488,9 +488,9 @@ def test_a_cache_that_somebody_else_wrote(
         "mebp",
     )
     from blockwalk.cutting import verify
-    from blockwalk.tiers.model_folder import identity
+    from blockwalk.system import remembered_digests
 
-    monkeypatch.setattr(identity, "_SETTLED", -60.0)
+    monkeypatch.setattr(remembered_digests, "_SETTLED", -60.0)
     for text in (b"", bomb, b"[1]", b'{"seen": 1}', b"[" * 100_000):
         monkeypatch.setattr(verify, "_verdicts", {})
         for path in (tmp_path / "cache").rglob("*.json"):

@@ -11,8 +11,7 @@ from blockwalk.cutting import calls, verify
 from blockwalk.numerics import native
 from blockwalk.plan.methods import method
 from blockwalk.program.program import Shape
-from blockwalk.system import cache
-from blockwalk.tiers.model_folder import identity
+from blockwalk.system import cache, remembered_digests
 from blockwalk.walk.unit_costs import UnitCosts
 from tests.conftest import TinyRun
 from tests.models import tiny_model
@@ -46,7 +45,7 @@ def test_all_that_is_kept_lies_below_the_folder(
         folder.mkdir()
     for module in (verify, native):  # what this process found out before
         monkeypatch.setattr(module, "_verdicts" if module is verify else "_loaded", {})
-    monkeypatch.setattr(identity, "_SETTLED", -60.0)
+    monkeypatch.setattr(remembered_digests, "_SETTLED", -60.0)
     UnitCosts(tiny_run.model)(method("plain"), Shape(1, 8))
     generate = [
         "generate",

@@ -19,10 +19,9 @@ from blockwalk.models import gguf_folder
 from blockwalk.numerics import native
 from blockwalk.plan.methods import method
 from blockwalk.program.program import OpKind, Shape
-from blockwalk.system import cache
+from blockwalk.system import cache, remembered_digests
 from blockwalk.tiers.block_store.store import INDEX
 from blockwalk.tiers.block_store.writer import restore_model_files
-from blockwalk.tiers.model_folder import identity
 from blockwalk.tiers.model_folder.identity import weights_digest
 from blockwalk.walk import context_check, timed_units
 from blockwalk.walk.unit_costs import UnitCosts
@@ -41,7 +40,7 @@ def fill(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "study", lambda cls, config: known)
     monkeypatch.setattr(context_check, "_verdicts", {})
     monkeypatch.setattr(context_check, "study", lambda *arguments: None)
-    monkeypatch.setattr(identity, "_SETTLED", -60.0)
+    monkeypatch.setattr(remembered_digests, "_SETTLED", -60.0)
     monkeypatch.setattr(timed_units, "measure", lambda request: SECONDS)
     costs = UnitCosts(model)
     costs(method("plain"), Shape(1, 8))

@@ -15,6 +15,7 @@ from blockwalk import Walker, method
 from blockwalk.checkpoints import run_checkpoint
 from blockwalk.cli import main
 from blockwalk.plan.choices import LoraSettings
+from blockwalk.system import remembered_digests
 from blockwalk.tiers.model_folder import identity
 from blockwalk.tiers.model_folder.identity import weights_digest
 from tests.conftest import TinyRun
@@ -102,7 +103,7 @@ def test_a_digest_is_remembered_until_a_file_changes(
     assert len(read) == 2 * (1 + len(list(folder.glob("*.safetensors")))), (
         "of a fresh file the times say too little"
     )
-    monkeypatch.setattr(identity, "_SETTLED", -60.0)
+    monkeypatch.setattr(remembered_digests, "_SETTLED", -60.0)
     weights_digest(folder)
     read.clear()
     assert weights_digest(folder) == first

@@ -53,7 +53,7 @@ class Column:
         """Write what is in memory to the file."""
         if not self._waiting:
             return
-        folder = token_folder()
+        folder = token_folder() or Path(tempfile.gettempdir())
         if self._file is None:
             # nameless, but where a disk must have a name; it stays open for the next values
             self._file = tempfile.TemporaryFile(  # noqa: SIM115
@@ -72,16 +72,16 @@ class Column:
             return np.frombuffer(self._waiting, dtype=self._dtype)
         self.spill()
         with self._file:
-            file_bytes = map_file(self._file.fileno(), self._file_bytes, os.fspath(token_folder()))
+            file_bytes = map_file(self._file.fileno(), self._file_bytes, "tokens that were written")
         return file_bytes.view(self._dtype)
 
 
-def token_folder() -> Path:
-    """Return the folder on a disk that tokens lie in: the cache's, else the system's for temporary
-    files."""
-    folder = cache.folder() / "tokens"
+def token_folder() -> Path | None:
+    """Return the cache's folder of tokens, made where it is not there; None: it cannot be written
+    to."""
     try:
+        folder = cache.folder() / "tokens"
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
-        return Path(tempfile.gettempdir())
-    return folder if os.access(folder, os.W_OK) else Path(tempfile.gettempdir())
+        return None
+    return folder if os.access(folder, os.W_OK) else None

@@ -20,6 +20,7 @@ from blockwalk.data.records import Record, Template
 from blockwalk.data.rendered import Tokenizer
 from blockwalk.data.sources import INSTALL, read_records
 from blockwalk.data.tasks import TASKS, Task, demonstrations, part_of
+from blockwalk.data.token_files import Kept, kept, key_of
 from blockwalk.plan.data_source import joined, listed
 from blockwalk.plan.parsing import did_you_mean
 from blockwalk.plan.run_config import DataSettings
@@ -43,22 +44,37 @@ def training_set(
             "zo.objective ranks label words: set data.template and data.label_words, or data.task,"
             " and data.packing: false"
         )
+    key = "" if every_word else key_of("train", settings, tokenizer, seed)
+    result = kept(
+        key, lambda: Kept(_trained(settings, tokenizer, seed, asks if every_word else None))
+    )
+    return result.rows  # type: ignore[no-any-return]
+
+
+def _trained(
+    settings: DataSettings,
+    tokenizer: Tokenizer,
+    seed: int,
+    ranked: Template | Task | None,
+) -> Encoded | Choices:
+    """Return ``data.train`` as tokens; with every candidate of ``ranked``."""
     parts: list[Any] = []
     held_out = eval_numbers(settings, seed)
     numbers = itertools.count()
     for source, source_settings, source_records in _sources(settings, "train"):
         named = f"{source} (data.train)"
-        kept = (
+        trained = (
             (record for record in source_records if next(numbers) not in held_out)
             if held_out
             else source_records
         )
-        if every_word and asks is not None:
+        if ranked is not None:
+            length = settings.max_length
             parts.append(
-                encode_choices(kept, tokenizer, asks, max_length=settings.max_length, source=named)
+                encode_choices(trained, tokenizer, ranked, max_length=length, source=named)
             )
         else:
-            parts.append(_learnt(source_settings, kept, tokenizer, named))
+            parts.append(_learnt(source_settings, trained, tokenizer, named))
     dataset = _joined(parts)
     if settings.shares:
         dataset = dataset.select(mixture([len(part) for part in parts], settings.shares, seed))
@@ -90,6 +106,13 @@ def held_out_set(
     """Return the held-out records as tokens, with every candidate where these are ranked, and the
     number of all: ``limit`` of them (0: all) are taken, drawn at random, the same in every run.
     ``seed`` draws those of ``data.eval_share``."""
+    key = key_of("eval", settings, tokenizer, seed, limit)
+    rows, count = kept(key, lambda: _held_out(settings, tokenizer, limit, seed))
+    return rows, count
+
+
+def _held_out(settings: DataSettings, tokenizer: Tokenizer, limit: int, seed: int) -> Kept:
+    """Return the held-out records as tokens, with the number of all."""
     asks = asks_of(settings)
     sources, named = _held_out_records(settings, seed)
     count = sum(len(records) for _, records in sources)
@@ -102,17 +125,18 @@ def held_out_set(
             f"{joined(settings.eval)}: the data set is empty: no record was found (data.eval)"
         )
     numbers = itertools.count()
-    kept = [
+    drawn = [
         (source, [record for record in records if next(numbers) in chosen])
         for source, records in sources
     ]
     if asks is None or settings.format not in ("", Format.CLASSIFICATION):
-        parts = [_learnt(source, records, tokenizer, named) for source, records in kept if records]
-        return _packed(settings, _joined(parts)), count
-    records = [record for _, part in kept for record in part]
+        parts = [_learnt(source, records, tokenizer, named) for source, records in drawn if records]
+        return Kept(_packed(settings, _joined(parts)), count)
+    records = [record for _, part in drawn for record in part]
     encoder: Any = encode_answers if asks.question(records[0]).answers else encode_choices
     shots = _shots(settings, asks)
-    return encoder(records, tokenizer, asks, max_length=settings.max_length, shots=shots), count
+    rows = encoder(records, tokenizer, asks, max_length=settings.max_length, shots=shots)
+    return Kept(rows, count)
 
 
 def _held_out_records(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 from blockwalk.data.rendered import Rendered
 from blockwalk.plan.words import counted, is_or_are
@@ -82,6 +84,28 @@ class EncodeReport:
             largest=max(self.largest, other.largest),
             max_length=self.max_length,
         )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            **values,
+            "turn_ends": list(self.turn_ends.items()),
+            "origin": asdict(self.origin),
+        }
+
+    @staticmethod
+    def of_plain(values: Mapping[str, Any]) -> EncodeReport:
+        """Return the report that :meth:`to_plain` gave the values of."""
+        place = values["largest"]
+        changes = {
+            "largest": (int(place[0]), str(place[1])),
+            "turn_ends": Counter(dict(values["turn_ends"])),
+            "stops": tuple(values["stops"]),
+            "unread": tuple(values["unread"]),
+            "origin": Origin(**values["origin"]),
+        }
+        return EncodeReport(**{**values, **changes})
 
     def count(self, rendered: Rendered, length: int) -> None:
         """Count a record whose text has ``length`` tokens before it is cut."""

@@ -138,6 +138,18 @@ def _read(source: str | Path, split: str, subset: str | None) -> Iterator[Record
         yield from _read_hub(str(source), split, subset)
 
 
+def files_of(source: str) -> list[Path]:
+    """Return the files of this machine that a source is read from; none of one on the hub.
+
+    Raises:
+        ValueError: as :func:`read_records`, of a folder.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _files_of(path)
+    return [path] if path.is_file() else []
+
+
 def _files_of(folder: Path) -> list[Path]:
     """Return the files of a folder that are read, in the order of their names; the others are
     named in a warning.

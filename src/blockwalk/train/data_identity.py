@@ -15,10 +15,8 @@ from blockwalk.checkpoints.changed_settings import ONLY_EVALUATION
 from blockwalk.models.saved_template import FILE as TEMPLATE
 from blockwalk.plan.data_source import names_of
 from blockwalk.plan.run_config import RunConfig
+from blockwalk.system.remembered_digests import file_digest
 from blockwalk.train.prepared_run import PreparedRun
-
-_CHUNK = 1 << 20
-"""Bytes of a file that are digested at a time."""
 
 
 def identity(run: RunConfig, prepared: PreparedRun) -> dict[str, Any]:
@@ -46,11 +44,7 @@ def _file_digest(path: Path) -> list[Any]:
     """Return bytes and digest of a file; none where the name is not a file's."""
     if not path.is_file():
         return []
-    digest = hashlib.blake2b(digest_size=8)
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return [path.stat().st_size, digest.hexdigest()]
+    return [path.stat().st_size, file_digest(path)]
 
 
 def differences(
