@@ -75,8 +75,8 @@ def kept(key: str, make: Callable[[], Kept]) -> Kept:
     Args:
         key: of :func:`key_of`; empty: the data set is made, and not kept.
     """
-    folder = token_folder()
-    if not key or folder is None:
+    folder = token_folder() if key else None
+    if folder is None:
         return make()
     with atomic_files.in_turn(folder / f"{key}.lock"):
         path = folder / f"{key}.tokens"
