@@ -1,19 +1,21 @@
-"""Oracle: the same data set held in memory, bit for bit; and the kernel, which says where bytes
-lie."""
+"""Oracle: the same data set held in memory, bit for bit; and the definition of a permutation."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from blockwalk.data import dataset
+from blockwalk.data import batching, dataset, packing
+from blockwalk.data.batching import Batches
 from blockwalk.data.corpus import training_set
 from blockwalk.data.dataset import Encoded
+from blockwalk.data.permutation import permuted
 from blockwalk.plan.run_config import DataSettings
 from tests.support import data_files
 from tests.support.data_files import jsonl
@@ -64,3 +66,86 @@ def test_rows_in_files_are_those_in_memory(
     assert rows.summary.furthest == documents.max()
     assert rows.summary.learnt == whole.in_loss.sum()
     assert not list((tmp_path / "cache" / "tokens").iterdir()), "the files have no names"
+
+
+# --- order
+# --------------------------------------------------------------------------------------------------
+
+
+def rows_of(count: int) -> Encoded:
+    """Examples of 2 to 9 tokens."""
+    lengths = [2 + 7 * number % 8 for number in range(count)]
+    starts = np.cumsum([0, *lengths])
+    return Encoded(np.zeros(starts[-1], np.int32), np.ones(starts[-1], bool), starts, 0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 64, 1000, 4097])
+def test_a_computed_order_is_a_permutation(count: int) -> None:
+    """Oracle: the numbers themselves, sorted."""
+    numbers = np.arange(count)
+    orders = [permuted(numbers, count, str(key)) for key in range(20)]
+    assert all(sorted(order.tolist()) == numbers.tolist() for order in orders)
+    places = np.asarray([count - 1, 0])
+    assert permuted(places, count, "0").tolist() == orders[0][places].tolist(), "a function"
+
+
+def test_a_computed_order_looks_drawn() -> None:
+    """Oracle: chi-squared of places against images, of differences of neighbours, and of all orders
+    of four; each within five standard deviations of its mean."""
+    count = 100_003
+    images = permuted(np.arange(count), count, "key")
+
+    def deviations(counts: np.ndarray) -> float:
+        expected = counts.sum() / counts.size
+        chi_squared = float(((counts - expected) ** 2 / expected).sum())
+        return abs(chi_squared - counts.size) / (2 * counts.size) ** 0.5
+
+    assert deviations(np.histogram2d(np.arange(count), images, bins=32)[0]) < 5
+    assert deviations(np.histogram(np.diff(images) % count, bins=256)[0]) < 5
+    orders = Counter(tuple(permuted(np.arange(4), 4, str(key)).tolist()) for key in range(2400))
+    assert len(orders) == 24
+    assert deviations(np.asarray(list(orders.values()))) < 5
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("count", [1, 7, 50])
+def test_batches_without_a_list_of_their_order(
+    count: int, *, shuffle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: every example once an epoch, the longest first; and a run that was not interrupted,
+    at seven places and in batches of other sizes."""
+    monkeypatch.setattr(batching, "SHUFFLED_IN_MEMORY", 0)
+    monkeypatch.setattr(batching, "_LOOKED_AT", 3)
+    rows = rows_of(count)
+    uninterrupted = Batches(rows, 1, 5, shuffle=shuffle)
+    drawn = [uninterrupted.next_rows()[0] for _ in range(4 * count)]
+    epochs = [drawn[begin : begin + count] for begin in range(0, len(drawn), count)]
+    assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
+    if shuffle:
+        assert rows.lengths_of(epochs[0])[0] == np.diff(rows.starts).max()
+        assert len({tuple(epoch) for epoch in epochs}) == (4 if count > 6 else 1)
+    else:
+        assert epochs[0] == list(range(count))
+    for number in range(7):
+        place = number * 3 * count // 7
+        before = Batches(rows, 1, 5, shuffle=shuffle)
+        for _ in range(place):
+            before.next_rows()
+        resumed = Batches(rows, 3, 5, shuffle=shuffle)
+        resumed.load_state_dict(before.state_dict())
+        continued = [row for _ in range(count // 4) for row in resumed.next_rows()]
+        assert continued == drawn[place : place + len(continued)]
+
+
+def test_documents_are_packed_within_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: each window packed by itself."""
+    rows = rows_of(40)
+    monkeypatch.setattr(packing, "WINDOW", 16)
+    packed = packing.pack(rows, 12)
+    windows = [rows.select(range(begin, min(begin + 16, 40))) for begin in (0, 16, 32)]
+    parts = [packing.pack(window, 12) for window in windows]
+    lengths = np.concatenate([np.diff(part.starts) for part in parts])
+    assert np.array_equal(np.diff(packed.starts), lengths)
+    for name in ("token_ids", "in_loss", "positions"):
+        expected = np.concatenate([getattr(part, name) for part in parts])
+        assert np.array_equal(getattr(packed, name), expected)

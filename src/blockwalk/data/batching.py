@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,11 +19,22 @@ from torch import Tensor
 
 from blockwalk.data.dataset import Encoded, Ids, Integers
 from blockwalk.data.packing import row_length
+from blockwalk.data.permutation import permuted
 from blockwalk.data.row_batch import RowBatch
 from blockwalk.plan.sizes import steps_of_epochs
 
 _CHANGES = {"records": "text of the records", "template": "chat template", "tokenizer": "tokenizer"}
 """Names of the parts of :class:`blockwalk.data.encode_report.Origin` in a refusal to resume."""
+
+
+SHUFFLED_IN_MEMORY = 1 << 20
+"""Examples whose order is a list in memory, 8 bytes each; that of more is computed where it is
+read."""
+_LOOKED_AT = 1 << 20
+"""Lengths that are looked at together."""
+
+Order: TypeAlias = Callable[[Integers], Integers]
+"""Example numbers at some positions of an epoch, [n]."""
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Integers:
@@ -45,7 +56,10 @@ class Batches(Iterator[RowBatch]):
     with the one that would come first; then its second batch changes places with the one of the
     most tokens: nearly all memory that a run needs, with padding or without, is asked for, or
     refused, in its first two steps. ``padding_multiple`` rounds S up, for fewer shapes.
-    ``shuffle=False`` keeps the file's order."""
+    ``shuffle=False`` keeps the file's order.
+
+    Of more than :data:`SHUFFLED_IN_MEMORY` examples no list is made: each one's place is a function
+    of seed, epoch and position, and the longest example alone changes places."""
 
     def __init__(
         self,
@@ -88,9 +102,9 @@ class Batches(Iterator[RowBatch]):
                 self.epoch = self.epoch + 1
                 self.position = 0
                 self._order = self._epoch_order()
-            rows_now = self._order[self.position : self.position + self.batch_size - len(rows)]
-            rows += rows_now.tolist()
-            self.position += len(rows_now)
+            stop = min(self.position + self.batch_size - len(rows), len(self.dataset))
+            rows += self._order(np.arange(self.position, stop)).tolist()
+            self.position = stop
         return rows
 
     def row_lengths(self, steps: int, groups: int, *, apart: bool) -> Integers:
@@ -165,11 +179,13 @@ class Batches(Iterator[RowBatch]):
             if saved.get(name, current[name]) != current[name]
         ]
 
-    def _epoch_order(self) -> Integers:
+    def _epoch_order(self) -> Order:
         count = len(self.dataset)
         size = self.batch_size
         if not self.shuffle:
-            return np.arange(count, dtype=np.int64)
+            return lambda positions: positions
+        if count > SHUFFLED_IN_MEMORY:
+            return self._computed_order()
         order = epoch_order(count, self.seed, self.epoch)
         if self.epoch == 0:
             lengths = np.diff(self.dataset.starts)
@@ -179,7 +195,32 @@ class Batches(Iterator[RowBatch]):
             if len(later):
                 fullest = int(lengths[later].sum(axis=1).argmax())
                 later[[0, fullest]] = later[[fullest, 0]]
+        return lambda positions: order[positions]
+
+    def _computed_order(self) -> Order:
+        """Return the order of an epoch of which no list is made."""
+        count = len(self.dataset)
+        key = f"blockwalk data {self.seed} {self.epoch}"
+        if self.epoch > 0:
+            return lambda positions: permuted(positions, count, key)
+        first = permuted(np.zeros(1, dtype=np.int64), count, key)
+        longest = self._longest_example()
+
+        def order(positions: Integers) -> Integers:
+            rows = permuted(positions, count, key)
+            rows = np.where(rows == longest, first, rows)
+            return np.where(positions == 0, longest, rows)
+
         return order
+
+    def _longest_example(self) -> int:
+        """Return the number of the first example of the most tokens."""
+        starts = self.dataset.starts
+        for begin in range(0, len(self.dataset), _LOOKED_AT):
+            lengths = np.diff(starts[begin : begin + _LOOKED_AT + 1])
+            if int(lengths.max()) == self.dataset.summary.longest:
+                return begin + int(lengths.argmax())
+        raise AssertionError("the summary is of other examples")
 
 
 def by_length(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,9 @@ from blockwalk.data.dataset import Encoded, Integers
 from blockwalk.plan.losses import IGNORE
 from blockwalk.plan.sizes import LONG_ROW, ROW_TILE
 
+WINDOW = 1 << 17
+"""Documents that are packed together: what is known of them takes some 200 bytes each."""
+
 
 def pack(dataset: Encoded, length: int) -> Encoded:
     """Return documents side by side in rows of at most ``length`` tokens: each by itself, for
@@ -23,11 +28,21 @@ def pack(dataset: Encoded, length: int) -> Encoded:
     of the one before, so that every token is learnt once; a part with nothing to learn is left out.
     The longest go first, each into the fullest row that has room (best fit, decreasing: Ding et
     al., "Fewer Truncations Improve Language Modeling", 2024, section 3). Documents of a row, and
-    rows by their first, stay in the data set's order."""
+    rows by their first, stay in the data set's order. Of more than :data:`WINDOW` documents so many
+    are packed at a time."""
     if length < 2:
         raise ValueError(f"packed rows must hold at least 2 tokens, not {length}")
+    starts = range(0, len(dataset), WINDOW)
+    rows = itertools.chain.from_iterable(
+        _packed(dataset, length, dataset.starts[start : start + WINDOW + 1]) for start in starts
+    )
+    return dataset.cut(rows, borders=True)
+
+
+def _packed(dataset: Encoded, length: int, starts: Integers) -> Iterator[list[tuple[int, int]]]:
+    """Yield rows of spans of the documents between some offsets."""
     spans: list[tuple[int, int]] = []
-    for begin, end in zip(dataset.starts[:-1].tolist(), dataset.starts[1:].tolist(), strict=True):
+    for begin, end in itertools.pairwise(starts.tolist()):
         parts = [(start, min(start + length, end)) for start in range(begin, end - 1, length - 1)]
         spans += [(start, stop) for start, stop in parts if dataset.in_loss[start + 1 : stop].any()]
     rows: list[list[int]] = []
@@ -50,9 +65,8 @@ def pack(dataset: Encoded, length: int) -> Encoded:
             if not rows_by_room[spare]:
                 insort(rooms, spare)
             rows_by_room[spare].append(row)
-    return dataset.cut(
-        [[spans[number] for number in sorted(row)] for row in sorted(rows, key=min)], borders=True
-    )
+    for numbers in sorted(rows, key=min):
+        yield [spans[number] for number in sorted(numbers)]
 
 
 def row_length(tokens: Any, padded: Any) -> Integers:
