@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from blockwalk.data.batching import Batches
 from blockwalk.data.corpus import training_set
 from blockwalk.data.dataset import Encoded
 from blockwalk.data.permutation import permuted
+from blockwalk.data.sources import read_records
 from blockwalk.plan.run_config import DataSettings
 from tests.support import data_files
 from tests.support.data_files import jsonl
+from tests.support.messages import refused
 
 tokenizer = data_files.tokenizer
 
@@ -149,3 +153,37 @@ def test_documents_are_packed_within_a_window(monkeypatch: pytest.MonkeyPatch) -
     for name in ("token_ids", "in_loss", "positions"):
         expected = np.concatenate([getattr(part, name) for part in parts])
         assert np.array_equal(getattr(packed, name), expected)
+
+
+# --- files that change
+# --------------------------------------------------------------------------------------------------
+
+
+def grow(path: Path) -> None:
+    with path.open("a") as file:
+        file.write('{"text": "more"}\n')
+
+
+def shrink(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 7)
+
+
+def replace(path: Path) -> None:
+    """Put a file of the same bytes in its place."""
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    os.replace(other, path)
+
+
+@pytest.mark.parametrize("change", [grow, shrink, replace, Path.unlink])
+@pytest.mark.parametrize("count", [3, 2000])
+def test_a_file_that_changes_while_it_is_read(
+    count: int, change: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """Oracle: the bytes that the file had."""
+    path = written(tmp_path / "train.jsonl", count)
+    records = read_records(path)
+    next(records)
+    with refused(ValueError, f"{path} {path.stat().st_size:,}"):
+        change(path)
+        list(records)

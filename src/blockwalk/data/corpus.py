@@ -114,46 +114,38 @@ def held_out_set(
 def _held_out(settings: DataSettings, tokenizer: Tokenizer, limit: int, seed: int) -> Kept:
     """Return the held-out records as tokens, with the number of all."""
     asks = asks_of(settings)
-    sources, named = _held_out_records(settings, seed)
-    count = sum(len(records) for _, records in sources)
-    chosen = set(range(count))
-    if 0 < limit < count:
-        # every n-th would miss what alternates
-        chosen = set(random.Random(0).sample(range(count), limit))
-    if not chosen:
+    share = sorted(eval_numbers(settings, seed))
+    part = "train" if share else settings.task_part if settings.task else "test"
+    named = f"data.eval_share of {joined(settings.train)}"
+    if not share:
+        named = f"{joined(settings.eval)} (data.eval)"
+    count = len(share) or sum(1 for _, _, records in _sources(settings, part) for _ in records)
+    if not count:
         raise ValueError(
             f"{joined(settings.eval)}: the data set is empty: no record was found (data.eval)"
         )
-    numbers = itertools.count()
-    drawn = [
-        (source, [record for record in records if next(numbers) in chosen])
-        for source, records in sources
-    ]
+    numbers: Sequence[int] = share or range(count)
+    if 0 < limit < count:
+        # every n-th would miss what alternates
+        numbers = [numbers[place] for place in random.Random(0).sample(range(count), limit)]
+    drawn = numbers if isinstance(numbers, range) else frozenset(numbers)
+    order = itertools.count()
+    streams = (
+        (source, (record for record in records if next(order) in drawn))
+        for _, source, records in _sources(settings, part)
+    )
     if asks is None or settings.format not in ("", Format.CLASSIFICATION):
-        parts = [_learnt(source, records, tokenizer, named) for source, records in drawn if records]
+        parts = [
+            _learnt(source, itertools.chain([first], records), tokenizer, named)
+            for source, records in streams
+            if (first := next(records, None)) is not None
+        ]
         return Kept(_packed(settings, _joined(parts)), count)
-    records = [record for _, part in drawn for record in part]
+    records = [record for _, stream in streams for record in stream]
     encoder: Any = encode_answers if asks.question(records[0]).answers else encode_choices
     shots = _shots(settings, asks)
     rows = encoder(records, tokenizer, asks, max_length=settings.max_length, shots=shots)
     return Kept(rows, count)
-
-
-def _held_out_records(
-    settings: DataSettings, seed: int
-) -> tuple[list[tuple[DataSettings, list[Record]]], str]:
-    """Return the held-out records of each source, with the settings that it is read with, and the
-    name of all of them in an error."""
-    if share := eval_numbers(settings, seed):
-        order = itertools.count()
-        held_out = [
-            (source, [record for record in records if next(order) in share])
-            for _, source, records in _sources(settings, "train")
-        ]
-        return held_out, f"data.eval_share of {joined(settings.train)}"
-    part = settings.task_part if settings.task else "test"
-    held_out = [(source, list(records)) for _, source, records in _sources(settings, part)]
-    return held_out, f"{joined(settings.eval)} (data.eval)"
 
 
 def _shots(settings: DataSettings, asks: Template | Task) -> str:

@@ -27,6 +27,7 @@ from typing import Any
 
 from blockwalk.data.records import Record, half_character
 from blockwalk.system.bounds import Endless, bounded
+from blockwalk.system.file_states import FileState, state_of
 from blockwalk.system.lfs import refuse_pointer
 
 INSTALL = "pip install 'blockwalk[data]'"
@@ -222,19 +223,37 @@ def _refuse_splits(folder: Path, files: Sequence[Path]) -> None:
 
 
 def _of_file(path: Path) -> Iterator[Record]:
-    """Yield records of one file. Raises ValueError where its reader cannot read it; the message
-    names the file."""
+    """Yield records of one file. Raises ValueError where its reader cannot read it, and where it
+    changes meanwhile; the message names the file."""
     refuse_pointer(path)
     _refuse_packed(path)
+    before = state_of(path)
     suffix = path.suffix.lower()
     try:
         yield from _READERS[suffix](path)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({_reason(error)}): save it as UTF-8") from None
     except (csv.Error, ValueError) as error:
+        _require_unchanged(path, before)
+        if isinstance(error, UnicodeDecodeError):
+            raise ValueError(
+                f"{path} is not UTF-8 text ({_reason(error)}): save it as UTF-8"
+            ) from None
         if str(path) in str(error):
             raise
         raise ValueError(f"{path} cannot be read as {suffix[1:]}: {error}") from None
+    _require_unchanged(path, before)
+
+
+def _require_unchanged(path: Path, before: FileState) -> None:
+    """Raise ValueError where a file has grown, shrunk, or was replaced since its state was
+    taken."""
+    now = state_of(path) if path.is_file() else None
+    # the last time tells of links and rights too
+    if now is None or now[:3] != before[:3]:
+        bytes_now = "none" if now is None else f"{now[1]:,}"
+        raise ValueError(
+            f"{path} changed while it was read ({before[1]:,} bytes, now {bytes_now}): wait until it"
+            " is written, and start again"
+        )
 
 
 def _refuse_packed(path: Path) -> None:
