@@ -251,8 +251,8 @@ def _require_unchanged(path: Path, before: FileState) -> None:
     if now is None or now[:3] != before[:3]:
         bytes_now = "none" if now is None else f"{now[1]:,}"
         raise ValueError(
-            f"{path} changed while it was read ({before[1]:,} bytes, now {bytes_now}): wait until it"
-            " is written, and start again"
+            f"{path} changed while it was read ({before[1]:,} bytes, now {bytes_now}): wait until"
+            " it is written, and start again"
         )
 
 
