@@ -198,6 +198,7 @@ def _chunks(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:
         ValueError: a text holds half a character, which no tokenizer reads.
     """
     chunk: list[Rendered] = []
+    characters = 0
     for record in rendered:
         if half := half_character(record.text):  # of JSON text within a record, or of a template
             raise ValueError(
@@ -205,9 +206,11 @@ def _chunks(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:
                 " surrogate): write the character whole, or U+FFFD"
             )
         chunk.append(record)
-        if len(chunk) == CHUNK or sum(len(entry.text) for entry in chunk) > CHUNK_CHARACTERS:
+        characters += len(record.text)
+        if len(chunk) == CHUNK or characters > CHUNK_CHARACTERS:
             yield chunk
             chunk = []
+            characters = 0
     if chunk:
         yield chunk
 
@@ -300,11 +303,14 @@ def _row(
     """Return a record's tokens, with those that the tokenizer puts around a text where it asks for
     them. A token is learnt where its characters, from one of its offsets to the other, touch a span
     that is; of the tokens around a text, those behind it."""
-    mask = [
-        any(begins < stop and ends > start for start, stop in record.spans)
-        for begins, ends in offsets
-    ]
-    prompt = sum(ends <= record.prompt_end for _, ends in offsets) if record.prompt_end else 0
+    characters = itertools.chain.from_iterable(offsets)
+    offsets_S2 = np.fromiter(characters, dtype=np.int64, count=2 * len(offsets)).reshape(-1, 2)
+    begins_S, ends_S = offsets_S2.T
+    in_loss_S = np.zeros(len(begins_S), dtype=np.bool_)
+    for start, stop in record.spans:
+        in_loss_S |= (begins_S < stop) & (ends_S > start)
+    mask: list[bool] = in_loss_S.tolist()
+    prompt = int(np.count_nonzero(ends_S <= record.prompt_end)) if record.prompt_end else 0
     kept = 0
     end = around.missing_end(ids) if record.end else []
     if record.begin:
