@@ -8,12 +8,13 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from blockwalk.data import batching, dataset, packing
+from blockwalk.data import batching, column, dataset, encode, packing
 from blockwalk.data.batching import Batches
 from blockwalk.data.corpus import training_set
 from blockwalk.data.dataset import Encoded
@@ -187,3 +188,25 @@ def test_a_file_that_changes_while_it_is_read(
     with refused(ValueError, f"{path} {path.stat().st_size:,}"):
         change(path)
         list(records)
+
+
+def test_a_disk_too_full_for_the_tokens_is_named_before_it_is_full(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the tokens of the whole file, of which a half had been encoded."""
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
+    data = DataSettings(train=str(written(tmp_path / "train.jsonl", 3000)))
+    whole = training_set(data, tokenizer)
+    assert isinstance(whole, Encoded)
+    monkeypatch.setattr(dataset, "IN_MEMORY", whole.nbytes // 2)
+    asked: list[int] = []
+    monkeypatch.setattr(encode, "require_room", lambda what, nbytes: asked.append(nbytes))
+    training_set(data, tokenizer)
+    assert asked == [pytest.approx(0.5 * whole.nbytes, rel=0.1)]
+    monkeypatch.undo()
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(dataset, "IN_MEMORY", 500)
+    free = 1000
+    monkeypatch.setattr(column.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with refused(ValueError, f"train.jsonl {free / 1e9:.3g} {tmp_path / 'cache'} BLOCKWALK_CACHE"):
+        training_set(data, tokenizer)

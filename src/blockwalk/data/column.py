@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import IO
@@ -85,3 +86,15 @@ def token_folder() -> Path | None:
     except OSError:
         return None
     return folder if os.access(folder, os.W_OK) else None
+
+
+def require_room(what: str, nbytes: int) -> None:
+    """Raise ValueError where the disk that tokens lie on has less than ``nbytes`` bytes free."""
+    folder = token_folder() or Path(tempfile.gettempdir())
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise ValueError(
+            f"{what} takes about {nbytes / 1e9:.3g} GB more as tokens on the disk of {folder},"
+            f" which has {free / 1e9:.3g} GB free: free some, or set BLOCKWALK_CACHE to a folder on"
+            " another disk"
+        )

@@ -18,7 +18,7 @@ from blockwalk.data.formats import Format
 from blockwalk.data.packing import pack
 from blockwalk.data.records import Record, Template
 from blockwalk.data.rendered import Tokenizer
-from blockwalk.data.sources import INSTALL, read_records
+from blockwalk.data.sources import INSTALL, files_of, read_records
 from blockwalk.data.tasks import TASKS, Task, demonstrations, part_of
 from blockwalk.data.token_files import Kept, kept, key_of
 from blockwalk.plan.data_source import joined, listed
@@ -74,7 +74,8 @@ def _trained(
                 encode_choices(trained, tokenizer, ranked, max_length=length, source=named)
             )
         else:
-            parts.append(_learnt(source_settings, trained, tokenizer, named))
+            source_bytes = sum(file.stat().st_size for file in files_of(source))
+            parts.append(_learnt(source_settings, trained, tokenizer, named, source_bytes))
     dataset = _joined(parts)
     if settings.shares:
         dataset = dataset.select(mixture([len(part) for part in parts], settings.shares, seed))
@@ -242,7 +243,11 @@ def _sources(
 
 
 def _learnt(
-    settings: DataSettings, records: Iterable[Record], tokenizer: Tokenizer, source: str
+    settings: DataSettings,
+    records: Iterable[Record],
+    tokenizer: Tokenizer,
+    source: str,
+    source_bytes: int = 0,
 ) -> Encoded:
     asks = asks_of(settings)
     if asks is not None and settings.format in ("", Format.CLASSIFICATION):
@@ -253,7 +258,13 @@ def _learnt(
     length = None if settings.packing else settings.max_length
     kind = settings.format or None
     return encode(
-        records, tokenizer, max_length=length, format=kind, source=source, prompts=settings.prompt
+        records,
+        tokenizer,
+        max_length=length,
+        format=kind,
+        source=source,
+        source_bytes=source_bytes,
+        prompts=settings.prompt,
     )
 
 

@@ -105,6 +105,12 @@ class Encoded:
         """Return tokens of each example that are learnt, [n]."""
         return np.add.reduceat(self.in_loss, self.starts[:-1], dtype=np.int64)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        borders = 0 if self.positions is None else self.positions.nbytes
+        return self.token_ids.nbytes + self.in_loss.nbytes + self.starts.nbytes + borders
+
     def lengths_of(self, rows: Sequence[int] | Integers) -> Integers:
         """Return tokens of the examples named, [n]."""
         numbers = np.asarray(rows, dtype=np.int64)
@@ -216,6 +222,16 @@ class RowWriter:
         """Whether there is a row."""
         return self._starts.nbytes > self._starts.itemsize
 
+    @property
+    def spilled(self) -> bool:
+        """Whether some rows lie in files."""
+        return any(column.spilled for column in self._columns)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows so far."""
+        return sum(column.nbytes for column in self._columns)
+
     def add(self, token_ids: Ids, in_loss: Mask, positions: Ids | None = None) -> None:
         """Add a row: arrays [S] of ids, of whether each token is learnt, and, where it is several
         documents, of positions in these."""
@@ -238,7 +254,7 @@ class RowWriter:
             pad_id,
             report,
             self._positions.array() if self._positions.nbytes else None,
-            in_maps=any(column.spilled for column in self._columns),
+            in_maps=self.spilled,
         )
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from blockwalk.data.column import require_room
 from blockwalk.data.dataset import Answers, Choices, Encoded, Ids, Mask, RowWriter
 from blockwalk.data.encode_report import EncodeReport, Origin, digest_of
 from blockwalk.data.formats import Format, detect_format
@@ -44,15 +45,18 @@ def encode(
     max_length: int | None,
     format: Format | str | None = None,
     source: str = "",
+    source_bytes: int = 0,
     prompts: Sequence[str] = (),
 ) -> Encoded:
     """Encode records of one format but classification (``None``: that of the first record) for
     training.
 
-    ``max_length`` is in tokens; None cuts nothing. ``source`` names the records in an error.
-    ``prompts`` are those of ``data.prompt``, see :func:`blockwalk.data.render.render`. Raises
-    ``ValueError``, naming file, line and field, where a record lacks what its format needs, and
-    where nothing is left to learn from; what was cut or dropped is counted in ``Encoded.report``.
+    ``max_length`` is in tokens; None cuts nothing. ``source`` names the records in an error, and
+    ``source_bytes`` are those of their files, by which a full disk is foreseen. ``prompts`` are
+    those of ``data.prompt``, see :func:`blockwalk.data.render.render`. Raises ``ValueError``,
+    naming file, line and field, where a record lacks what its format needs, where nothing is left
+    to learn from, and where the disk has no room for the tokens; what was cut or dropped is counted
+    in ``Encoded.report``.
     """
     records = iter(records)
     sample = next(records, None)
@@ -68,19 +72,29 @@ def encode(
     columns = _Columns()
     has_template = bool(getattr(tokenizer, "chat_template", None)) and not prompts
 
+    read_bytes = 0
+
     def rendered() -> Iterator[Rendered]:
+        nonlocal read_bytes
         for record in records:
-            digest.update(json.dumps(record.fields, default=str).encode())
+            content = json.dumps(record.fields, default=str).encode()
+            digest.update(content)
+            read_bytes += len(content)
             text = render(columns.watched(record), kind, tokenizer, stops, prompts)
             report.without_template += has_template and kind is Format.COMPLETION and text.end
             yield text
 
     writer = RowWriter()
     for row, mask in _tokenize(rendered(), tokenizer, report):
-        if mask.any():
-            writer.add(row, mask)
-        else:
+        if not mask.any():
             report.dropped += 1
+            continue
+        in_memory = not writer.spilled
+        writer.add(row, mask)
+        if in_memory and writer.spilled:
+            # what is read ahead of the tokenizer is little of what has been read by now
+            whole = writer.nbytes * source_bytes // read_bytes
+            require_room(source, whole - writer.nbytes)
     if not writer:
         why = "; ".join(replace(report, dropped=0).warnings())
         place = source and f"{source}: "

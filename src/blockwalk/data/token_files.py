@@ -91,10 +91,11 @@ def kept(key: str, make: Callable[[], Kept]) -> Kept:
             return result
         _sweep(folder, path)
         try:
+            atomic_files.require_space(path, result.rows.nbytes, "the copy of its tokens")
             _write(path, result)
             return _opened(path)
-        except OSError as error:
-            log.warning("%s: the next start encodes the data again", error)
+        except (OSError, ValueError) as error:
+            log.warning("%s; the next start encodes the data again", error)
             return result
 
 

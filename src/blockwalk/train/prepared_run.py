@@ -105,13 +105,8 @@ class PreparedRun:
     @property
     def map_bytes(self) -> int:
         """Bytes of the files that :meth:`put_away` makes."""
-        rows = self.rows
-        arrays = [*self.tokenizer_files.values()]
-        if not rows.in_maps:
-            arrays += [rows.token_ids, rows.in_loss, rows.starts]
-        if not rows.in_maps and rows.positions is not None:
-            arrays.append(rows.positions)
-        return sum(array.nbytes for array in arrays)
+        files = sum(file.nbytes for file in self.tokenizer_files.values())
+        return files + (0 if self.rows.in_maps else self.rows.nbytes)
 
     def put_away(self, folder: Path) -> PreparedRun:
         """Return the run with its training data and the tokenizer's files in maps of nameless files
