@@ -49,7 +49,7 @@ def write_records(text: Path, path: Path, nbytes: int) -> None:
 def started(model: str, data: Path, output_dir: Path, *settings: str) -> subprocess.Popen[bytes]:
     """Start a run of a few steps."""
     command = [
-        *(sys.executable, "-m", "blockwalk.cli.main", "train", "--model", model),
+        *(sys.executable, "-m", "blockwalk", "train", "--model", model),
         *("--method", "mebp", "--data.train", str(data), "--output_dir", str(output_dir)),
         *("--max_steps", str(STEPS), "--batch_size", "4", "--data.max_length", "256"),
         *("--data.allow_truncation", "true", *settings),
@@ -69,7 +69,7 @@ def measured(model: str, data: Path, output_dir: Path) -> dict[str, float]:
     peak = 0
     first: dict[str, float] = {}
     while process.poll() is None:
-        with contextlib.suppress(OSError, IndexError, ValueError):
+        with contextlib.suppress(OSError, LookupError, ValueError):
             lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
             peak = max(peak, int(lines["RssAnon"].split()[0]))
             if not first and metrics.is_file() and b"\n" in metrics.read_bytes():

@@ -28,7 +28,6 @@ NO_SETTING: dict[str, set[str]] = {
     "completion_only_loss": set(),
     "train_on_inputs": set(),
     "special_tokens": set(),
-    "max_samples": set(),
     "mask_history": set(),
     "flash_attn": set(),
     "mask_prompt": set(),
@@ -67,6 +66,7 @@ additional_target=lora.options loraplus_lr_ratio=optimizer.lora_b_ratio iters=ma
 grad_checkpoint=recompute steps_per_report=log_every steps_per_eval=eval_every save_every=save_every
 adapter_path=output_dir batch_size=batch_size data=data.train
 grad_accumulation_steps=gradient_accumulation_steps resume_adapter_file=lora.from
+max_samples=data.max_samples
 """
 SETTING_OF = {
     name: set(ours.split(",")) for name, _, ours in (pair.partition("=") for pair in _PAIRS.split())

@@ -16,11 +16,12 @@ import pytest
 
 from blockwalk.data import batching, column, dataset, encode, packing
 from blockwalk.data.batching import Batches
-from blockwalk.data.corpus import training_set
+from blockwalk.data.corpus import held_out_set, training_set
 from blockwalk.data.dataset import Encoded
 from blockwalk.data.permutation import permuted
 from blockwalk.data.sources import read_records
-from blockwalk.plan.run_config import DataSettings
+from blockwalk.plan.run_config import DataSettings, RunConfig
+from blockwalk.train.preflight import steps_of
 from tests.support import data_files
 from tests.support.data_files import jsonl
 from tests.support.messages import refused
@@ -210,3 +211,29 @@ def test_a_disk_too_full_for_the_tokens_is_named_before_it_is_full(
     monkeypatch.setattr(column.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     with refused(ValueError, f"train.jsonl {free / 1e9:.3g} {tmp_path / 'cache'} BLOCKWALK_CACHE"):
         training_set(data, tokenizer)
+
+
+# --- settings
+# --------------------------------------------------------------------------------------------------
+
+
+def test_the_first_records_of_each_source_are_taken(tokenizer: Any, tmp_path: Path) -> None:
+    """Oracle: files that have no more records than these; and the lines of their shares."""
+    sources = [written(tmp_path / f"{seed}.jsonl", 30, seed=seed) for seed in (1, 2)]
+    shorter = [
+        jsonl(tmp_path / f"first-{path.name}", *path.read_text().splitlines()[:10])
+        for path in sources
+    ]
+    data = DataSettings(train=tuple(map(str, sources)), max_samples=10, eval_share=0.1)
+    expected = DataSettings(train=tuple(map(str, shorter)), eval_share=0.1)
+    rows = training_set(data, tokenizer)
+    assert isinstance(rows, Encoded)
+    assert len(rows) == 18
+    assert rows.fingerprint() == training_set(expected, tokenizer).fingerprint()  # type: ignore[union-attr]
+    held_out, records = held_out_set(data, tokenizer, 0)
+    assert records == 2
+    assert held_out.fingerprint() == held_out_set(expected, tokenizer, 0)[0].fingerprint()  # type: ignore[union-attr]
+    run = RunConfig(data=data, batch_size=3)
+    assert steps_of(run) == 6
+    with refused(ValueError, "data.max_samples -1"):
+        RunConfig(data=DataSettings(max_samples=-1))

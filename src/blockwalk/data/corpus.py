@@ -234,6 +234,8 @@ def _sources(
             subset=source_settings.subset or None,
             columns=source_settings.columns,
         )
+        if part != "test":
+            records = itertools.islice(records, settings.max_samples or None)
         drawn = task is not None or part == "known"
         yield (
             source.path,

@@ -1063,9 +1063,11 @@ _DATA = (
         200,
         other="max_eval_samples eval_samples limit_eval",
     ),
-    _none(
-        "A run takes all records; max_steps ends it earlier, and head -n shortens a file.",
-        to.is_off,
+    _other(
+        "data.max_samples",
+        "It counts records of each source of data.train, the first ones.",
+        to.same("data.max_samples"),
+        1000,
         factory="max_samples",
         other="max_train_samples num_samples limit",
     ),

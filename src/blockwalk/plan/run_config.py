@@ -33,6 +33,9 @@ class DataSettings:
     """Shares of the sources of ``data.train`` in a mixture, one for each. Records are drawn by them
     until every source has been seen whole. A short one comes again and again. Empty: every record
     once."""
+    max_samples: int = 0
+    """The number of records of each source of ``data.train`` that are read, the first ones; 0:
+    all."""
     eval_share: float = 0.0
     """The share of ``data.train`` that is held out for evaluation, such as 0.05; 0: none. ``seed``
     draws it."""
@@ -322,7 +325,7 @@ LEAST = by_name(
     (1, "batch_size eval_batches keep_checkpoints log_every data.padding_multiple"),
     (
         0,
-        "data.task_train data.task_dev data.task_eval data.task_seed data.shots"
+        "data.task_train data.task_dev data.task_eval data.task_seed data.shots data.max_samples"
         " prefix.num_virtual_tokens",
     ),
     (2, "data.max_length"),

@@ -4,6 +4,7 @@ do not do what one might expect."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from blockwalk.data.batch import note_on_copies
@@ -24,7 +25,8 @@ def steps_of(run: RunConfig) -> int:
     readable = data.train and all(Path(file).exists() for file in files)
     if run.max_steps or not readable or data.packing or data.shares:
         return run.max_steps
-    records = sum(1 for file in files for _ in read_records(file))
+    limit = data.max_samples or None
+    records = sum(1 for file in files for _ in islice(read_records(file), limit))
     if data.eval_share:
         records -= max(1, round(data.eval_share * records))
     return steps_of_epochs(records, run.batch_size, run.epochs)
