@@ -137,7 +137,7 @@ def other_tokenizer(run: Moved) -> tuple[str, ...]:
 
 
 CHANGED: dict[str, tuple[Callable[[Moved], tuple[str, ...]], str]] = {
-    "records": (more_text, "records 64 65"),
+    "records": (more_text, "records 64 65 data.appended follow"),
     "text": (other_text, "text data.train data.jsonl"),
     "tokenizer": (other_tokenizer, "tokenizer.json"),
     "setting": (lambda _: ("--data.max_length", "17"), "data.max_length 512 17"),
@@ -154,6 +154,24 @@ def test_a_refusal_says_what_changed(
     assert run.train(2, *alter(run)) == 2
     says(capsys.readouterr().err, expected)
     assert sorted(path.name for path in (run.folder / "run").rglob("*")) == before
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_appended_records_are_followed_by_choice(
+    settings: str,
+    stayed: dict[str, list[float]],
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They come behind the others: the next batch is that of the run whose data stayed."""
+    run = Moved(tiny_run, tmp_path / "run", *settings.split())
+    more_text(run)
+    assert run.train(2, "--data.appended", "follow") == 0
+    says(capsys.readouterr().out, "1 sequence data.train data.appended: follow")
+    assert losses(run.folder / "run") == stayed[settings]
+    more_text(run)
+    assert run.train(2) == 2, "not unless it is chosen"
 
 
 def test_of_several_sources_the_changed_one_is_named(

@@ -143,6 +143,39 @@ def test_batches_without_a_list_of_their_order(
         assert continued == drawn[place : place + len(continued)]
 
 
+@pytest.mark.parametrize("in_memory", [0, 1 << 20])
+def test_appended_examples_come_last_in_their_epoch(
+    in_memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: runs on the data before they grew, and after; each example once an epoch."""
+    monkeypatch.setattr(batching, "SHUFFLED_IN_MEMORY", in_memory)
+    sizes = (20, 27, 30)
+    before, more, most = (Batches(rows_of(size), 1, 5) for size in sizes)
+    expected = Batches(rows_of(20), 1, 5)
+    epoch = [expected.next_rows()[0] for _ in range(20)]
+    drawn = [before.next_rows()[0] for _ in range(6)]
+    with refused(ValueError, "training data"):
+        more.load_state_dict(before.state_dict())
+    more.load_state_dict(before.state_dict(), follow=True)
+    drawn += [more.next_rows()[0] for _ in range(16)]
+    assert drawn[:20] == epoch
+    most.load_state_dict(json.loads(json.dumps(more.state_dict())), follow=True)
+    resumed = Batches(rows_of(30), 2, 5)
+    resumed.load_state_dict(json.loads(json.dumps(most.state_dict())))
+    drawn += [most.next_rows()[0] for _ in range(8)]
+    assert sorted(drawn[20:27]) == list(range(20, 27))
+    assert sorted(drawn[27:]) == [27, 28, 29]
+    assert drawn[20:] != sorted(drawn[20:]), "in an order of their own"
+    continued = [row for _ in range(4) for row in resumed.next_rows()]
+    assert continued == drawn[22:], "a second resumption"
+    whole = Batches(rows_of(30), 1, 5)
+    next_epoch = [whole.next_rows()[0] for _ in range(60)][30:]
+    assert [most.next_rows()[0] for _ in range(30)] == next_epoch, "all are one from there on"
+    other = Batches(rows_of(27).select([1, 0, *range(2, 27)]), 1, 5)
+    with refused(ValueError, "tokens"):
+        other.load_state_dict(before.state_dict(), follow=True)
+
+
 def test_documents_are_packed_within_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: each window packed by itself."""
     rows = rows_of(40)

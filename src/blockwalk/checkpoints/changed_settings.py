@@ -14,7 +14,14 @@ SAME_WEIGHTS = (
 FIXED = ("model", "method", "seed", "batch_size", "lora", "prefix", "data")
 """Settings without which the saved state means something else; any other may change when a run is
 resumed, and what is evaluated (:data:`ONLY_EVALUATION`) too."""
-ONLY_EVALUATION = ("data.eval", "data.shots", "data.task_part", "data.task_eval", "data.show_first")
+ONLY_EVALUATION = (
+    "data.eval",
+    "data.shots",
+    "data.task_part",
+    "data.task_eval",
+    "data.show_first",
+    "data.appended",
+)
 """The beginnings of names of settings that no training step reads."""
 NEVER_COMPARED = ("resume_from_checkpoint", "output_dir", "overwrite_output_dir")
 """Settings that say where a run is, not what it computes."""

@@ -38,7 +38,8 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     (
         "training data",
-        "data.train data.weights data.max_samples data.train_split data.shuffle data.show_first",
+        "data.train data.weights data.max_samples data.train_split data.shuffle data.appended"
+        " data.show_first",
         _TRAIN,
     ),
     ("chats", "data.chat_template data.chat_template_arguments", _ALL),

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -59,7 +61,10 @@ class Batches(Iterator[RowBatch]):
     ``shuffle=False`` keeps the file's order.
 
     Of more than :data:`SHUFFLED_IN_MEMORY` examples no list is made: each one's place is a function
-    of seed, epoch and position, and the longest example alone changes places."""
+    of seed, epoch and position, and the longest example alone changes places.
+
+    Examples that were appended while an epoch was under way come last in it, in an order of their
+    own; from the next epoch on all are one."""
 
     def __init__(
         self,
@@ -85,6 +90,8 @@ class Batches(Iterator[RowBatch]):
         self.epoch = 0
         self.position = 0
         """Examples of this epoch that were given out."""
+        self.lengths_before: list[int] = []
+        """Examples that there were before each time that some were appended in this epoch."""
         self._order = self._epoch_order()
 
     def steps(self, epochs: float) -> int:
@@ -101,6 +108,7 @@ class Batches(Iterator[RowBatch]):
             if self.position == len(self.dataset):
                 self.epoch = self.epoch + 1
                 self.position = 0
+                self.lengths_before = []
                 self._order = self._epoch_order()
             stop = min(self.position + self.batch_size - len(rows), len(self.dataset))
             rows += self._order(np.arange(self.position, stop)).tolist()
@@ -130,13 +138,18 @@ class Batches(Iterator[RowBatch]):
         on."""
         place = {name: getattr(self, name) for name in ("epoch", "position", "seed", "shuffle")}
         origin = asdict(self.dataset.report.origin)
-        return {**place, "data": self.dataset.fingerprint(), "origin": origin}
+        data = {
+            "data": self.dataset.fingerprint(),
+            "origin": origin,
+            "sequences": len(self.dataset),
+        }
+        return {**place, **data, "lengths_before": [*self.lengths_before]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, follow: bool = False) -> None:
         """Go to a saved place.
 
         A chat template that writes the day makes other tokens of the same records on another day;
-        then the run goes on.
+        then the run goes on. With ``follow`` it goes on as well where examples were appended.
 
         Raises:
             ValueError: seed, shuffling or data differ, and the order would be another; what changed
@@ -148,7 +161,8 @@ class Batches(Iterator[RowBatch]):
                 raise ValueError(
                     f"cannot resume: data.{name} was {state[name]!r} and is now {current[name]!r}"
                 )
-        if not self.continues(state):
+        appended = follow and self.appended(state)
+        if not self.continues(state) and not appended:
             part = _CHANGES[changed[0]] if (changed := self._changed(state)) else "tokens"
             raise ValueError(
                 f"cannot resume: the {part} of the training data changed (content {state['data']},"
@@ -157,7 +171,17 @@ class Batches(Iterator[RowBatch]):
             )
         self.epoch = int(state["epoch"])
         self.position = int(state["position"])
+        self.lengths_before = [*map(int, state.get("lengths_before", ()))]
+        if appended:
+            self.lengths_before.append(int(state["sequences"]))
         self._order = self._epoch_order()
+
+    def appended(self, state: Mapping[str, Any]) -> int:
+        """Return how many examples these data have behind those of a saved place, which are the
+        first ones; 0: none, or the first ones are others."""
+        count = int(state.get("sequences", len(self.dataset)))
+        more = len(self.dataset) - count
+        return more if more > 0 and self.dataset.first(count).fingerprint() == state["data"] else 0
 
     def continues(self, state: Mapping[str, Any]) -> bool:
         """Return whether a saved place is one among these data: the same tokens, or other tokens of
@@ -180,15 +204,33 @@ class Batches(Iterator[RowBatch]):
         ]
 
     def _epoch_order(self) -> Order:
-        count = len(self.dataset)
-        size = self.batch_size
         if not self.shuffle:
             return lambda positions: positions
+        ends = [*self.lengths_before, len(self.dataset)]
+        orders = [self._first_order(ends[0])]
+        for begin, end in itertools.pairwise(ends):
+            key = f"blockwalk data {self.seed} {self.epoch} {begin}"
+            orders.append(partial(_behind, begin, end - begin, key))
+        if len(orders) == 1:
+            return orders[0]
+
+        def order(positions: Integers) -> Integers:
+            parts = np.searchsorted(ends, positions, side="right")
+            rows = np.empty_like(positions)
+            for part in np.unique(parts):
+                rows[parts == part] = orders[part](positions[parts == part])
+            return rows
+
+        return order
+
+    def _first_order(self, count: int) -> Order:
+        """Return the order of the examples that an epoch began with."""
+        size = self.batch_size
         if count > SHUFFLED_IN_MEMORY:
-            return self._computed_order()
+            return self._computed_order(count)
         order = epoch_order(count, self.seed, self.epoch)
         if self.epoch == 0:
-            lengths = np.diff(self.dataset.starts)
+            lengths = np.diff(self.dataset.starts[: count + 1])
             longest = int(lengths[order].argmax())
             order[[0, longest]] = order[[longest, 0]]
             later = order[size : count // size * size].reshape(-1, size)
@@ -197,14 +239,13 @@ class Batches(Iterator[RowBatch]):
                 later[[0, fullest]] = later[[fullest, 0]]
         return lambda positions: order[positions]
 
-    def _computed_order(self) -> Order:
-        """Return the order of an epoch of which no list is made."""
-        count = len(self.dataset)
+    def _computed_order(self, count: int) -> Order:
+        """Return the order of so many examples, of which no list is made."""
         key = f"blockwalk data {self.seed} {self.epoch}"
         if self.epoch > 0:
             return lambda positions: permuted(positions, count, key)
         first = permuted(np.zeros(1, dtype=np.int64), count, key)
-        longest = self._longest_example()
+        longest = self._longest_example(count)
 
         def order(positions: Integers) -> Integers:
             rows = permuted(positions, count, key)
@@ -213,14 +254,21 @@ class Batches(Iterator[RowBatch]):
 
         return order
 
-    def _longest_example(self) -> int:
-        """Return the number of the first example of the most tokens."""
-        starts = self.dataset.starts
-        for begin in range(0, len(self.dataset), _LOOKED_AT):
-            lengths = np.diff(starts[begin : begin + _LOOKED_AT + 1])
-            if int(lengths.max()) == self.dataset.summary.longest:
-                return begin + int(lengths.argmax())
-        raise AssertionError("the summary is of other examples")
+    def _longest_example(self, count: int) -> int:
+        """Return the number of the first example of the most tokens, of so many."""
+        longest = 0
+        most_tokens = 0
+        for begin in range(0, count, _LOOKED_AT):
+            lengths = np.diff(self.dataset.starts[begin : min(begin + _LOOKED_AT, count) + 1])
+            if int(lengths.max()) > most_tokens:
+                most_tokens = int(lengths.max())
+                longest = begin + int(lengths.argmax())
+        return longest
+
+
+def _behind(begin: int, count: int, key: str, positions: Integers) -> Integers:
+    """Return the examples at positions among ``count`` that were appended behind ``begin``."""
+    return begin + permuted(positions - begin, count, key)
 
 
 def by_length(

@@ -137,6 +137,19 @@ class Encoded:
         learnt = sum(int(np.count_nonzero(part)) for part in _parts(self.in_loss))
         return Summary(self._digest(), learnt, longest, furthest)
 
+    def first(self, count: int) -> Encoded:
+        """Return the first examples, as views."""
+        end = int(self.starts[count])
+        self.require(0, end)
+        return replace(
+            self,
+            token_ids=self.token_ids[:end],
+            in_loss=self.in_loss[:end],
+            starts=self.starts[: count + 1],
+            positions=None if self.positions is None else self.positions[:end],
+            known=None,
+        )
+
     def select(self, rows: Iterable[int]) -> Encoded:
         """Return the examples named, in that order."""
         return self.cut([(int(self.starts[row]), int(self.starts[row + 1]))] for row in rows)

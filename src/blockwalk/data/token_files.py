@@ -52,7 +52,7 @@ UNUSED_SECONDS = 30 * 24 * 3600.0
 _DIGEST_BYTES = 8
 _COLUMNS = {"token_ids": np.int32, "in_loss": np.bool_, "starts": np.int64, "positions": np.int32}
 _NO_MATTER = frozenset(
-    ("shuffle", "padding_multiple", "show_first", "label_scores", "allow_truncation")
+    ("appended", "shuffle", "padding_multiple", "show_first", "label_scores", "allow_truncation")
 )
 """Settings of ``data`` that change no token."""
 _LIBRARIES = ("blockwalk", "transformers", "tokenizers", "jinja2", "numpy", "datasets", "pyarrow")

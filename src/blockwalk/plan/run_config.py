@@ -105,6 +105,10 @@ class DataSettings:
     shuffle: bool = True
     """Whether records come in a new order for each epoch; false: in the file's. The longest comes
     in the first batch, where too little memory shows at once. The fullest batch is second."""
+    appended: str = "refuse"
+    """What a resumed run does where ``data.train`` has grown at its end: refuse, or follow. It then
+    learns the new records behind the others of the epoch. Packed, mixed and shared data are
+    refused."""
     show_first: bool = True
     """Whether the first record is printed at the start, with the part that is learnt marked."""
 
@@ -422,6 +426,7 @@ def _together(run: RunConfig) -> Iterator[str]:
 
 WORDS = {
     "keep_best": ("", "loss", "accuracy"),
+    "data.appended": ("refuse", "follow"),
     "data.label_scores": ("mean", "sum"),
     "data.task_part": ("test", "dev"),
 }

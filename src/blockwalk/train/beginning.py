@@ -21,6 +21,7 @@ from blockwalk.models.places import adapter_paths, data_paths, model_paths, refu
 from blockwalk.plan.data_source import joined, names_of
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
+from blockwalk.plan.words import counted, is_or_are
 from blockwalk.ranks.agreement import facts_of, require_agreement
 from blockwalk.ranks.ranks import first
 from blockwalk.report.capacity import check_budget, check_memory
@@ -228,7 +229,15 @@ def _resume(beginning: Beginning, saved: Checkpoint) -> Resumed:
         same_data=True,
     )
     notes = [f"changed since the checkpoint: {change}" for change in changes]
-    if saved.data["batches"]["data"] != prepared.rows.fingerprint():
+    place = saved.data["batches"]
+    follow = config.data.appended == "follow"
+    if follow and (more := prepared.batches.appended(place)):
+        notes.append(
+            f"{counted(more, 'sequence')} {is_or_are(more)} new in data.train since step"
+            f" {saved.step}: they come behind the others of epoch {place['epoch'] + 1}"
+            " (data.appended: follow)"
+        )
+    elif place["data"] != prepared.rows.fingerprint():
         notes.append(
             "the chat template writes the date of the day: the same records have other tokens"
             f" than up to step {saved.step}"
@@ -243,7 +252,7 @@ def _resume(beginning: Beginning, saved: Checkpoint) -> Resumed:
             f" {saved.step} (content {saved_records}, now {records}): losses on them are not"
             " compared with those before"
         )
-    prepared.batches.load_state_dict(saved.data["batches"])
+    prepared.batches.load_state_dict(place, follow=follow)
     return Resumed(saved, changes, notes)
 
 
@@ -275,8 +284,16 @@ def _require_same_anatomy(beginning: Beginning, saved: Checkpoint) -> None:
 
 def _require_same_data(beginning: Beginning, saved: Checkpoint) -> None:
     """Raise ValueError where the batches to come are not those of the saved run."""
-    if beginning.prepared.batches.continues(saved.data["batches"]):
+    batches = beginning.prepared.batches
+    place = saved.data["batches"]
+    if batches.continues(place):
         return
+    more = batches.appended(place)
+    if more and beginning.config.data.appended == "follow":
+        return
+    follow = ""
+    if more:
+        follow = f"set data.appended: follow, which learns the {counted(more, 'new sequence')}, or "
     changed = differences(
         saved.data.get("identity", {}),
         beginning.identity,
@@ -286,5 +303,5 @@ def _require_same_data(beginning: Beginning, saved: Checkpoint) -> None:
     )
     raise ValueError(
         "cannot resume: the training data are not those that the run began with:"
-        f" {'; '.join(changed)}. Put those back, or begin a new run in another output_dir"
+        f" {'; '.join(changed)}. Put those back, or {follow}begin a new run in another output_dir"
     )

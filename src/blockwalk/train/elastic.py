@@ -56,6 +56,7 @@ def facts(run: RunConfig, prepared: PreparedRun) -> dict[str, str]:
         **facts_of({name: settings[name] for name in ALIKE}),
         "the codecs": f"{plan.frozen.codec}, {plan.trainable.codec}",
         "data.train": prepared.rows.fingerprint(),
+        "data.appended": f"behind {prepared.batches.lengths_before}",
         "the model's weights": weights_digest(run.model),
         "the processor": f"{device.type} {name} × {torch.get_num_threads()} threads",
         **versions(),
