@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from blockwalk.data.batching import epoch_order
@@ -18,13 +19,16 @@ from blockwalk.data.formats import Format
 from blockwalk.data.packing import pack
 from blockwalk.data.records import Record, Template
 from blockwalk.data.rendered import Tokenizer
-from blockwalk.data.sources import INSTALL, files_of, read_records
+from blockwalk.data.sources import files_of, read_records
 from blockwalk.data.tasks import TASKS, Task, demonstrations, part_of
 from blockwalk.data.token_files import Kept, kept, key_of
 from blockwalk.plan.data_source import joined, listed
 from blockwalk.plan.parsing import did_you_mean
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.plan.table import LOOSE
+
+_DRAWN_AT_ONCE = 1000
+"""Sources that are drawn together; another number would draw others."""
 
 
 def training_set(
@@ -182,30 +186,23 @@ def asks_of(settings: DataSettings) -> Template | Task | None:
     )
 
 
-def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list[int]:
-    """Return an order of the examples of several sources, numbered end to end: each is drawn from a
+def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> Iterator[int]:
+    """Yield an order of the examples of several sources, numbered end to end: each is drawn from a
     source by its weight, until every source has been seen whole; one that runs out before begins
-    again.
-
-    Raises:
-        ValueError: ``datasets`` is missing.
-    """
-    try:
-        import datasets
-    except ImportError:
-        raise ValueError(
-            f"data.weights needs datasets, which interleaves the sources: {INSTALL}"
-        ) from None
-    ends = itertools.accumulate(lengths, initial=0)
-    numbers = [
-        datasets.Dataset.from_dict({"row": range(start, end)})
-        for start, end in itertools.pairwise(ends)
-    ]
-    shares = [weight / sum(weights) for weight in weights]
-    mixed = datasets.interleave_datasets(
-        numbers, shares, seed=seed, stopping_strategy="all_exhausted"
-    )
-    return list(mixed["row"])
+    again. The order is that of ``datasets.interleave_datasets``."""
+    shares = np.asarray(weights) / sum(weights)
+    generator = np.random.default_rng(seed)
+    begins = [0, *itertools.accumulate(lengths)]
+    taken = [0] * len(lengths)
+    waiting = set(range(len(lengths)))
+    while True:
+        for source in generator.choice(len(lengths), size=_DRAWN_AT_ONCE, p=shares).tolist():
+            yield begins[source] + taken[source] % lengths[source]
+            taken[source] += 1
+            if taken[source] == lengths[source]:
+                waiting.discard(source)
+            if not waiting:
+                return
 
 
 def _sources(

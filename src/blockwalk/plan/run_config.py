@@ -106,9 +106,9 @@ class DataSettings:
     """Whether records come in a new order for each epoch; false: in the file's. The longest comes
     in the first batch, where too little memory shows at once. The fullest batch is second."""
     appended: str = "refuse"
-    """What a resumed run does where ``data.train`` has grown at its end: refuse, or follow. It then
-    learns the new records behind the others of the epoch. Packed, mixed and shared data are
-    refused."""
+    """The choice of a resumed run where ``data.train`` has grown at its end: refuse, or follow. It
+    then learns the new records behind the others of the epoch. Packed and mixed data and those of
+    an ``eval_share`` are refused."""
     show_first: bool = True
     """Whether the first record is printed at the start, with the part that is learnt marked."""
 
