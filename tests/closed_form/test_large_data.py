@@ -24,7 +24,7 @@ from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.train.preflight import steps_of
 from tests.support import data_files
 from tests.support.data_files import jsonl
-from tests.support.messages import refused
+from tests.support.messages import refused, says
 
 tokenizer = data_files.tokenizer
 
@@ -270,3 +270,21 @@ def test_the_first_records_of_each_source_are_taken(tokenizer: Any, tmp_path: Pa
     assert steps_of(run) == 6
     with refused(ValueError, "data.max_samples -1"):
         RunConfig(data=DataSettings(max_samples=-1))
+
+
+def test_encoding_says_how_far_it_is(
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Oracle: the bytes of the file and the tokens of its rows."""
+    monkeypatch.setattr(encode, "QUIET", 0.0)
+    rows = training_set(DataSettings(train=str(written(tmp_path / "a.jsonl", 600))), tokenizer)
+    assert isinstance(rows, Encoded)
+    lines = capsys.readouterr().err.splitlines()
+    says(lines[-1], f"a.jsonl {int(rows.starts[-2]):,} 100% 0")
+    shares = [int(line.partition("%")[0].rpartition(" ")[2]) for line in lines]
+    assert shares == sorted(shares)
+    assert shares[0] == pytest.approx(100 * 256 / 600, abs=3), "a chunk was read"
+    assert len(lines) == 600

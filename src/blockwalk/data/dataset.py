@@ -229,7 +229,8 @@ class RowWriter:
         self._starts = Column(np.int64)
         self._starts.extend(np.zeros(1, dtype=np.int64))
         self._columns = (self._token_ids, self._in_loss, self._positions, self._starts)
-        self._tokens = 0
+        self.tokens = 0
+        """Tokens so far."""
 
     def __bool__(self) -> bool:
         """Whether there is a row."""
@@ -252,8 +253,8 @@ class RowWriter:
         self._in_loss.extend(in_loss)
         if positions is not None:
             self._positions.extend(positions)
-        self._tokens += len(token_ids)
-        self._starts.extend(np.asarray([self._tokens], dtype=np.int64))
+        self.tokens += len(token_ids)
+        self._starts.extend(np.asarray([self.tokens], dtype=np.int64))
         if sum(column.waiting for column in self._columns) > IN_MEMORY:
             for column in self._columns:
                 column.spill()

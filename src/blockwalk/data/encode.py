@@ -11,6 +11,8 @@ import functools
 import hashlib
 import itertools
 import json
+import sys
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -31,7 +33,10 @@ from blockwalk.data.tasks import Task
 from blockwalk.data.tokens_around import TokensAround, tokens_around
 from blockwalk.models.stops import end_note, texts_of_stops
 from blockwalk.plan.words import counted
+from blockwalk.system.terminal import say
 
+QUIET = 10.0
+"""Seconds between lines on standard error while records are encoded."""
 CHUNK = 256
 CHUNK_CHARACTERS = 1 << 19
 """The most texts that are tokenised in one call, and the most characters in them: what a call gives
@@ -79,13 +84,15 @@ def encode(
         for record in records:
             content = json.dumps(record.fields, default=str).encode()
             digest.update(content)
-            read_bytes += len(content)
+            read_bytes += len(content) + 1  # a line
             text = render(columns.watched(record), kind, tokenizer, stops, prompts)
             report.without_template += has_template and kind is Format.COMPLETION and text.end
             yield text
 
     writer = RowWriter()
+    tell = _teller(source, source_bytes)
     for row, mask in _tokenize(rendered(), tokenizer, report):
+        tell(read_bytes, writer.tokens)
         if not mask.any():
             report.dropped += 1
             continue
@@ -113,6 +120,27 @@ def encode(
         dated="strftime_now" in template,
     )
     return writer.finish(_pad_id(tokenizer), report)
+
+
+def _teller(source: str, source_bytes: int) -> Callable[[int, int], None]:
+    """Return a function of the bytes that were read and the tokens so far, which prints a line on
+    standard error every :data:`QUIET` seconds: with 0 bytes in all it has no end to tell."""
+    began = said = time.perf_counter()
+
+    def tell(read_bytes: int, tokens: int) -> None:
+        nonlocal said
+        now = time.perf_counter()
+        if now - said < QUIET:
+            return
+        said = now
+        line = f"encoding {source or 'records'}: {counted(tokens, 'token')}"
+        if source_bytes:
+            share = min(1.0, read_bytes / source_bytes)
+            remaining = (now - began) / share * (1 - share)
+            line += f", {share:.0%} of the text, {remaining:,.0f} s left"
+        say(line, file=sys.stderr)
+
+    return tell
 
 
 def _empty(source: str) -> str:
