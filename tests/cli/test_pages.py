@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,19 @@ import yaml
 
 from blockwalk.cli import main
 from blockwalk.doctor import machine
-from blockwalk.plan.methods import METHODS
 from blockwalk.simulate import hardware
-from tests.support.pages import HUB_NAMES, PAGES, REASONS, ROOT, blocks, commands, shown, yaml_files
+from tests.support.pages import (
+    HUB_NAMES,
+    PAGES,
+    REASONS,
+    ROOT,
+    blocks,
+    commands,
+    modules,
+    shown,
+    yaml_files,
+)
+from tests.support.row_modules import new_process
 
 BEFORE = {
     "how-to/run-it.md": ["train examples/quickstart.yaml", "train run.yaml"],
@@ -116,8 +125,8 @@ def call(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Write the YAML files of a page, put a small model under every name of the hub, and run the
-    page's commands."""
+    """Write the YAML files and modules of a page, put a small model under every name of the hub,
+    and run the page's commands."""
     path = ROOT / page if page == "README.md" else ROOT / "docs" / page
     text = path.read_text(encoding="utf-8")
     for name in {*HUB_NAMES.findall(text), *HUB_NAMES.findall(RUN)}:
@@ -126,7 +135,7 @@ def run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     for before, after in CHANGES.get(page, {}).items():
         text_of_run = text_of_run.replace(before, after)
     Path("run.yaml").write_text(text_of_run, encoding="utf-8")
-    for name, block in yaml_files(path).items():
+    for name, block in {**yaml_files(path), **modules(path)}.items():
         Path(name).write_text(block, encoding="utf-8")
     if any(command.words[:2] == ["blockwalk", "init"] for command in commands(text)):
         Path("run.yaml").unlink()  # the page writes it
@@ -134,7 +143,8 @@ def run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert main.main(line.split()) == 0, capsys.readouterr().err
     for command in commands(text):
         if command.needs is None:
-            call(command.words, capsys)
+            with new_process():
+                call(command.words, capsys)
 
 
 def parameters() -> list[object]:
@@ -154,16 +164,8 @@ def parameters() -> list[object]:
 def test_every_command_of_a_page_runs(
     page: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A row that the page adds stands in the table of methods before its commands run."""
-    if page == "how-to/add-a-method.md":
-        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-        (block,) = re.findall(r"^ *```python\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
-        exec(compile(textwrap.dedent(block), page, "exec"), {})
-    try:
-        run(page, capsys)
-    finally:
-        if "offload" in METHODS:
-            METHODS.unregister("offload")
+    """Modules that the page shows are files, and its commands import them."""
+    run(page, capsys)
 
 
 def test_a_command_that_is_not_run_says_what_it_needs() -> None:

@@ -101,6 +101,15 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
+def modules(path: Path) -> dict[str, str]:
+    """Return the modules of a page by the names in their first lines."""
+    return {
+        name[1]: block
+        for block in blocks(path.read_text(encoding="utf-8"), "python")
+        if (name := re.match(r"# (\w+\.py)\n", block))
+    }
+
+
 def yaml_files(path: Path) -> dict[str, str]:
     """Return the YAML files of a page by the names in their first lines; README's first one without
     a name is run.yaml."""

@@ -40,6 +40,11 @@ from blockwalk.system.paths import StrPath
 FORMAT = "blockwalk-ledger"
 VERSION = 2
 NAME = "ledger.jsonl"
+MODULES = "modules"
+"""The name of a header's list of modules that brought rows, each with its digest."""
+NOT_COMPARED = ("run", MODULES)
+"""Names of a header's facts that a run may go on without: its own name, and the source of modules,
+on which the settings that are compared at resume have a line."""
 UNREAD = ("losses",)
 """Names of an entry's fields that no update reads."""
 
@@ -231,9 +236,11 @@ def write_exported(path: StrPath, header: Mapping[str, Any], entries: Sequence[L
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the settings in which two headers differ, as ``name: saved, now``; the run's own name
-    is none of them."""
-    names = [name for name in now if name != "run" and saved.get(name) != _plain(now[name])]
+    """Return the settings in which two headers differ, as ``name: saved, now``, but for those of
+    :data:`NOT_COMPARED`."""
+    names = [
+        name for name in now if name not in NOT_COMPARED and saved.get(name) != _plain(now[name])
+    ]
     lines = []
     for name in names:
         old = saved.get(name)

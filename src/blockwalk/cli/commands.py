@@ -26,7 +26,11 @@ def _switch(name: str, help: str) -> Option:
     return name, {"action": "store_true", "help": help}
 
 
-def _choice(name: str, choices: Sequence[Any], help: str, **more: Any) -> Option:
+def _choice(
+    name: str, choices: Sequence[Any] | Callable[[], Sequence[Any]], help: str, **more: Any
+) -> Option:
+    """Return an option that takes one of a few words; a function says them when a command line is
+    read, for modules may have added some."""
     return name, {"choices": choices, "help": help, **more}
 
 
@@ -73,7 +77,8 @@ class Command:
     @property
     def flags(self) -> list[str]:
         """The names of its flags and arguments, without dashes."""
-        return ["device", *(name.removeprefix("--") for name, _ in self.options)]
+        imports = [] if self.takes_settings else ["import"]  # with settings, it is one of them
+        return ["device", *imports, *(name.removeprefix("--") for name, _ in self.options)]
 
     def function(self) -> Callable[..., int | None]:
         """Import and return the function that runs the subcommand."""
@@ -105,7 +110,7 @@ COMMANDS = (
         (
             _value("model", "MODEL", "a hub name, a folder or a GGUF file"),
             _value("out", "OUT", "the folder to write"),
-            _choice("--codec", CODECS.written, "default: int4a", default="int4a"),
+            _choice("--codec", lambda: CODECS.written, "default: int4a", default="int4a"),
             _choice("--group_size", [32, 64], "int4: elements a scale", type=int, default=32),
             _value(
                 "--calibrate",
@@ -395,6 +400,16 @@ def parser(explained: Command | None) -> argparse.ArgumentParser:
             metavar="NAME",
             help="cpu, cuda, cuda:1, xpu; BLOCKWALK_DEVICE, or what is there",
         )
+        if not command.takes_settings:
+            subparser.add_argument(
+                "--import",
+                metavar="MODULE,...",
+                help="modules with rows of your own, whose code runs: files, or modules in the"
+                " working folder or installed",
+            )
         for name, details in command.options:
+            choices = details.get("choices")
+            if callable(choices):
+                details = {**details, "choices": choices()}
             subparser.add_argument(name, **details)
     return top

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from blockwalk.cli.commands import Command
+from blockwalk.cli.imports import load_remembered
 from blockwalk.models import run_folder
 from blockwalk.models.model_source import model_source
 from blockwalk.plan.run_config import RunConfig
@@ -45,6 +46,7 @@ def configuration(
     """
     arguments.config, implied = _settings_file(arguments.config)
     settings = [*implied, *settings]
+    load_remembered(arguments.config)
     with _notes_printed(starts=starts):
         run = config.load(arguments.config, settings, as_flags=True)
     arguments.named = {name for name, _ in settings}

@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 
+from blockwalk.cli import imports
 from blockwalk.cli.commands import COMMANDS, Command, parser
 from blockwalk.cli.configuration import Settings, configuration
 from blockwalk.plan.parsing import did_you_mean
@@ -62,6 +63,7 @@ def _run(command: Command | None, words: list[str]) -> int:
     helps = "-h" in words or "--help" in words
     try:
         _require_command(words)
+        imports.load_named(words)
         arguments, settings = _parsed(command, words, parser(command if helps else None))
         if command is None:
             arguments.parser.print_help()

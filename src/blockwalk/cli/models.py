@@ -18,6 +18,7 @@ from blockwalk.plan.parsing import Loader
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.words import counted
 from blockwalk.program.program import human_bytes
+from blockwalk.system import row_modules
 from blockwalk.system.atomic_files import read_yaml
 from blockwalk.system.terminal import is_terminal, say
 
@@ -160,6 +161,7 @@ def replay(arguments: argparse.Namespace) -> None:
     """Rebuild what a zeroth-order run trained."""
     from blockwalk.convert import replay as replaying
 
+    _note_modules(arguments.ledger)
     with _bar("replaying") as progress:
         paths = (arguments.base, arguments.ledger, arguments.out)
         steps = replaying.replay(*paths, until=arguments.until, progress=progress)
@@ -173,6 +175,7 @@ def export(arguments: argparse.Namespace) -> None:
     """Write a zeroth-order fine-tune as one small file."""
     from blockwalk.convert import replay as replaying
 
+    _note_modules(arguments.ledger)
     with _bar("checking") as progress:
         paths = (arguments.base, arguments.ledger, arguments.out)
         rebuild = not arguments.no_rebuild
@@ -184,6 +187,22 @@ def export(arguments: argparse.Namespace) -> None:
         f" {arguments.out}"
     )
     say(f"rebuild the model with: blockwalk replay {arguments.base} {arguments.out} FOLDER")
+
+
+def _note_modules(ledger: str) -> None:
+    """Print a note for each module that brought rows to a ledger's run and is not here as it was:
+    a replay needs those of its rule and noise alone, so nothing is refused for it."""
+    from blockwalk.checkpoints.ledger import MODULES, NAME, read_ledger
+    from blockwalk.models.hub import file_of
+
+    here = row_modules.stamps()
+    names = {row_modules.name_of(stamp): stamp for stamp in here}
+    for stamp in read_ledger(file_of(ledger, NAME))[0].get(MODULES, ()):
+        if stamp in here:
+            continue
+        name = row_modules.name_of(str(stamp))
+        state = f"here it is {names[name]}" if name in names else f"--import {name} brings them"
+        say(f"note: {ledger} was written with rows of {stamp}; {state}", file=sys.stderr)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ _TRAIN = ("train", "plan")
 GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "model and method",
-        "model method frozen trainable compute_dtype prefetch resident compile loss seed",
+        "model import method frozen trainable compute_dtype prefetch resident compile loss seed",
         _ALL,
     ),
     (

@@ -13,7 +13,7 @@ from typing import Any
 from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
 from blockwalk.plan.data_source import Source, Sources, listed, weights_of
 from blockwalk.plan.methods import method
-from blockwalk.plan.parsing import fields_of, host_and_port, plain_values
+from blockwalk.plan.parsing import fields_of, host_and_port, plain_values, setting_of
 from blockwalk.plan.plan import Plan, refuse_dropout
 from blockwalk.plan.ranges import beyond, by_name
 from blockwalk.plan.table import spoken
@@ -170,6 +170,11 @@ class RunConfig:
     model: str = ""
     """The model: a hub name (``owner/name``, ``owner/name@revision``), a downloaded folder, a GGUF
     file or a block store."""
+    import_: tuple[str, ...] = ()
+    """Modules with rows of your own, whose code runs: losses, rules, codecs, methods and others. A
+    flag names a file, or a module that is looked up in the working folder and among installed
+    ones. A file's list is followed with that flag alone, but in the folder of a run of yours. Each
+    is kept with a digest of its source, as ``my_rows@0123456789abcdef``."""
     plan: Plan = field(default_factory=lambda: method("mebp", frozen="disk × auto"))
     data: DataSettings = field(default_factory=DataSettings)
     lora: LoraSettings | None = None
@@ -299,7 +304,7 @@ class RunConfig:
         names = [
             f.name for f in dataclasses.fields(self) if f.name not in ("plan", "lora", "named")
         ]
-        settings = {name: plain_values(getattr(self, name)) for name in names}
+        settings = {setting_of(name): plain_values(getattr(self, name)) for name in names}
         lora = False if self.lora is None else plain_values(self.lora)
         plan = {f.name: plain_values(getattr(self.plan, f.name)) for f in dataclasses.fields(Plan)}
         return {

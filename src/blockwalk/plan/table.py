@@ -85,7 +85,8 @@ class Table(Mapping[str, Row]):
 
     def unknown(self, name: object) -> str:
         """Return the message about a name that no row has."""
-        return f"{self.setting} is {name!r}; it must be one of {self.choices}{self.nearest(name)}"
+        hint = self.nearest(name) or "; --import MODULE brings rows of your own"
+        return f"{self.setting} is {name!r}; it must be one of {self.choices}{hint}"
 
 
 Reference = Callable[..., Any] | str

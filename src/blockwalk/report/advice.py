@@ -11,7 +11,7 @@ from typing import Any
 
 from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
 from blockwalk.plan.methods import method
-from blockwalk.plan.parsing import plain_values
+from blockwalk.plan.parsing import plain_values, setting_of
 from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
@@ -131,7 +131,9 @@ def recommended(run: RunConfig, plan: Plan) -> dict[str, Any]:
     default = RunConfig().to_mapping()
     settings["batch_size"] = -(-run.batch_size // run.plan.cuts) * plan.cuts
     names = [
-        field.name for field in fields(RunConfig) if field.name not in ("plan", "model", "named")
+        setting_of(field.name)
+        for field in fields(RunConfig)
+        if field.name not in ("plan", "model", "named")
     ]
     run_settings = changed({name: settings[name] for name in names}, default)
     optimizer = (

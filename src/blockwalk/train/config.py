@@ -42,6 +42,7 @@ from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.settings import override, unnamed_codec
 from blockwalk.plan.words import counted
+from blockwalk.system import row_modules
 from blockwalk.system.atomic_files import read_yaml
 from blockwalk.system.temporary import require_temporary
 from blockwalk.train.foreign_settings import Note, translated
@@ -51,9 +52,14 @@ PLACEMENTS = [
     f.name for f in dataclasses.fields(Plan) if isinstance(getattr(Plan(), f.name), Placement)
 ]
 """Settings that may be given whole (``disk × int4a``) or in parts (``frozen.tier``)."""
-_OWN = [
-    f.name for f in dataclasses.fields(RunConfig) if f.name not in ("plan", "named", *_SECTIONS)
-]
+_OWN = {
+    setting_of(f.name): f.name
+    for f in dataclasses.fields(RunConfig)
+    if f.name not in ("plan", "named", *_SECTIONS)
+}
+"""The fields of a run itself, by setting."""
+IMPORT = "import"
+"""The setting that names modules with rows: a file's and the command line's add up."""
 
 
 def setting_names() -> list[str]:
@@ -154,8 +160,11 @@ def of(
 def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
     """Return the configuration that dotted settings of our own names describe, the later ones
     winning."""
-    settings = _winning(pairs)
+    pairs = list(pairs)
+    modules = imported([value for name, value in pairs if name == IMPORT])
+    settings = _winning(pair for pair in pairs if pair[0] != IMPORT)
     values = _run_values(settings)
+    values[_OWN[IMPORT]] = modules
     require_temporary(values.get("output_dir", "."))
     data = section(DataSettings, "data", settings)
     values["prefix"] = section(PrefixSettings, "prefix", settings)
@@ -174,6 +183,29 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
         wants_lora = rounded and not values["prefix"]
     adapters = lora if wants_lora else None
     return RunConfig(plan=plan, data=data, lora=adapters, named=frozenset(settings), **values)
+
+
+def imported(lists: Iterable[Any]) -> tuple[str, ...]:
+    """Return the modules that lists of them name, each once, with the digest that it has now. A
+    note says where it had another one.
+
+    Raises:
+        ValueError: one of them is not imported.
+    """
+    stamps: dict[str, str] = {}
+    for value in lists:
+        for entry in coerce(IMPORT, value, tuple[str, ...]):
+            module = row_modules.require(entry, IMPORT)
+            digest = row_modules.digest_in(entry)
+            if digest and not module.digest.startswith(digest):
+                warnings.warn(
+                    f"{module.file} has changed since these settings were written: {entry}, now"
+                    f" {module.stamp}",
+                    Note,
+                    stacklevel=2,
+                )
+            stamps[module.name] = module.stamp
+    return tuple(stamps.values())
 
 
 def _winning(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -213,8 +245,10 @@ def _run_values(settings: dict[str, Any]) -> dict[str, Any]:
     if resume in ("true", "false"):
         settings["resume_from_checkpoint"] = "latest" if resume == "true" else ""
     hints = hints_of(RunConfig)
-    names = [name for name in settings if name in _OWN]
-    values = {name: coerce(name, settings.pop(name), hints[name]) for name in names}
+    fields = {name: _OWN[name] for name in settings if name in _OWN}
+    values = {
+        field: coerce(name, settings.pop(name), hints[field]) for name, field in fields.items()
+    }
     if values.get("model"):
         values["model"] = model_source(os.path.expanduser(values["model"]))
     return values

@@ -34,7 +34,7 @@ from blockwalk.ranks.ranks import first
 from blockwalk.report.advice import next_plan
 from blockwalk.report.html import loss_ends
 from blockwalk.report.step_forecast import StepForecast
-from blockwalk.system import atomic_files
+from blockwalk.system import atomic_files, row_modules
 from blockwalk.system.atomic_files import whole_lines
 from blockwalk.system.heap import give_back
 from blockwalk.system.out_of_memory import OutOfMemory, is_out_of_memory
@@ -89,6 +89,7 @@ def train(
             if walker.ranks.rank == 0:
                 settings = config.dump(beginning.config).encode()
                 atomic_files.write_bytes(output_dir / "config.yaml", settings)
+                row_modules.remember(output_dir)
                 step_forecast.write(output_dir, trace)
             if beginning.host is not None:
                 elastic.let_ranks_join(beginning, walker)

@@ -22,6 +22,7 @@ from blockwalk.plan.plan import Plan
 from blockwalk.program.costs import TimedOp
 from blockwalk.program.program import Shape
 from blockwalk.ranks.launch import OF_A_RANK
+from blockwalk.system import row_modules
 from blockwalk.system.child_python import SAFE_PATH, python_command
 from blockwalk.system.load import LEAST, OtherLoad, of_other_ranks
 
@@ -80,7 +81,7 @@ def measure(request: Request) -> Timed:
             computed (:mod:`blockwalk.system.load`), all the time or in every step.
     """
     try:
-        sent = pickle.dumps(request)
+        sent = pickle.dumps((row_modules.files(), pickle.dumps(request)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"another process cannot have the model's configuration: {error}"

@@ -29,6 +29,7 @@ from blockwalk.plan.losses import IGNORE
 from blockwalk.plan.sizes import spans
 from blockwalk.program.costs import TimedOp
 from blockwalk.program.program import COMPUTES, OpKind
+from blockwalk.system import row_modules
 from blockwalk.system.process_memory import free_memory
 from blockwalk.tiers.model_folder import safetensors
 from blockwalk.walk.timed_units import Request, TimedStep
@@ -136,5 +137,7 @@ def _steps(walker: Walker, request: Request, timed: Collection[OpKind]) -> Itera
 
 if __name__ == "__main__":
     request_file = Path(sys.argv[1])
-    steps = _walk(pickle.loads(request_file.read_bytes()), request_file.parent)
+    modules, request = pickle.loads(request_file.read_bytes())
+    row_modules.load_all(modules)  # before the plan, which may name their rows, is read
+    steps = _walk(pickle.loads(request), request_file.parent)
     print(json.dumps([asdict(step) for step in steps]))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from blockwalk.checkpoints.ledger import Ledger, entry_of
+from blockwalk.checkpoints.ledger import MODULES, Ledger, entry_of
 from blockwalk.cutting.adapters import as_adapters
 from blockwalk.data.batch import Batch, require_ids
 from blockwalk.data.label_words import LabelWordBatch
@@ -51,6 +51,7 @@ from blockwalk.ranks.forward_sharing import ForwardSharing, MeshSharing, WalkAga
 from blockwalk.ranks.groups import started
 from blockwalk.ranks.ranks import digest_of, first, make_ranks
 from blockwalk.ranks.watch import Watch, begin_watch, naming
+from blockwalk.system import row_modules
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.memories import Memories
 from blockwalk.walk import generation, kept_logits
@@ -238,8 +239,10 @@ class Walker:
 
     def ledger_header(self, lora: Any, run: str = "") -> dict[str, Any]:
         """Zeroth order: return the header of a ledger of this run, whose adapters began as ``lora``
-        says."""
-        return self._keeps_ledger.header(lora, run)
+        says; with the modules that brought rows, if any did."""
+        header = self._keeps_ledger.header(lora, run)
+        modules = row_modules.stamps()
+        return {**header, MODULES: modules} if modules else header
 
     @property
     def _keeps_ledger(self) -> KeepsLedger:
