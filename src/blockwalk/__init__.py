@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from blockwalk import contrib as contrib  # its rows are there wherever a plan is
+from blockwalk.system import row_modules as _row_modules
 
 if TYPE_CHECKING:
     from blockwalk.plan.choices import LoraSettings as LoraSettings
@@ -50,3 +51,6 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(f"blockwalk.{_HOME[name]}"), name)
     raise AttributeError(f"module 'blockwalk' has no attribute {name!r}")
+
+
+_row_modules.load_installed()  # rows of installed packages are there wherever a plan is

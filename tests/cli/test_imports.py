@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from blockwalk.cli.main import main
+from blockwalk.plan.losses import LOSSES
 from blockwalk.system import cache, row_modules
 from tests.conftest import TinyRun
 from tests.support.messages import missing, refused, says
@@ -205,3 +206,28 @@ def test_a_list_on_the_command_line_adds_to_that_of_a_file(
     assert not missing(capfd.readouterr().err, "model|x"), "it comes as far as the model"
     with new_process(), refused(ValueError, "import second"):
         row_modules.require("second", "import")
+
+
+def test_an_installed_package_brings_rows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: the metadata of two packages. The first one's rows are there without a flag, and a
+    file may name its module; the second one fails, in one line that names it."""
+    for name, content in (
+        ("good_rows", ROWS.replace("models_own", "packaged")),
+        ("bad_rows", "1/0"),
+    ):
+        information = folder / f"{name}-1.0.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+        )
+        (information / "entry_points.txt").write_text(f"[blockwalk.rows]\nmine = {name}\n")
+        (folder / f"{name}.py").write_text(content)
+    monkeypatch.syspath_prepend(folder)
+    with new_process():
+        row_modules.load_installed()
+        assert "packaged" in LOSSES
+        assert row_modules.require("good_rows", "import").file == str(folder / "good_rows.py")
+    (message,) = (record.getMessage() for record in caplog.records)
+    says(message, "bad_rows ZeroDivisionError")
