@@ -77,8 +77,10 @@ def _differing(
             continue
         old = saved.get(name, default.get(name))
         if isinstance(new, Mapping) and isinstance(old, Mapping):
+            defaults = default.get(name)
+            parts = defaults if isinstance(defaults, Mapping) else {}
             pairs = {
-                f"{name}.{part}": (old.get(part, default[name].get(part)), value)
+                f"{name}.{part}": (old.get(part, parts.get(part)), value)
                 for part, value in new.items()
             }
         else:

@@ -3,14 +3,15 @@ setting, from the tables that parsing reads. Nothing here imports torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from blockwalk.cli import settings_help
-from blockwalk.plan import ranges, run_config
+from blockwalk.plan import ranges, row_settings, run_config
 from blockwalk.plan.codecs import CODECS
 from blockwalk.plan.data_source import Source
-from blockwalk.plan.parsing import OPEN, names_words, placement_pattern
+from blockwalk.plan.parsing import OPEN, hints_of, names_words, placement_pattern, words_in
 from blockwalk.plan.placement import Placement
 from blockwalk.plan.tiers import TIERS
 from blockwalk.train import config
@@ -37,11 +38,16 @@ _SOURCES: Schema = {
 }
 
 
+def _codecs() -> Schema:
+    """Return the values of a codec, of those that there are."""
+    return _of_rows("frozen.codec", {"enum": [*CODECS]})
+
+
 def _place() -> Schema:
     """Return the values of a placement, of the tiers and codecs that there are."""
     parts: Schema = {
         "tier": {"enum": [*TIERS]},
-        "codec": {"enum": [*CODECS]},
+        "codec": _codecs(),
         "group": _TEXT,
     }
     return {
@@ -60,7 +66,10 @@ def schema() -> Schema:
     ]
     properties: Schema = {}
     defaults = settings_help.defaults()
-    for name in names:
+    tables = config.row_tables()
+    for name in dict.fromkeys(names):
+        if name.rpartition(".")[0] in tables:
+            continue  # it stands among the values of the setting that names its row
         _, sentence = settings_help.described(name)
         part: Schema = {**_values(name), "description": sentence}
         if defaults.get(name) not in ("", None, [], {}):
@@ -76,12 +85,13 @@ def schema() -> Schema:
         "description": settings_help.described("lora")[1],
         "anyOf": [_SWITCH, lora],
     }
+    dotted = [*sections, *config.PLACEMENTS, *tables]
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "A run of Blockwalk",
         "type": "object",
         "properties": properties,
-        "patternProperties": {rf"^({'|'.join([*sections, *config.PLACEMENTS])})\.": {}},
+        "patternProperties": {rf"^({'|'.join(map(re.escape, dotted))})\.": {}},
         "additionalProperties": False,
     }
 
@@ -97,11 +107,60 @@ def _section(properties: Schema, name: str) -> Schema:
     return part
 
 
+def _of_rows(name: str, words: Schema) -> Schema:
+    """Return the values of a setting that names a row: a name, and for rows with settings of their
+    own a name with these."""
+    table = config.row_tables()[name]
+    own = table.own_settings()
+    if not own:
+        return words
+    rows = [row for row in table if table.settings_of(row) is not None]
+    parts = {
+        field: _own_values(next(iter(owners.values())), field) for field, owners in own.items()
+    }
+    if name.endswith(".name"):  # the settings stand beside the name
+        return {"anyOf": [words, {"type": "string", "pattern": _with_brackets(rows)}]}
+    row = {"enum": [*table]}
+    properties = {"name": row, **parts}
+    whole = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {"anyOf": [words, whole, {"type": "string", "pattern": _with_brackets(rows)}]}
+
+
+def _with_brackets(rows: Sequence[str]) -> str:
+    return rf"^({'|'.join(map(re.escape, rows))})\("
+
+
+def _own_values(cls: type, field: str) -> Schema:
+    """Return the values of a setting that a row has of its own."""
+    hint = hints_of(cls)[field]
+    if words := row_settings.words_of(cls, field):
+        return {"enum": [*words]}
+    if hint not in (int, float):
+        return dict(_BY_TYPE.get(hint, {"anyOf": [{"type": "array"}, _TEXT]}))
+    limits = row_settings.limits_of(cls, field)
+    keys = {
+        "least": "minimum",
+        "most": "maximum",
+        "above": "exclusiveMinimum",
+        "below": "exclusiveMaximum",
+    }
+    ranges_of = {keys[limit]: number for limit, number in limits.items()}
+    return {"type": "integer" if hint is int else "number", **ranges_of}
+
+
 def _values(name: str) -> Schema:
     """Return the values that a setting takes."""
+    if owners := config.owners_of(name):
+        return _own_values(next(iter(owners.values())), name.rpartition(".")[2])
+    words = _of_field(name)
+    return _of_rows(name, words) if name in config.row_tables() else words
+
+
+def _of_field(name: str) -> Schema:
+    """Return the values of a setting that is a field, by its type."""
     hint: Any = bool if name == "lora" else settings_help.hint_of(name)
     if names_words(hint):
-        return {"enum": [str(word) for word in hint]}
+        return {"enum": words_in(hint)}
     if choices := settings_help.choices_of(name):
         return {"enum": [*choices, *_SHORT.get(name, ())]}
     if hint is Placement:
@@ -136,6 +195,6 @@ _BY_TYPE: dict[Any, Schema] = {
 
 def _number(name: str, *, whole: bool) -> Schema:
     """Return the range of a setting that is a number."""
-    maximum = ranges.SMALLER.get(name, ranges.MOST[int if whole else float])
+    maximum = ranges.SMALLER.get(name, row_settings.MOST[int if whole else float])
     minimum = {**ranges.LEAST, **run_config.LEAST}.get(name, -maximum)
     return {"type": "integer" if whole else "number", "maximum": maximum, "minimum": minimum}

@@ -7,6 +7,7 @@ Nothing here imports torch."""
 from __future__ import annotations
 
 import ast
+import dataclasses
 import fnmatch
 import functools
 import inspect
@@ -14,14 +15,23 @@ import keyword
 import re
 import shutil
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from blockwalk.plan import choices, ranges, run_config
+from blockwalk.plan import choices, ranges, row_settings, run_config
 from blockwalk.plan.codecs import CODECS
 from blockwalk.plan.methods import METHODS
-from blockwalk.plan.parsing import READERS, did_you_mean, filled, flat, hints_of, names_words
+from blockwalk.plan.parsing import (
+    READERS,
+    did_you_mean,
+    filled,
+    flat,
+    hints_of,
+    names_words,
+    plain_values,
+    words_in,
+)
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.table import LOOSE, spoken
 from blockwalk.plan.tiers import TIERS
@@ -134,17 +144,29 @@ def settings_of(names: str) -> Iterator[str]:
     """Yield the settings that a group's names and patterns stand for; a placement is one, not its
     parts."""
     parts = tuple(f"{placement}." for placement in config.PLACEMENTS)
-    listed = [name for name in config.setting_names() if not name.startswith(parts)]
+    all_names = config.setting_names()
+    own = [name for name in all_names if config.owners_of(name)]
+    listed = [name for name in all_names if not name.startswith(parts) and name not in own]
     for pattern in names.split():
-        yield from fnmatch.filter(listed, pattern)
+        matches = fnmatch.filter(listed, pattern)
+        yield from matches
+        sections = {f"{name.partition('.')[0]}." for name in matches if "." in pattern}
+        yield from (
+            name
+            for name in own
+            if name.startswith(tuple(sections))
+            or any(name.startswith(f"{match}.") for match in matches)
+        )
 
 
 def described(name: str) -> tuple[str, str]:
     """Return one word for the values that a setting takes, and the sentence of its field."""
+    if owners := config.owners_of(name):
+        return _of_rows(name, owners)
     cls, field = _field(name)
     hint = bool if name == "lora" else hint_of(name)
     sentence = _ROLE.sub(r"\1", _sentences(cls)[field]).replace("``", "")
-    words: Any = hint if names_words(hint) else choices_of(name)
+    words: Any = words_in(hint) if names_words(hint) else choices_of(name)
     table = getattr(hint, "table", words)
     texts = {
         "tiers": TIERS.help,
@@ -156,13 +178,42 @@ def described(name: str) -> tuple[str, str]:
     return form, filled(sentence, texts)
 
 
+def _of_rows(name: str, owners: Mapping[str, type]) -> tuple[str, str]:
+    """Return the same of a setting that rows have of their own: what it is to each of them."""
+    field = name.rpartition(".")[2]
+    sentences = []
+    for row, cls in owners.items():
+        text = row_settings.help_of(cls, field) or _docstrings(cls).get(field, "")
+        fact = next(fact for fact in dataclasses.fields(cls) if fact.name == field)
+        needed = fact.metadata.get(row_settings.REQUIRED)
+        default = "required" if needed else f"default: {shown(plain_values(fact.default))}"
+        ends = text.rstrip(".") + ". " if text else ""
+        values = row_settings.described(cls, field)
+        sentences.append(f"{row}: {ends}{values[0].upper()}{values[1:]} ({default})")
+    cls = next(iter(owners.values()))
+    words = row_settings.words_of(cls, field)
+    return "|".join(words) or READERS[hints_of(cls)[field]][0], ". ".join(sentences)
+
+
+def _docstrings(cls: type) -> Mapping[str, str]:
+    """Return the docstrings below a class's fields; none where its source is not to be had."""
+    try:
+        return _sentences(cls)
+    except (OSError, TypeError, SyntaxError):
+        return {}
+
+
 def choices_of(name: str) -> Collection[str]:
     """Return the words that a setting takes; none where it takes others than a few."""
+    if owners := config.owners_of(name):
+        return row_settings.words_of(next(iter(owners.values())), name.rpartition(".")[2])
     return ("auto", *METHODS) if name == "method" else ranges.CHOICES.get(name, ())
 
 
 def hint_of(name: str) -> Any:
     """Return the type of a setting's field."""
+    if owners := config.owners_of(name):
+        return hints_of(next(iter(owners.values())))[name.rpartition(".")[2]]
     cls, field = _field(name)
     return hints_of(cls)[field]
 

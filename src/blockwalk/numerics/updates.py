@@ -67,6 +67,8 @@ class Rule:
 
     def __post_init__(self) -> None:
         for name in self.facts.settings:
+            if name not in _RANGES:
+                continue
             holds, meaning = _RANGES[name]
             if not holds(value := getattr(self.settings, name)):
                 raise ValueError(f"optimizer.{name} is {value}; it must be {meaning}")

@@ -176,7 +176,8 @@ def method(name: str, **settings: Any) -> Plan:
         >>> method("mebp", **{"optimizer.learning_rate": 2e-4, "prefetch": 2}).prefetch
         2
     """
-    row, meshed = _on_mesh(METHODS[name](), settings)
+    name = METHODS.choice(name)
+    row, meshed = _on_mesh(replace(METHODS[name](), method=name), settings)
     plan = override(row, _timed(row, meshed))
     if plan.home.gathered and not row.home.gathered:
         raise ValueError(

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from blockwalk.plan.choices import ZerothOrderSettings
 from blockwalk.plan.refusal import Refusals, must_be, nothing
+from blockwalk.plan.row_settings import require_fields
 from blockwalk.plan.table import Reference, Table
 
 
@@ -42,6 +44,9 @@ class NoiseFacts:
     against: Refusals = nothing
     """The refusals of plans with it, beside those for settings that it does not read."""
     help: str = ""
+
+    def __post_init__(self) -> None:
+        require_fields("zo", ZerothOrderSettings, self.settings)
 
     def refuses(self, plan: Any) -> Iterator[str]:
         """Yield what speaks against a plan with this noise."""

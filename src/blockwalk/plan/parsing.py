@@ -23,6 +23,7 @@ from blockwalk.plan.codecs import CODECS
 from blockwalk.plan.data_source import Source
 from blockwalk.plan.foreign_names import SETTINGS, find
 from blockwalk.plan.placement import NOBODY, NODE, WORLD, Codec, Placement, Tier
+from blockwalk.plan.row_settings import RowChoice
 from blockwalk.plan.table import RowName
 from blockwalk.plan.tiers import TIERS
 
@@ -101,14 +102,24 @@ def _as_yaml(key: str, text: str) -> Any:
 def plain_values(value: Any) -> Any:
     """Return dataclasses, enumerations and tuples as the types that YAML has."""
     if isinstance(value, Placement):
-        return str(value)
+        rows = {"tier": str(value.tier), "codec": str(value.codec)}
+        parts = {name: RowChoice(row) for name, row in rows.items() if "(" in row}
+        if not parts:
+            return str(value)
+        return {**rows, "group": value.group} | {n: plain_values(row) for n, row in parts.items()}
     if isinstance(value, Source):
         return data_source.plain(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
+        values = {
             setting_of(f.name): plain_values(getattr(value, f.name))
             for f in dataclasses.fields(value)
         }
+        row = values.get("name")
+        if isinstance(row, dict) and values.keys() & row.keys() == {"name"}:
+            return {**values, **row}  # beside the row's name, as in a section of its own
+        return values
+    if isinstance(value, RowChoice):
+        return {"name": value.name, **plain_values(value.settings)}
     if isinstance(value, str):
         return str(value)
     if isinstance(value, list | tuple):
@@ -121,6 +132,11 @@ def plain_values(value: Any) -> Any:
 def names_words(hint: Any) -> bool:
     """Return whether a type is that of a few words: an enumeration, or the names of a table."""
     return isinstance(hint, type) and issubclass(hint, StrEnum | RowName)
+
+
+def words_in(hint: Any) -> list[str]:
+    """Return the words of such a type: of a table the names of its rows."""
+    return [str(word) for word in getattr(hint, "table", hint)]
 
 
 hints_of: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
@@ -273,7 +289,7 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
     """
     reader: Callable[[Any], Any]
     if names_words(hint):
-        form = f"one of {', '.join(hint)}"
+        form = f"one of {', '.join(words_in(hint))}"
         reader = hint
     elif hint not in READERS:
         raise ValueError(f"{key} takes a group of settings, such as {key}.name, not {value!r}")
@@ -461,11 +477,20 @@ def _placement(value: Any) -> Placement:
     return Placement(Tier(tier), Codec(codec), _text(group))
 
 
+SETTINGS_PATTERN = r"(?:\((?:[^()]|\([^()]*\))*\))?"
+"""The settings behind a row's name."""
+
+
 def placement_pattern() -> str:
     """Return the regular expression of a placement as a text, of the tiers and codecs that there
     are."""
-    tiers = "|".join(map(re.escape, Tier))
-    codecs = "|".join(map(re.escape, Codec))
+    tiers, codecs = (
+        "|".join(
+            re.escape(name) + (SETTINGS_PATTERN if table.settings_of(name) else "")
+            for name in table
+        )
+        for table in (TIERS, CODECS)
+    )
     return rf"({tiers})(?:\s*[x×]\s*({codecs})(?:\s*[x×]\s*([^×]+))?)?"
 
 

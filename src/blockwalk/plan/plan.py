@@ -130,6 +130,10 @@ class Plan:
     def __post_init__(self) -> None:
         short = {str(codec): codec.facts.dtype for codec in Codec if codec.facts.dtype}
         object.__setattr__(self, "compute_dtype", short.get(self.compute_dtype, self.compute_dtype))
+        for setting, row in ranges.completed(self):
+            field, _, part = setting.partition(".")
+            value = dataclasses.replace(getattr(self, field), **{part: row}) if part else row
+            object.__setattr__(self, field, value)
         for message in self._refusals():
             raise ValueError(f"plan {self.method!r}: {message}")
 

@@ -12,6 +12,7 @@ from blockwalk.plan.choices import AUTO, MeshSettings
 from blockwalk.plan.losses import LOSSES
 from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.placement import Placement
+from blockwalk.plan.row_settings import MOST
 from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.table import Table
 from blockwalk.plan.update_rules import RULES
@@ -40,9 +41,6 @@ def by_name(*rows: tuple[int, str]) -> dict[str, int]:
     return {name: number for number, names in rows for name in names.split()}
 
 
-MOST = {int: 2**40, float: 1e18}
-"""The most that any number among the settings may be, by its type: far beyond what fits a machine,
-and taken by every library."""
 SMALLER = by_name(
     (2**62, "seed budget"),
     (2**32 - 1, "data.task_seed"),
@@ -104,6 +102,19 @@ LEAST = by_name(
     (AUTO, "resident"),
 )
 """The least that a setting may be."""
+
+
+def completed(plan: Any) -> Iterator[tuple[str, str]]:
+    """Yield the settings of a plan that name a row which has settings of its own, and the row's
+    name with every one of these.
+
+    Raises:
+        ValueError: one of these is unknown, missing or out of range.
+    """
+    for setting, table in CHOICES.items():
+        name = operator.attrgetter(setting)(plan)
+        if isinstance(table, Table) and (table.settings_of(name) or "(" in name):
+            yield setting, table.choice(name) if name in table else name
 
 
 def refusals(plan: Any) -> Iterator[str]:

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from blockwalk.plan.choices import OptimizerSettings
 from blockwalk.plan.refusal import Refusals, nothing
+from blockwalk.plan.row_settings import require_fields
 from blockwalk.plan.table import Table
 
 
@@ -22,7 +24,8 @@ class RuleFacts:
     """Tensors kept from step to step beside each trainable: float32, of its shape, zero at
     first."""
     settings: tuple[str, ...] = ("weight_decay",)
-    """The fields of ``optimizer.*`` that the rule reads."""
+    """The fields of ``optimizer.*`` that the rule reads. Settings of its own are given to
+    :meth:`blockwalk.plan.table.Table.register`."""
     linear: bool = False
     """True where the update is θ ← (1 − lr·weight_decay)·θ − lr·g: a sum of directions may be
     applied one by one."""
@@ -33,6 +36,9 @@ class RuleFacts:
     against: Refusals = nothing
     """Further refusals of plans with it."""
     help: str = ""
+
+    def __post_init__(self) -> None:
+        require_fields("optimizer", OptimizerSettings, self.settings)
 
     def refuses(self, plan: Any) -> Iterator[str]:
         """Yield what speaks against a plan with this rule."""

@@ -13,6 +13,7 @@ from typing import Any
 from blockwalk.plan.choices import OptimizerSettings, ZerothOrderSettings
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.refusal import Refusals, nothing
+from blockwalk.plan.row_settings import require_fields
 from blockwalk.plan.table import Table
 from blockwalk.plan.update_rules import RULES
 
@@ -42,6 +43,9 @@ class KindFacts:
     against: Refusals = nothing
     """Further refusals of plans with it."""
     help: str = ""
+
+    def __post_init__(self) -> None:
+        require_fields("zo", ZerothOrderSettings, self.settings)
 
     def refuses(self, plan: Any) -> Iterator[str]:
         """Yield what speaks against a plan with this kind."""

@@ -40,7 +40,8 @@ from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.plan.schedules import SCHEDULES
-from blockwalk.plan.settings import override, unnamed_codec
+from blockwalk.plan.settings import override, unnamed_codec, with_rows
+from blockwalk.plan.table import Table
 from blockwalk.plan.words import counted
 from blockwalk.system import row_modules
 from blockwalk.system.atomic_files import read_yaml
@@ -62,6 +63,22 @@ IMPORT = "import"
 """The setting that names modules with rows: a file's and the command line's add up."""
 
 
+METHOD = "method"
+DEFAULT_METHOD = "mebp"
+
+
+def row_tables() -> dict[str, Table[Any]]:
+    """Return the tables of rows by the setting that names a row."""
+    return {METHOD: METHODS, **plan_settings.tables()}
+
+
+def owners_of(name: str) -> dict[str, type]:
+    """Return the rows that have a setting of their own by this dotted name, each with the class of
+    its settings; none where it is another setting."""
+    setting, own_name = plan_settings.own_names(row_tables()).get(name, ("", ""))
+    return row_tables()[setting].own_settings()[own_name] if setting else {}
+
+
 def setting_names() -> list[str]:
     """Return every dotted name that a YAML file or a flag may set."""
     sections = [
@@ -69,7 +86,8 @@ def setting_names() -> list[str]:
         for name, cls in _SECTIONS.items()
         for f in dataclasses.fields(cls)
     ]
-    return [*_OWN, "lora", *sections, *PLACEMENTS, *plan_settings.setting_names()]
+    own = plan_settings.own_names({METHOD: METHODS})
+    return [*_OWN, "lora", *sections, *PLACEMENTS, *plan_settings.setting_names(), *own]
 
 
 @functools.cache
@@ -169,11 +187,12 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
     data = section(DataSettings, "data", settings)
     values["prefix"] = section(PrefixSettings, "prefix", settings)
     lora, wants_lora = _lora(settings)
-    name = str(settings.pop("method", "mebp"))
+    name = _method(settings)
     if name == "auto":
         adapters = lora if wants_lora else None
-        plan = _chosen(values, data, adapters, settings)
+        plan = _chosen(values, data, adapters, _with_rows(name, settings))
         return RunConfig(plan=plan, data=data, lora=adapters, **values)
+    settings = _with_rows(name, settings)
     plan = _plan(name, settings, values)
     if wants_lora is None:
         # Weights in a block codec cannot be trained: a row that has them, or is given them, means
@@ -221,7 +240,9 @@ def _winning(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         _require_name(key, value, names)
         for earlier in list(settings):
             is_part = earlier.startswith(f"{key}.")
-            is_whole = key.startswith(f"{earlier}.") and earlier not in PLACEMENTS
+            # a setting of the row that was named before leaves its name
+            stays = earlier in PLACEMENTS or (earlier in row_tables() and key != f"{earlier}.name")
+            is_whole = key.startswith(f"{earlier}.") and not stays
             if is_part or is_whole:
                 del settings[earlier]
         settings[key] = value
@@ -230,8 +251,8 @@ def _winning(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def _require_name(key: str, value: Any, names: list[str]) -> None:
     """Raise ValueError where a setting's name is none of ours."""
-    if key in names:
-        return
+    if key in names or key.startswith(tuple(f"{name}." for name in row_tables())):
+        return  # with_rows knows whose setting it is
     if parts := [name for name in names if name.startswith(f"{key}.")]:
         raise ValueError(f"{key} is {value!r}; it takes a group of settings, such as {parts[0]}")
     if not is_open(key) and not (key in (*OPEN, *WHOLE) and isinstance(value, Mapping)):
@@ -252,6 +273,29 @@ def _run_values(settings: dict[str, Any]) -> dict[str, Any]:
     if values.get("model"):
         values["model"] = model_source(os.path.expanduser(values["model"]))
     return values
+
+
+def _method(settings: dict[str, Any]) -> str:
+    """Take out the method's name, and settings of its own."""
+    method_settings = {
+        key: settings.pop(key)
+        for key in list(settings)
+        if key == METHOD or key.startswith(f"{METHOD}.")
+    }
+    named = with_rows(method_settings, {METHOD: METHODS}, Plan(method=DEFAULT_METHOD))
+    return str(named.get(METHOD, DEFAULT_METHOD))
+
+
+def _with_rows(method_name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings in which rows have those of their own: what a later decision asks of a name
+    (:data:`RunConfig.named`) is then known."""
+    tables = plan_settings.tables()
+    names = {*PLACEMENTS, *tables, *plan_settings.own_names(tables)}
+    beginnings = tuple(f"{name}." for name in tables)
+    of_rows = {k: v for k, v in settings.items() if k in names or k.startswith(beginnings)}
+    base = method(method_name) if method_name in METHODS else Plan()
+    others = {k: v for k, v in settings.items() if k not in of_rows}
+    return {**others, **with_rows(of_rows, tables, base)}
 
 
 def _lora(settings: dict[str, Any]) -> tuple[LoraSettings, bool | None]:
