@@ -6,6 +6,7 @@ from __future__ import annotations
 import operator
 import shlex
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,11 +14,15 @@ import yaml
 
 from blockwalk.plan.foreign_names import BY_NAME
 from blockwalk.plan.foreign_rows import ROWS, Foreign
+from blockwalk.plan.losses import LOSSES, LossFacts, whole_logits
 from blockwalk.plan.parsing import Loader, did_you_mean, flat
+from blockwalk.plan.row_settings import setting
 from blockwalk.plan.run_config import RunConfig
+from blockwalk.plan.update_rules import RULES, RuleFacts
 from blockwalk.train import config
 from blockwalk.train.foreign_settings import WRITE, Note
-from tests.support.messages import says
+from tests.support.messages import missing, says
+from tests.support.rows import registered
 
 pytestmark = pytest.mark.fast
 
@@ -399,3 +404,38 @@ def test_flags_of_other_tools_are_settings_and_those_of_a_command_are_its_own() 
 def test_a_sentence_is_short(row: Foreign) -> None:
     assert len(row.sentence.split()) <= 20
     assert row.sentence.endswith(".")
+
+
+def test_sentences_read_the_tables() -> None:
+    """Oracle: the tables. A rule and a loss from outside stand in the sentences that name what
+    there is, and a setting that is called after one leads to it."""
+
+    @dataclass(frozen=True)
+    class Own:
+        epsilon: float = setting(0.1, least=0, most=1)
+
+    def said(**theirs: object) -> str:
+        with pytest.raises(ValueError) as refusal:
+            config.from_mapping(theirs)
+        return str(refusal.value)
+
+    for name in RULES:
+        assert not missing(said(optim_args="x"), name)
+    assert "label_smoothing:" not in said(label_smoothing_factor=0.1)
+    with (
+        registered(RULES, "lion", RuleFacts(states=("velocity",))),
+        registered(RULES, "muon", RuleFacts()),
+    ):
+        assert not missing(said(optim_args="x"), "lion", "muon")
+        assert not missing(said(optim="paged_lion_8bit"), "optimizer.name: lion")
+        with pytest.warns(Note):
+            assert config.from_mapping({"optim": "muon"}).plan.optimizer.name == "muon"
+    LOSSES.register("label_smoothing", lambda own: LossFacts("m:f", whole_logits), Own)
+    try:
+        text = said(label_smoothing_factor=0.2)
+        assert not missing(text, "loss: label_smoothing", "loss.epsilon: 0.2"), text
+        with pytest.raises(ValueError) as refusal:
+            config.from_mapping({}, [("label_smoothing_factor", "0.2")], as_flags=True)
+        assert not missing(str(refusal.value), "--loss label_smoothing --loss.epsilon 0.2")
+    finally:
+        LOSSES.unregister("label_smoothing")

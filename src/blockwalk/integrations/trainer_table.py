@@ -134,8 +134,8 @@ _COMPILE = "a plan compiles blocks (compile: true)"
 REFUSED = {
     "optim_args": _OPTIMIZER,
     "optim_target_modules": _OPTIMIZER,
-    "label_smoothing_factor": "the walk computes the plain cross-entropy; Walker(objective=...)"
-    " takes a loss that you write",
+    "label_smoothing_factor": "the walk computes the loss that its plan names (loss); a row of"
+    " your own has settings such as this",
     "torch_compile": _COMPILE,
     "torch_compile_backend": _COMPILE,
     "torch_compile_mode": _COMPILE,

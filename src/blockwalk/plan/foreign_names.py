@@ -22,7 +22,7 @@ VALUES: dict[str, tuple[Foreign, Callable[[Any], bool]]] = {
         replace(
             BY_NAME["quantization"],
             line=to.placed,
-            sentence="A placement is tier × codec, or one part of it.",
+            template="A placement is tier × codec, or one part of it.",
         ),
         to.is_a_part,
     ),

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from blockwalk.plan import foreign_values as to
+from blockwalk.plan.losses import LOSSES
+from blockwalk.plan.table import spoken
+from blockwalk.plan.update_rules import RULES
 
 TRANSFORMERS = "transformers"
 TRL = "TRL and PEFT"
@@ -25,8 +28,9 @@ class Foreign:
 
     ours: str
     """The setting that does it; empty where none does."""
-    sentence: str
-    """A sentence on the difference, or on what to use instead."""
+    template: str
+    """A sentence on the difference, or on what to use instead. ``{rules}`` and ``{losses}`` are the
+    names that the tables have."""
     names: Mapping[str, tuple[str, ...]]
     """Names by tool; nested ones have dots."""
     line: to.Line | None = None
@@ -38,6 +42,12 @@ class Foreign:
     idle: Callable[[Any], bool] | None = None
     """Whether a value asks for what is so here anyway, so that it is left out, with a note; None:
     never."""
+
+    @property
+    def sentence(self) -> str:
+        """The sentence, with the names of the rows that there are."""
+        rules = self.template.replace("{rules}", spoken(RULES, "and"))
+        return rules.replace("{losses}", spoken(LOSSES, "and"))
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -285,8 +295,8 @@ _OPTIMIZER = (
     ),
     _other(
         "optimizer.name",
-        "AdamW keeps its moments in 32 bits, which are small for adapters; optimizer_state says"
-        " where they live.",
+        "The rules are {rules}. Their moments are in 32 bits; optimizer_state says where they"
+        " live.",
         to.rule,
         "adamw_8bit",
         same=to.same_rule,
@@ -310,14 +320,14 @@ _OPTIMIZER = (
         other="neftune_alpha",
     ),
     _none(
-        "No rule has such options; adamw, sgd and momentum are what there is.",
+        "No rule has such options; the rules are {rules}.",
         to.is_off,
         hf="optim_args optim_target_modules",
         factory="use_galore use_apollo use_badam",
         other="torchdistx_path",
     ),
     _none(
-        "The loss is the plain cross-entropy; Walker(objective=...) in Python takes another.",
+        "The losses are {losses}; a row of your own, or Walker(objective=...), brings another.",
         to.is_off,
         hf="label_smoothing_factor",
         trl="loss_type",

@@ -7,6 +7,7 @@ theirs."""
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -132,10 +133,13 @@ def every(name: str, *steps: str, most: int = 100) -> Line:
 
 
 def rule(value: Any, given: Mapping[str, Any]) -> Pair:
-    """Return the update rule by transformers' names and torch's."""
+    """Return the update rule by transformers' names and torch's: ``paged_adamw_8bit`` has a rule's
+    name in it."""
     kind = word(value)
+    parts = re.split(r"[\W_]+", kind)
     return "optimizer.name", next(
-        (name for name in RULES if kind.startswith(name)), OptimizerSettings().name
+        (name for name in RULES if kind.startswith(name) or name in parts),
+        OptimizerSettings().name,
     )
 
 
@@ -170,22 +174,13 @@ def same_schedule(value: Any) -> bool:
     return word(value) in SCHEDULES
 
 
+OTHER_RULES = re.compile(r"ada|paged|sgd_|lion|lomo|galore|apollo|muon|rmsprop|torch|schedule_free")
+"""Beginnings of the names of other tools' rules. A row that is added here may have one of them."""
+
+
 def other_rule(value: Any) -> bool:
     """Return whether a value is an update rule of other tools, and none of ours."""
-    families = (
-        "ada",
-        "paged",
-        "sgd_",
-        "lion",
-        "lomo",
-        "galore",
-        "apollo",
-        "muon",
-        "rmsprop",
-        "torch",
-        "schedule_free",
-    )
-    return word(value) not in RULES and word(value).startswith(families)
+    return word(value) not in RULES and OTHER_RULES.match(word(value)) is not None
 
 
 def other_schedule(value: Any) -> bool:

@@ -3,6 +3,7 @@ others are refused with the line to write instead, which is tried before it is s
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import warnings
@@ -12,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from blockwalk.plan import settings as plan_settings
 from blockwalk.plan.foreign_names import BY_NAME, VALUES, find
 from blockwalk.plan.foreign_rows import Foreign
 from blockwalk.plan.foreign_values import Pair, is_off, same
@@ -206,10 +208,33 @@ def _name_problem(key: str, value: Any, row: Foreign, reader: Reader, *, flag: b
     """Return the error for a name that may not be taken as it is."""
     text = f"unknown setting {key!r}: {row.sentence}"
     if not row.ours:
-        return f"{text} Leave it out."
+        written = _of_a_row(key, value, flag=flag)
+        return f"{text} {WRITE}{written}" if written else f"{text} Leave it out."
     if row.ours not in reader.names:
         return f"{text} This version has no such setting; leave it out."
     return f"{text} {_line(row, value, reader, flag=flag) or f'The setting is {row.ours}.'}"
+
+
+ENDINGS = ("alpha", "coef", "epsilon", "factor", "rate", "weight")
+"""Words behind the name of a loss or rule in other tools' settings of its number."""
+
+
+def _of_a_row(key: str, value: Any, *, flag: bool) -> str:
+    """Return the line that names the row which another tool's setting is called after, with its
+    value where the row has one setting of its own; empty where there is no such row."""
+    name = key.rpartition(".")[2].replace("-", "_").lower()
+    for setting, table in plan_settings.tables().items():
+        for row in table:
+            if name not in (row, *(f"{row}_{ending}" for ending in ENDINGS)):
+                continue
+            cls = table.settings_of(row)
+            own = [] if cls is None else [field.name for field in dataclasses.fields(cls)]
+            lines = [_as_text(setting, row, flag=flag)]
+            if len(own) == 1:
+                place = plan_settings.place_of(setting)
+                lines.append(_as_text(f"{place}.{own[0]}", value, flag=flag))
+            return (" " if flag else " and ").join(lines)
+    return ""
 
 
 def _value_problem(key: str, value: Any, reader: Reader, *, flag: bool) -> list[str]:
