@@ -7,8 +7,9 @@ still be refused has changed, and is what a checkpoint is written from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from torch import Tensor
 
 from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.engine.engine import Engine
-from blockwalk.engine.home import Differentiated
+from blockwalk.engine.home import Change, Differentiated
 from blockwalk.engine.undo import Undo
 from blockwalk.numerics.device import host_buffers, is_cpu, recorded
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.updates import UPDATE_CHUNK, Rule
 from blockwalk.plan.choices import OptimizerSettings
+from blockwalk.plan.update_rules import ELEMENTS
 
 
 class MasterUpdates:
@@ -64,6 +66,9 @@ class MasterUpdates:
         gradients."""
         plan = self._plan
         changes = list(self.home.changes(unit))
+        by_elements = self.rule.facts.needs == ELEMENTS
+        if not by_elements:
+            changes = [part for change in changes for part in self._by_parameter(change)]
         if plan.update.at_turn:  # whether the step counts is known only at its end
             states = [(change.master, *change.moments.values()) for change in changes]
             self._undo.remember(unit, [tensor for tensors in states for tensor in tensors])
@@ -81,7 +86,7 @@ class MasterUpdates:
                 moments = {name: _range(moment, part) for name, moment in change.moments.items()}
                 master = _range(change.master, part)
                 piece = _range(gradient, part)
-                if len(changes) > 1 and together.takes(master):
+                if len(changes) > 1 and by_elements and together.takes(master):
                     together.add((rule, rate, scale), master, piece, moments)
                     continue
                 rule.apply_(
@@ -89,6 +94,19 @@ class MasterUpdates:
                 )
         together.apply()
         self.home.changed(unit)
+
+    def _by_parameter(self, change: Change) -> Iterator[Change]:
+        """Yield a change of each parameter in its shape, where small ones lie in one tensor."""
+        shapes = {param.name: param.shape for param in self.engine.spec.params(trainable=True)}
+        for start, name in change.places:
+            part = slice(start, start + prod(shapes[name]))
+
+            def shaped(tensor: Tensor, part: slice = part, name: str = name) -> Tensor:
+                return tensor.view(-1)[part].view(shapes[name])
+
+            moments = {state: shaped(moment) for state, moment in change.moments.items()}
+            gradient = shaped(change.gradient)
+            yield Change(name, shaped(change.master), gradient, moments, ((0, name),))
 
     def _parts(
         self, places: Sequence[tuple[int, str]], learning_rate: float

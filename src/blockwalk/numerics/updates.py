@@ -28,7 +28,7 @@ from blockwalk.numerics.noise.noise import stochastic_round
 from blockwalk.numerics.operators import received, register, sent
 from blockwalk.plan.choices import OptimizerSettings
 from blockwalk.plan.sizes import ByDevice, spans
-from blockwalk.plan.update_rules import RULES, RuleFacts
+from blockwalk.plan.update_rules import MATRICES, RULES, RuleFacts
 
 UPDATE_CHUNK = 1 << 16
 """Elements updated at a time on a processor, with 256 KiB of scratch: what stays in cache."""
@@ -109,10 +109,17 @@ class Rule:
             numbers = (lr, *s.betas, s.eps, s.weight_decay)
             torch.ops.blockwalk.adamw_(param, *states, grad, step, numbers, sent(rounding))
             return
-        scratch = torch.empty(min(UPDATE_CHUNK, param.numel()) if scale != 1.0 else 0)
-        for work, (part, gradient, *kept) in _chunks(rounding, param, grad, *states):
+        whole = self.facts.needs == MATRICES
+        at_once = param.numel() if whole else UPDATE_CHUNK
+        scratch = torch.empty(min(at_once, param.numel()) if scale != 1.0 else 0)
+        for work, pieces in _chunks(rounding, param, grad, *states, whole=whole):
+            part, gradient, *kept = pieces
             if scale != 1.0:
                 gradient = torch.mul(gradient, scale, out=scratch[: len(gradient)])
+            if whole:
+                work, part, gradient, *kept = (
+                    tensor.view(param.shape) for tensor in (work, part, gradient, *kept)
+                )
             rule(self.settings, work, part, gradient, *kept, step=step, lr=lr)
 
     def apply_together_(
@@ -313,11 +320,11 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 def _chunks(
-    rounding: Key | None, param: Tensor, grad: Tensor, *state: Tensor
+    rounding: Key | None, param: Tensor, grad: Tensor, *state: Tensor, whole: bool = False
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-    """Yield scratch and flat slices of parameter, gradient and state, a chunk at a time: views, so
-    that in-place work reaches their owners. For a parameter in 16 bits it reaches a float32 copy,
-    which is written back before the next chunk."""
+    """Yield scratch and flat slices of parameter, gradient and state, a chunk at a time, or all of
+    them at once (``whole``): views, so that in-place work reaches their owners. For a parameter in
+    16 bits it reaches a float32 copy, which is written back before the next chunk."""
     for tensor in (grad, *state):
         assert tensor.dtype == torch.float32, f"updates are computed in float32, not {tensor.dtype}"
         lengths = f"{tensor.numel()} elements for {param.numel()} of a parameter"
@@ -326,6 +333,8 @@ def _chunks(
     tensors = [grad.detach().reshape(-1), *(tensor.detach().view(-1) for tensor in state)]
     lifts = param.dtype != torch.float32
     chunk = UPDATE_CHUNK if is_cpu(param.device) else DEVICE_UPDATE_CHUNK
+    if whole:
+        chunk = max(param.numel(), 1)
     scratch = torch.empty(min(chunk, param.numel()), dtype=torch.float32, device=param.device)
     lifted = torch.empty_like(scratch) if lifts else scratch
     for start in range(0, param.numel(), chunk):
