@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from blockwalk import contrib as contrib  # its rows are there wherever a plan is
 from blockwalk.system import row_modules as _row_modules
 
 if TYPE_CHECKING:

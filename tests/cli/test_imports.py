@@ -3,9 +3,12 @@ A file that was handed over runs nothing; what a user allowed runs until it chan
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -231,3 +234,28 @@ def test_an_installed_package_brings_rows(
         assert row_modules.require("good_rows", "import").file == str(folder / "good_rows.py")
     (message,) = (record.getMessage() for record in caplog.records)
     says(message, "bad_rows ZeroDivisionError")
+
+
+def test_additions_come_by_entry_points() -> None:
+    """Oracle: pyproject.toml, and the imports of every module. Each folder of contrib has an entry
+    point; no module outside imports one; an installation without them says so."""
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    points = project["entry-points"]["blockwalk.rows"]
+    source = root / "src" / "blockwalk"
+    additions = {path.parent.name for path in source.glob("contrib/*/__init__.py")}
+    assert set(points.values()) == {f"blockwalk.contrib.{name}" for name in additions}
+    for path in source.rglob("*.py"):
+        if path.is_relative_to(source / "contrib"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.startswith("blockwalk.contrib") for name in names), path
+    script = (
+        "import importlib.metadata; importlib.metadata.entry_points = lambda **_: ();"
+        "from blockwalk.plan.noise_kinds import NOISES; print(list(NOISES))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "mezo" not in done.stdout
+    says(done.stderr, "blockwalk mezo pip install")

@@ -11,20 +11,27 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from blockwalk.plan.mesh import Piece, forwards_at, micro_batches_at
+from blockwalk.plan.sharings import SHARINGS
+from blockwalk.plan.table import resolved
 from blockwalk.ranks.ranks import Ranks
 
 
 class WalkAgain(Exception):
     """The signal that losses of a step are missing: the walker walks once more, for the pieces that
     are then its own."""
+
+
+class Lent(Exception):
+    """The signal that a rank which joined a run has answered: its walk ends there, and the step
+    comes with the ledger."""
 
 
 class ForwardSharing(Protocol):
@@ -79,6 +86,59 @@ class ForwardSharing(Protocol):
         Raises:
             RuntimeError: it is another one.
         """
+
+
+class ChangingRanks(ForwardSharing, Protocol):
+    """A sharing among ranks that join and leave a run: its host, or a rank that joined it."""
+
+    number: int
+    """This process; the host is 0."""
+    position: Sequence[int]
+    """The place in the data of the batch to come: epoch, and examples of it given out."""
+    say: Callable[[str], object]
+    """Told of ranks that come and go."""
+
+    def open(self, header: Mapping[str, Any], entries: Sequence[Any]) -> None:
+        """Let ranks join a run that stands after these entries."""
+
+    def announce(self, **values: Any) -> None:
+        """Begin a turn; one with ``ended`` is the last."""
+
+    def header(self) -> dict[str, Any]:
+        """Return the facts that :meth:`open` was given, once it was."""
+
+    def next_turn(self) -> dict[str, Any]:
+        """Return the newest turn, once there is one that this rank does not know."""
+
+    def entries(self, done: int) -> list[dict[str, Any]]:
+        """Return the ledger's lines from the step after ``done`` to the one before the turn's."""
+
+    def ask(self) -> None:
+        """Ask to take part from the next turn on."""
+
+    def compare(self, step: int, sums: Mapping[str, int]) -> None:
+        """Tell the checksums of the host's weights after a step, or compare this rank's with them.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+
+
+def changing_ranks(address: str, timeout: float, *, joins: bool) -> ChangingRanks:
+    """Return the host of an elastic run at an address, or a rank that joins it.
+
+    Raises:
+        ValueError: no package brings ranks that come and go.
+        LostRank: the address is taken; or nobody answers there within ``timeout`` seconds.
+    """
+    if "elastic" not in SHARINGS:
+        raise ValueError(
+            f"elastic is {address!r}, and no installed package brings ranks that come and go: leave"
+            " it out, or install blockwalk again (pip install)"
+        )
+    make = resolved(SHARINGS["elastic"].make)
+    ranks: ChangingRanks = make(address, timeout, joins=joins)
+    return ranks
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 GROUP = "blockwalk.rows"
 """The group of entry points whose modules are imported wherever Blockwalk is."""
+PACKAGE = __name__.partition(".")[0]
 DIGITS = 16
 """Hexadecimal digits of a digest in a run's settings."""
 
@@ -267,7 +268,14 @@ def load_installed() -> None:
     of the log: it may be none of this user's doing, and no command should end for it."""
     from importlib.metadata import entry_points  # with its own imports, 50 ms of a processor
 
-    for point in entry_points(group=GROUP):
+    points = entry_points(group=GROUP)
+    if not any(point.module.partition(".")[0] == PACKAGE for point in points):
+        log.warning(
+            "note: what is installed of %s is older than its source, and lacks rows of its own (zo."
+            "noise: mezo, elastic): install it again (pip install -e .)",
+            PACKAGE,
+        )
+    for point in points:
         try:
             point.load()
         except Exception as error:

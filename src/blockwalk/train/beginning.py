@@ -15,7 +15,6 @@ from blockwalk.checkpoints.changed_settings import changed_settings
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.run_checkpoint import Checkpoint
 from blockwalk.checkpoints.run_start import Start
-from blockwalk.contrib.elastic_ranks.elastic import Elastic, elastic
 from blockwalk.cutting import verify
 from blockwalk.models.places import adapter_paths, data_paths, model_paths, refuse_overlap
 from blockwalk.plan.data_source import joined, names_of
@@ -23,6 +22,7 @@ from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
 from blockwalk.plan.words import counted, is_or_are
 from blockwalk.ranks.agreement import facts_of, require_agreement
+from blockwalk.ranks.forward_sharing import ChangingRanks, changing_ranks
 from blockwalk.ranks.ranks import first
 from blockwalk.report.capacity import check_budget, check_memory
 from blockwalk.report.disk_room import check_disks
@@ -53,7 +53,7 @@ class Beginning:
     """The digest of the held-out records; empty where there are none."""
     resumed: Resumed | None
     """The checkpoint that is gone on with; None: a fresh run."""
-    host: Elastic | None
+    host: ChangingRanks | None
     """The run's host among ranks that come and go."""
 
     @property
@@ -87,7 +87,7 @@ def begin(run: RunConfig, trace: StrPath | None) -> Beginning:
     start = _start(run, trace)
     host = None
     if run.elastic:
-        host = elastic(run.elastic, run.start_timeout, joins=False)
+        host = changing_ranks(run.elastic, run.start_timeout, joins=False)
     decided: dict[str, Any] = {}
     if start.checkpoint is not None:
         checkpoint = Path(start.checkpoint)

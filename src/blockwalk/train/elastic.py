@@ -1,4 +1,4 @@
-"""A process that joins an elastic run (:mod:`blockwalk.contrib.elastic_ranks`): it keeps its
+"""A process that joins an elastic run (``elastic``): it keeps its
 weights at the ledger's end, and lends the run forwards, until the run ends or this process does."""
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.distributed import DistError
 from blockwalk.checkpoints import marks
 from blockwalk.checkpoints.ledger import differences
 from blockwalk.checkpoints.run_checkpoint import JOINED, SCRATCH
-from blockwalk.contrib.elastic_ranks.elastic import Elastic, Lent, elastic
 from blockwalk.data.batch import Batch
 from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.engine.frozen_codec import already_said, refuse_rounded
 from blockwalk.numerics.device import chosen, is_cpu, model_of
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.ranks.agreement import facts_of, versions
+from blockwalk.ranks.forward_sharing import ChangingRanks, Lent, changing_ranks
 from blockwalk.ranks.place import LostRank
 from blockwalk.report.capacity import check_budget, check_memory
 from blockwalk.system import atomic_files
@@ -71,7 +71,7 @@ def let_ranks_join(beginning: Beginning, walker: Walker) -> None:
         beginning.host.open(header, walker.ledger.entries)
 
 
-def compare(walker: Walker, ranks: Elastic) -> None:
+def compare(walker: Walker, ranks: ChangingRanks) -> None:
     """Compare a rank's weights with the host's, every ``mesh.check_every`` steps. Raises
     RuntimeError where they differ."""
     if walker.steps_done and walker.steps_done % walker.plan.mesh.check_every == 0:
@@ -97,7 +97,7 @@ def lend(run: RunConfig) -> int:
     prepared = prepare(run)
     check_budget(run, prepared.foreseen)
     check_memory(run, prepared.foreseen, prepared.held_bytes)
-    ranks = elastic(run.elastic, run.start_timeout, joins=True)
+    ranks = changing_ranks(run.elastic, run.start_timeout, joins=True)
     scratch = Path(run.output_dir) / SCRATCH
     atomic_files.make_folder(scratch)
     try:
@@ -137,10 +137,12 @@ def _require_same(host: dict[str, Any], local: dict[str, Any]) -> None:
 
 
 def follow(
-    walker: Walker, ranks: Elastic, batch_at: Callable[[Sequence[int]], Batch | LabelWordBatch]
+    walker: Walker,
+    ranks: ChangingRanks,
+    batch_at: Callable[[Sequence[int]], Batch | LabelWordBatch],
 ) -> int:
     """Follow a run to its end, and answer the number of walks done for it; ``batch_at`` reads the
-    batch at a place in the data (:attr:`Elastic.position`)."""
+    batch at a place in the data (:attr:`ChangingRanks.position`)."""
     walks = 0
     while "ended" not in (turn := ranks.next_turn()):
         walker.follow(ranks.entries(walker.steps_done))

@@ -130,7 +130,7 @@ class Walker:
             loss. Zeroth order takes any number; backpropagation a tensor that autograd can
             differentiate, a mean over the batch's counted tokens.
         sharing: zeroth order: how its forwards are shared, where ranks come and go
-            (:mod:`blockwalk.contrib.elastic_ranks`).
+            (:class:`blockwalk.ranks.forward_sharing.ChangingRanks`).
 
     Raises:
         ValueError: the model cannot be walked, or does not fit the plan, or the ledger is another

@@ -32,17 +32,13 @@ from torch import Tensor
 
 from blockwalk.plan.mesh import Piece
 from blockwalk.plan.parsing import host_and_port
-from blockwalk.ranks.forward_sharing import WalkAgain
+from blockwalk.ranks.forward_sharing import Lent, WalkAgain
 from blockwalk.ranks.launch import key_store
 from blockwalk.ranks.ranks import digest_of
 
 GRACE = 1.0
 """Seconds that the host waits for a rank beyond twice the time that its share should take."""
 _POLL = 0.002
-
-
-class Lent(Exception):
-    """A rank that joined has answered: its walk ends here, and the step comes with the ledger."""
 
 
 @dataclass(slots=True)
