@@ -249,7 +249,7 @@ def test_frozen_blocks_that_visit_slots_give_the_same_bits(
                     slots is not None
                 ):  # what a program reckons with: the buffers that are there, but for their padding
                     held = slots.nbytes // places.slot_count
-                    foreseen = places.memory_bytes(walker.spec.blocks[0])
+                    foreseen = places.sizes.memory_bytes(walker.spec.blocks[0])
                     assert foreseen <= held <= 1.1 * foreseen
                 losses = [walker.step(random_batch(seed=seed)).loss for seed in range(3)]
                 found.append(

@@ -9,11 +9,13 @@ import pytest
 
 from blockwalk.plan.methods import method
 from blockwalk.plan.placement import StateKind
-from blockwalk.program.arrive import Occupant, Residency, Ways, arrive
+from blockwalk.program.arrive import Occupant, Residency, Ways
 from blockwalk.program.costs import Pending
 from blockwalk.program.placements import Placements
-from blockwalk.program.program import Op, Pool
+from blockwalk.program.program import Draft, Op, Pool
+from blockwalk.program.residence import resolve
 from blockwalk.program.resident_bytes import resident_bytes
+from blockwalk.program.unit_sizes import UnitSizes
 from tests.support.toy_model import toy
 
 pytestmark = pytest.mark.fast
@@ -29,8 +31,13 @@ def brought(
 ) -> tuple[list[str], list[Op], Residency]:
     """The ops in words, numbered from 10, and the residency after them; asked twice."""
     here = before.takes(UNIT, 1)
-    ops, after = arrive(ways, UNIT, part, here, 10)
-    assert (ops, after) == arrive(ways, UNIT, part, here, 10)
+    row = resolve(ways.sizes)[UNIT, part].facts
+    assert row.arrive is not None
+    draft = Draft(10)
+    after = row.arrive(ways, UNIT, part, here, draft)
+    ops = draft.ops
+    again = Draft(10)
+    assert (after, ops) == (row.arrive(ways, UNIT, part, here, again), again.ops)
     assert here == before.takes(UNIT, 1)
     assert [op.index for op in ops] == list(range(10, 10 + len(ops)))
     words = [
@@ -42,7 +49,7 @@ def brought(
 
 def ways(name: str, lora: bool = False, **changes: Any) -> Ways:
     rest = {key: changes.pop(key) for key in ("pending", "gathers", "keeps") if key in changes}
-    return Ways(Placements(method(name, **changes), toy(4, lora=lora, tied=False), "cuda"), **rest)
+    return Ways(UnitSizes(method(name, **changes), toy(4, lora=lora, tied=False), "cuda"), **rest)
 
 
 def test_what_is_on_another_tier_is_fetched() -> None:
@@ -80,11 +87,11 @@ def test_frozen_slices_are_gathered_without_an_update(placed: str) -> None:
     file is fetched whole."""
     here = ways("distzo2", lora=True, pending=Pending(1, flush=True), frozen=placed, **MESH)
     words, ops, _ = brought(here, FROZEN, Residency())
-    whole = here.places.memory_bytes(here.places.reads(UNIT))
+    whole = here.sizes.memory_bytes(here.sizes.reads(UNIT))
     half = placed == "host × raw × node"
     assert words == (["FETCH", "GATHER node"] if half else ["FETCH"])
     assert [op.nbytes for op in ops] == ([whole // 2] * 2 if half else [whole])
-    held = resident_bytes(here.places)[Pool.HOST]
+    held = resident_bytes(Placements(here.sizes.plan, here.sizes.model, "cuda"))[Pool.HOST]
     assert held == 0 if "disk" in placed else held == 4 * ops[0].nbytes
 
 

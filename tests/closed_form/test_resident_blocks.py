@@ -14,9 +14,9 @@ from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.plan import Plan
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs, Pending, UnitCost
-from blockwalk.program.placements import evenly
 from blockwalk.program.program import Lane, OpKind, Pool, Program, Shape, StepKind
 from blockwalk.program.resident_blocks import settled
+from blockwalk.program.unit_sizes import evenly
 from tests.support.messages import refused
 from tests.support.toy_model import toy
 

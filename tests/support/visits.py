@@ -8,15 +8,15 @@ from contextlib import contextmanager
 
 import pytest
 
+from blockwalk.program import residence
 from blockwalk.program.compile import compile
-from blockwalk.program.placements import Placements
 
 
 @contextmanager
 def visited_host() -> Iterator[None]:
     """Programs are kept by what they are compiled of, which this is no part of."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Placements, "host_is_device", False)
+        patch.setattr(residence, "host_is_device", lambda sizes: False)
         compile.cache_clear()
         yield
     compile.cache_clear()

@@ -88,7 +88,7 @@ class Buckets:
         places = Placements(plan, model.spec, self.device.type)
         units = range(len(model.spec.units))
         self.streamed = frozenset(
-            unit for unit in units if places.streams(unit, StateKind.TRAINABLE)
+            unit for unit in units if StateKind.TRAINABLE in places.parts(unit)
         )
         """The units that visit slots; the others stay on the device."""
         self.units = [*plan_units(source, spec, written_as, group_size=32)]

@@ -53,7 +53,7 @@ class Frozen:
         ]
         """The names of each unit's parameters that the source has; a frozen adapter's it has
         not."""
-        self._ranks = places.ranks(StateKind.FROZEN)
+        self._ranks = places.sizes.ranks(StateKind.FROZEN)
         self._place = group.place_of(group.rank, self._ranks)
         self._buckets = {
             unit: BucketLayout({p.name: self._travelling(p) for p in visitors}, self._ranks)
@@ -73,7 +73,9 @@ class Frozen:
                 self._arrive(unit, 0)
             for param in params:
                 if param.name not in self.bound:
-                    self.bound[param.name] = self._as_used(param, whole=unit not in places.kept)
+                    self.bound[param.name] = self._as_used(
+                        param, whole=unit not in places.sizes.kept
+                    )
             model.cut.bind(unit, {p.name: self.bound[p.name] for p in params})
 
     def _own(self, bytes_P: Tensor) -> Tensor:
@@ -84,12 +86,12 @@ class Frozen:
     def _visiting(self, unit: int, params: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
         """Return the parameters that are copied to a slot when their unit's turn comes, instead of
         staying or being read where they are mapped. Those without a source (a frozen adapter's)
-        stay, and so do those of fixed units."""
-        if self._facts.resident or self._places.fixed(unit, StateKind.FROZEN):
-            return ()
-        mapped = self._facts.maps(self._model.device.type)
+        stay."""
+        visits = self._places.residence(unit, StateKind.FROZEN).visits
         return tuple(
-            p for p in params if p.name not in self._model.in_memory and (p.assembled or not mapped)
+            p
+            for p in params
+            if p.name not in self._model.in_memory and visits(self._places.sizes, unit, p)
         )
 
     def _travelling(self, param: ParamSpec) -> Layout:

@@ -38,7 +38,7 @@ class MasterCopies:
         self._memory = memories[tier]
         self._sizes = [total_bytes(unit_shapes) for unit_shapes in shapes]
         units = range(len(shapes))
-        visits = [unit for unit in units if places.streams(unit, StateKind.TRAINABLE)]
+        visits = [unit for unit in units if StateKind.TRAINABLE in places.parts(unit)]
         largest = max((self._sizes[unit] for unit in visits), default=0)
         self._tier = memories.buckets(tier, StateKind.TRAINABLE, largest)
         self.slots = Slots([largest] * places.slot_count, memories.device) if visits else None

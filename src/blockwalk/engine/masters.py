@@ -18,10 +18,9 @@ from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.numerics.codecs.layout import dtype_of
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.updates import UPDATE_CHUNK
-from blockwalk.plan.placement import StateKind, Tier
+from blockwalk.plan.placement import StateKind
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind, Pool
-from blockwalk.program.state_sizes import gradient_pool
 from blockwalk.tiers.memories import Memories
 from blockwalk.tiers.memory import Shapes, total_bytes
 
@@ -50,19 +49,18 @@ class Masters:
         """The masters of each of these units as one tensor, and its optimizer states."""
         self._copies: MasterCopies | None = None
         self._memories = {
-            StateKind.TRAINABLE: memories[plan.trainable.tier],
-            StateKind.OPTIMIZER: memories[plan.optimizer_state.tier],
-            StateKind.GRADIENT: memories[plan.gradient.tier],
+            key: memories[residence.tier] for key, residence in places.residences.items()
         }
-        if places.updates_on_host:
+        """Those of each unit's kinds of state."""
+        self._waits_elsewhere = places.gradient_pool is not Pool.DEVICE
+        """True where gradients wait for their update in a memory that is not the device's."""
+        if places.landings:
             self._place_on_host(memories, places)
-        elif not is_cpu(model.device):
-            self._memories = dict.fromkeys(self._memories, memories["device"])
         self.slots = None if self._copies is None else self._copies.slots
         self._reads = model.reads[True]
         for unit in range(len(model.spec.units)):
             numel = model.spec.units[unit].numel(trainable=True)
-            few = places.adapters or (is_cpu(model.device) and numel <= UPDATE_CHUNK)
+            few = places.sizes.few or (is_cpu(model.device) and numel <= UPDATE_CHUNK)
             if few and self._may_join(unit):
                 self._join(unit)
         self._bytes: dict[StateKind, dict[int, int]] = {
@@ -77,9 +75,9 @@ class Masters:
         if self._copies is not None:
             self._copies.refresh()
         self._gradient_groups: GradientGroups | None = None
-        if gradient_pool(plan, model.device.type) is not Pool.DEVICE:
+        if self._waits_elsewhere:
             self._gradient_groups = GradientGroups(
-                self._memories[StateKind.GRADIENT],
+                memories[plan.gradient.tier],
                 [unit.part(True) for unit in model.spec.units],
             )
         self.gradients = NamedGradients(
@@ -94,26 +92,18 @@ class Masters:
         )
 
     def _place_on_host(self, memories: Memories, places: Placements) -> None:
-        """Place masters and optimizer states where the processor behind an accelerator updates
-        them: on their tiers, or in host memory where they are as few as those of adapters."""
-        plan = self._model.plan
-        states = plan.optimizer_state.tier
-        masters = states if plan.trainable.tier.facts.resident else plan.trainable.tier
-        if places.adapters:
-            masters = states = Tier("host")
-        self._memories[StateKind.TRAINABLE] = memories[masters]
-        self._memories[StateKind.OPTIMIZER] = memories[states]
-        if states.facts.pinned:  # no accelerator copies from them
-            self._memories[StateKind.OPTIMIZER] = memories.pageable
+        """Make the copies of masters that the processor behind an accelerator updates."""
+        for (unit, kind), residence in places.residences.items():
+            if kind is StateKind.OPTIMIZER and residence.tier.facts.pinned:
+                # no accelerator copies from them
+                self._memories[unit, kind] = memories.pageable
+        masters = places.residences[0, StateKind.TRAINABLE].tier
         self._copies = MasterCopies(self._shapes, places, memories, masters)
 
     def _may_join(self, unit: int) -> bool:
         """Return whether a unit has several masters, in float32 all, that are read in one dtype,
         and no copies of them elsewhere nor places for their gradients."""
-        apart = (
-            self._copies is not None
-            or gradient_pool(self._model.plan, self._model.device.type) is not Pool.DEVICE
-        )
+        apart = self._copies is not None or self._waits_elsewhere
         dtypes = {dtype for _, dtype in self._shapes[unit].values()}
         read_dtypes = {self._model.compute_dtype_of(name) for name in self._shapes[unit]}
         several = len(self._shapes[unit]) > 1
@@ -137,7 +127,7 @@ class Masters:
         model = self._model
         plan = model.plan
         params = model.spec.units[unit].part(True)
-        memory = self._memories[StateKind.TRAINABLE]
+        memory = self._memories[unit, StateKind.TRAINABLE]
         self.masters |= memory.zeros(self._shapes[unit], (StateKind.TRAINABLE, unit))
         for param in params:
             model.read_into(param.name, self.masters[param.name])
@@ -147,7 +137,7 @@ class Masters:
             for state in plan.update_rule.states
             for name, (shape, _) in self._shapes[unit].items()
         }
-        memory = self._memories[StateKind.OPTIMIZER]
+        memory = self._memories[unit, StateKind.OPTIMIZER]
         made = memory.zeros(states, (StateKind.OPTIMIZER, unit))
         self._bytes[StateKind.TRAINABLE][unit] = total_bytes(self._shapes[unit])
         self._bytes[StateKind.OPTIMIZER][unit] = total_bytes(states)
@@ -180,7 +170,7 @@ class Masters:
         if op.part is StateKind.GRADIENT and op.kind in (OpKind.FETCH, OpKind.STORE):
             return partial(self._move_gradients, op)
         part = StateKind.OPTIMIZER if op.part is StateKind.OPTIMIZER else StateKind.TRAINABLE
-        memory = self._memories[part]
+        memory = self._memories[op.unit, part]
         group = (part, op.unit)
         nbytes = self._bytes[part][op.unit]
         if op.kind is OpKind.FETCH:
@@ -235,7 +225,7 @@ class Masters:
             self._gradient_groups.forget(unit)
         if self._copies is not None:
             for part in (StateKind.TRAINABLE, StateKind.OPTIMIZER):
-                self._memories[part].dont_need((part, unit))
+                self._memories[unit, part].dont_need((part, unit))
 
     def masters_changed(self) -> frozenset[int]:
         if self._copies is not None:

@@ -37,6 +37,9 @@ class TierFacts:
     adapters_on: str = ""
     """The tier that a run on an accelerator keeps masters and optimizer states of adapters on,
     where there is room and nobody named a tier; empty: they stay."""
+    residence: str = "streamed"
+    """The way in which its state visits the device, where it does: a row of
+    :data:`blockwalk.program.residence.RESIDENCES`."""
     implementation: Any = None
     """The maker of the memory (a :data:`~blockwalk.tiers.memories.Maker`) of a tier registered from
     elsewhere; None: that of its name in :mod:`blockwalk.tiers.memories`."""

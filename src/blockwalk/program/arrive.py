@@ -1,11 +1,12 @@
 """The ways in which a part of a unit comes into its slot, and what is where in between.
 
-:class:`Residency` is a value. :func:`arrive` answers the ops that bring one part, and the residency
-after them; it depends on what came before (a slice that an update left out of date, one that is
-kept on the device) and on facts of the plan, and changes nothing. There are three ways:
+:class:`Residency` is a value. An arrival writes the ops that bring one part, and answers the
+residency after them; it depends on what came before (a slice that an update left out of date, one
+that is kept on the device) and on facts of the plan. Rows of :mod:`blockwalk.program.residence`
+name theirs. There are three ways:
 
-- **fetched**: FETCH, from the host, the disk or a file map;
-- **in slices** (zeroth order over a group): FETCH of this rank's slice, UPDATE, STORE (of
+- **fetched**: FETCH, from the host, the disk or a file map (*mapped*);
+- **sliced** (zeroth order over a group): FETCH of this rank's slice, UPDATE, STORE (of
   trainables), then GATHER;
 - **gathered** (backpropagation over ranks). A unit's parameters of one part are one flat buffer of
   n elements. Between uses a rank keeps its slice over the group of ``trainable`` (the *node slice*,
@@ -35,8 +36,8 @@ from blockwalk.plan.placement import StateKind
 from blockwalk.plan.plan import Plan
 from blockwalk.program.costs import Pending
 from blockwalk.program.flat_layout import has_node_slice, hosts_node_slice
-from blockwalk.program.placements import Placements
-from blockwalk.program.program import Draft, Lane, Op, OpKind, Pool, Sent
+from blockwalk.program.program import Bytes, Draft, Lane, OpKind, Pool, Sent
+from blockwalk.program.unit_sizes import UnitSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class Residency:
 class Ways:
     """The facts that decide how parts arrive."""
 
-    places: Placements
+    sizes: UnitSizes
     pending: Pending = Pending()
     gathers: bool = True
     """False where nothing computes: a flush brings slices up to date, and nobody needs the
@@ -116,48 +117,39 @@ class Ways:
     (:mod:`blockwalk.program.adaptive_cache`)."""
 
 
-def arrive(
-    ways: Ways, unit: int, part: StateKind, residency: Residency, start: int
-) -> tuple[list[Op], Residency]:
-    """Return the ops, numbered from ``start``, that bring a part of a unit into the slot that the
-    unit has, and the residency after them."""
-    draft = Draft(start)
-    if ways.places.gathered:
-        way = _gathered
-    elif ways.places.ranks(part) > 1:
-        way = _in_slices
-    else:
-        way = _fetched
-    return draft.ops, way(ways, unit, part, residency, draft)
-
-
-def _fetched(
-    ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft
+def fetched(
+    ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft, takes: Bytes = ()
 ) -> Residency:
-    places = ways.places
+    """FETCH a part from its tier; it ``takes`` memory beside the slot."""
+    sizes = ways.sizes
     occupant = residency.occupants[unit]
-    nbytes = places.part_bytes(places.reads(unit), part)
     fetch = draft.op(
         OpKind.FETCH,
         unit,
         Lane.FETCH,
         occupant.emptied,
         part=part,
-        nbytes=nbytes,
+        nbytes=sizes.part_bytes(sizes.reads(unit), part),
         slot=occupant.slot,
-        takes=((Pool.MAPPED, nbytes),) if places.mapped(part) else (),
+        takes=takes,
     )
     return residency.arrived(unit, fetch)
 
 
-def _in_slices(
-    ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft
-) -> Residency:
-    places = ways.places
+def mapped(ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft) -> Residency:
+    """FETCH the pages of a part in a file map."""
+    nbytes = ways.sizes.part_bytes(ways.sizes.reads(unit), part)
+    return fetched(ways, unit, part, residency, draft, ((Pool.MAPPED, nbytes),))
+
+
+def sliced(ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft) -> Residency:
+    """FETCH this rank's slice of a part, apply the updates that wait for it, and GATHER the
+    others'."""
+    sizes = ways.sizes
     occupant = residency.occupants[unit]
-    ranks = places.ranks(part)
+    ranks = sizes.ranks(part)
     entries = ways.pending.entries if part is StateKind.TRAINABLE else 0
-    nbytes, gathered_bytes = places.slice_bytes(places.model.units[unit], part)
+    nbytes, gathered_bytes = sizes.slice_bytes(sizes.model.units[unit], part)
     ready = draft.op(
         OpKind.FETCH,
         unit,
@@ -182,20 +174,21 @@ def _in_slices(
             part=part,
             nbytes=(ranks - 1) * gathered_bytes,
             slot=occupant.slot,
-            axes=names_of(between(make_axes(places.plan.mesh), 1, ranks)),
+            axes=names_of(between(make_axes(sizes.plan.mesh), 1, ranks)),
         )
     return residency.arrived(unit, ready, *stores)
 
 
-def _gathered(
+def gathered(
     ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft
 ) -> Residency:
-    plan = ways.places.plan
+    """GATHER a part from slices of groups of ranks, the nearest that is up to date."""
+    plan = ways.sizes.plan
     key = (unit, part)
     occupant = residency.occupants[unit]
     hosted = hosts_node_slice(plan)
     trains = part is StateKind.TRAINABLE
-    nbytes = ways.places.node_bytes(unit, part)
+    nbytes = ways.sizes.node_bytes(unit, part)
     op = partial(draft.op, unit=unit, part=part, slot=occupant.slot)
     gather = partial(_gather, ways, unit, part, draft)
     node_slice = list(occupant.emptied)  # the ops after which it may be read
@@ -233,7 +226,7 @@ def refresh(ways: Ways, unit: int, draft: Draft, after: Sequence[int]) -> int:
     """Gather a unit's trainable node slice from the wider slices to where it lies, and return the
     op that completes it. Behind an accelerator a slice of host memory is gathered on the device, in
     room of its own for that time."""
-    return _gather(ways, unit, StateKind.TRAINABLE, draft, after, node_span(ways.places.plan), -1)
+    return _gather(ways, unit, StateKind.TRAINABLE, draft, after, node_span(ways.sizes.plan), -1)
 
 
 def _gather(
@@ -249,10 +242,10 @@ def _gather(
 ) -> int:
     """Gather slices over groups of the second size of a span into those over its first, outermost
     axes first, and return the op that completes them."""
-    places = ways.places
-    nbytes = places.layout(unit, part).nbytes
-    axes_of_span = between(make_axes(places.plan.mesh), *span)
-    apart = slot < 0 and hosts_node_slice(places.plan) and places.device != "cpu"
+    sizes = ways.sizes
+    nbytes = sizes.layout(unit, part).nbytes
+    axes_of_span = between(make_axes(sizes.plan.mesh), *span)
+    apart = slot < 0 and hosts_node_slice(sizes.plan) and sizes.device != "cpu"
     deps = list(after)
     for lane, axes in reversed(by_lane(axes_of_span) or [(Lane.INTRA, ())]):
         inner, outer = reach(axes)

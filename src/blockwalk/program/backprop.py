@@ -18,7 +18,6 @@ from blockwalk.program.stages import Visit, keeps_chunks, shares_sums, stays, un
 from blockwalk.program.state_sizes import (
     activation_pool,
     compute_dtype,
-    gradient_pool,
     stages_inputs,
 )
 
@@ -182,14 +181,12 @@ class _Backprop:
                 block for block in reversed(chunk) if max(self.lowest, 1) <= block < places.last
             ]
             self.queue = [(block, m) for block in blocks if self._comes_back(block) for m in group]
-        if places.maps_gradients:
-            deps += self._fetch_gradients(unit, group)
+        deps += self._fetch_gradients(unit, group)
         deps += self._leave(places.plan.prefetch)
         backwards = [self._backward(unit, m, deps) for m in group]
         complete = group[-1] == self.final
-        gradients = backwards[-1]  # the op after which they are where they wait
-        if places.maps_gradients:
-            gradients = self._store_gradients(unit, gradients, complete=complete)
+        # the op after which they are where they wait
+        gradients = self._store_gradients(unit, backwards[-1], complete=complete)
         if (unit, group[-1]) in self.unsummed:
             return backwards
         return backwards + self._finish(unit, gradients, complete=complete)
@@ -240,19 +237,22 @@ class _Backprop:
         """Bring the gradients that were added to before, by an earlier micro-batch or, of a tied
         weight, by the head."""
         places = self.b.places
-        nbytes = places.gradient_bytes(unit)
+        part = StateKind.GRADIENT
+        nbytes = places.sizes.gradient_bytes(unit)
         if not group[0]:
             nbytes -= places.made_gradients(unit)
+        nbytes = places.residence(unit, part).brought(nbytes)
         if not nbytes:
             return []
-        part = StateKind.GRADIENT
         return [self.b.op(OpKind.FETCH, unit, Lane.FETCH, part=part, nbytes=nbytes)]
 
     def _store_gradients(self, unit: int, done: int, *, complete: bool) -> int:
         """Hand the gradients of a turn to the disk, where they wait there, and return the op after
         which they are there."""
-        nbytes = self.b.places.gradient_bytes(unit)
-        details = {"part": StateKind.GRADIENT, "nbytes": nbytes, "last": complete}
+        places = self.b.places
+        part = StateKind.GRADIENT
+        nbytes = places.residence(unit, part).brought(places.sizes.gradient_bytes(unit))
+        details = {"part": part, "nbytes": nbytes, "last": complete}
         return self.b.op(OpKind.STORE, unit, Lane.STORE, [done], **details) if nbytes else done
 
     def _claims(self, unit: int, micro_batch: int, transient: int) -> dict[str, object]:
@@ -263,7 +263,7 @@ class _Backprop:
         accumulators = places.made_gradients(unit) if micro_batch == 0 else 0
         size = DTYPE_BYTES[compute_dtype(places.plan, places.model)]
         gradients = accumulators * size // 4 if size < 4 else 0
-        pool = gradient_pool(places.plan, places.device)
+        pool = places.gradient_pool
         if unit != places.last and pool is Pool.DEVICE:
             transient = max(transient - accumulators, gradients if transient else 0)
         return {"transient": transient, "takes": ((pool, accumulators),) if accumulators else ()}
@@ -279,15 +279,15 @@ class _Backprop:
                 self.complete[0] = head[-1]
         if not complete:
             return []
-        if reduced or not b.places.gathered:
+        if reduced or not b.places.pools.gradients:
             self.complete[unit] = [done, *reduced][-1]
         if not (self.at_turn and b.places.model.units[unit].numel(trainable=True)):
             return []
-        if b.places.updates_on_host:
+        if b.places.landings:
             self.leaving.append((unit, done))
             return []
         updated = b.update(unit, [done, *reduced[-1:]])
-        return [] if b.places.gathered else updated  # slices of masters are in no slot
+        return [] if b.places.pools.gradients else updated  # slices of masters are in no slot
 
     def _leave(self, limit: int) -> list[int]:
         """Let gradients leave the device until those of at most ``limit`` units are on it, and
@@ -309,7 +309,7 @@ class _Backprop:
         self._sum_ends()
         ops = b.draft.ops
         deps = list(self.complete.values())
-        if b.places.gathered:
+        if b.places.pools.gradients:
             deps.append(max(op.index for op in ops if op.lane is Lane.COMPUTE))
             deps += [op.index for op in ops if op.kind is OpKind.UPDATE]
         elif not update:
@@ -327,7 +327,7 @@ class _Backprop:
         """Add up the gradients of a tied weight, of which both end stages hold a copy."""
         b = self.b
         if b.stage.shares_ends and 0 in self.complete:
-            numel = b.places.layout(0, StateKind.TRAINABLE).numel
+            numel = b.places.sizes.layout(0, StateKind.TRAINABLE).numel
             self.complete[0] = b.op(
                 OpKind.REDUCE,
                 0,

@@ -85,7 +85,7 @@ def compile(
 
     def lowered(graphs: int, keeps: frozenset[tuple[int, StateKind]] = frozenset()) -> Program:
         """Return the program in which at most so many of the last blocks keep their graphs."""
-        ways = Ways(places, pending, step_kind is not StepKind.FLUSH, keeps)
+        ways = Ways(places.sizes, pending, step_kind is not StepKind.FLUSH, keeps)
         residency = Residency(dirty=pending.dirty)
         b = Builder(places, ways, residency, shape, costs, stage, page_cache, coordinates, pieces)
         emit(b, Step(step_kind, pending, graphs), batches)

@@ -3,6 +3,7 @@ way for every plan."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -19,7 +20,7 @@ from blockwalk.plan.mesh import (
 )
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.plan.plan import Plan
-from blockwalk.program.arrive import Residency, Ways, arrive, exchanged, refresh
+from blockwalk.program.arrive import Residency, Ways, exchanged, refresh
 from blockwalk.program.costs import Costs, UnitCost
 from blockwalk.program.flat_layout import has_node_slice
 from blockwalk.program.placements import Placements
@@ -156,7 +157,7 @@ class Builder:
         return units
 
     def _needs(self, turn: Turn) -> tuple[int, ...]:
-        resident = turn.updates and not self.places.rewritten(turn.unit)
+        resident = turn.updates and not self.places.stored(turn.unit)
         return () if resident else self.places.needs(turn.unit)
 
     def _slot_key(self, unit: int) -> tuple[int, ...]:
@@ -175,8 +176,9 @@ class Builder:
         free.remove(slot)
         self.residency = self.residency.takes(unit, slot)
         for part in self.places.parts(unit):
-            ops, self.residency = arrive(self.ways, unit, part, self.residency, len(self.draft.ops))
-            self.draft.ops += ops
+            arrive = self.places.residence(unit, part).arrive
+            assert arrive is not None
+            self.residency = arrive(self.ways, unit, part, self.residency, self.draft)
         return True
 
     def _evict(self, unit: int, users: Sequence[int], later: Iterable[Turn]) -> int:
@@ -186,11 +188,12 @@ class Builder:
         occupant = self.residency.occupants[unit]
         kept = [part for part in places.parts(unit) if (unit, part) in self.residency.kept]
         freed = [] if kept and any(unit in self._needs(turn) for turn in later) else kept
-        mapped = [part for part in places.parts(unit) if places.mapped(part)]
-        sizes = (
-            (Pool.MAPPED, sum(places.part_bytes(places.reads(unit), part) for part in mapped)),
-            (Pool.DEVICE, sum(places.node_bytes(unit, part) for part in freed)),
-        )
+        sizes: Counter[Pool] = Counter()
+        for part in places.parts(unit):
+            tier = places.residences[unit, part].tier
+            for pool, nbytes in places.residence(unit, part).leaves(places.sizes, unit, part, tier):
+                sizes[pool] += nbytes
+        sizes[Pool.DEVICE] += sum(places.sizes.node_bytes(unit, part) for part in freed)
         # On the lane of what fills the slot next: no slot waits for another unit's write-back.
         op = self.op(
             OpKind.EVICT,
@@ -198,7 +201,7 @@ class Builder:
             Lane.FETCH,
             [*users, *occupant.fills],
             slot=occupant.slot,
-            frees=tuple((pool, nbytes) for pool, nbytes in sizes if nbytes),
+            frees=tuple((pool, nbytes) for pool, nbytes in sizes.items() if nbytes),
             device_slice=bool(freed),
         )
         self.residency = self.residency.left(unit, op, freed)
@@ -209,12 +212,12 @@ class Builder:
     def update(self, unit: int, after: Sequence[int]) -> list[int]:
         """Update a unit, which uses its accumulated gradients up; where its trainables are in a
         slot, write them back."""
-        if self.places.updates_on_host:
+        if self.places.landings:
             return self.update_on_host(unit, self.land(unit, after))
         update = self.op(
             OpKind.UPDATE,
             unit,
-            self.places.update_lane,
+            self.places.updater.lane,
             [*after, *self._fetch_states(unit)],
             part=StateKind.TRAINABLE,
             frees=self.places.accumulated(unit),
@@ -239,7 +242,7 @@ class Builder:
         places = self.places
         count = len(places.landings)
         earlier = len(self.updates)
-        one_a_unit = count == len(places.trained)
+        one_a_unit = count == len(places.sizes.trained)
         waits = self.updates[earlier - count :][:1] if earlier >= count else []
         return self.op(
             OpKind.STORE,
@@ -248,7 +251,7 @@ class Builder:
             [*after, *waits],
             part=StateKind.GRADIENT,
             nbytes=4 * places.model.units[unit].numel(trainable=True),
-            slot=places.trained.index(unit) if one_a_unit else earlier % count,
+            slot=places.sizes.trained.index(unit) if one_a_unit else earlier % count,
             last=True,
             frees=places.accumulated(unit),
         )
@@ -256,10 +259,11 @@ class Builder:
     def update_on_host(self, unit: int, landed: int) -> list[int]:
         """Let the processor update a unit. Where the device has a copy that stays, bring it up to
         date."""
-        lane = self.places.update_lane
+        lane = self.places.updater.lane
         ops = [self.op(OpKind.UPDATE, unit, lane, [landed], part=StateKind.TRAINABLE)]
-        if not self.places.streams(unit, StateKind.TRAINABLE):
-            nbytes = self.places.part_bytes(self.places.model.units[unit], StateKind.TRAINABLE)
+        if StateKind.TRAINABLE not in self.places.parts(unit):
+            unit_spec = self.places.model.units[unit]
+            nbytes = self.places.sizes.part_bytes(unit_spec, StateKind.TRAINABLE)
             ops.append(
                 self.op(OpKind.FETCH, unit, lane, ops, part=StateKind.TRAINABLE, nbytes=nbytes)
             )
@@ -270,17 +274,10 @@ class Builder:
         """Bring the optimizer states that an update reads, and gradients that wait for it, where
         they are in file maps: no earlier than ``prefetch`` updates before."""
         places = self.places
-        if not (places.maps_states or places.maps_gradients):
-            return []
         waits = self.updates[-places.at_once :][:1] if len(self.updates) >= places.at_once else []
-        gradient_bytes = 4 * places.model.units[unit].numel(trainable=True)
-        sizes = {
-            StateKind.GRADIENT: gradient_bytes if places.maps_gradients else 0,
-            StateKind.OPTIMIZER: places.state_bytes(unit) if places.maps_states else 0,
-        }
         return [
             self.op(OpKind.FETCH, unit, Lane.FETCH, waits, part=part, nbytes=nbytes)
-            for part, nbytes in sizes.items()
+            for part, nbytes in places.brought(unit).items()
             if nbytes
         ]
 
@@ -289,11 +286,10 @@ class Builder:
         update has copied."""
         places = self.places
         sizes: dict[StateKind, int] = {}
-        if places.rewritten(unit):
-            trainable = StateKind.TRAINABLE
-            sizes[trainable] = places.part_bytes(places.model.units[unit], trainable)
-        if places.maps_states and places.state_bytes(unit):
-            sizes[StateKind.OPTIMIZER] = places.state_bytes(unit) + places.undo_bytes(unit)
+        if written := places.stored(unit):
+            sizes[StateKind.TRAINABLE] = written
+        if brought := places.brought(unit)[StateKind.OPTIMIZER]:
+            sizes[StateKind.OPTIMIZER] = brought + places.sizes.undo_bytes(unit)
         return [
             self.op(OpKind.STORE, unit, Lane.STORE, after, part=part, nbytes=nbytes)
             for part, nbytes in sizes.items()
@@ -305,7 +301,7 @@ class Builder:
         def work(unit: int) -> Callable[[tuple[int, ...]], list[int]]:
             return lambda arrivals: self.update(unit, [*arrivals, *after])
 
-        self.walk([Turn(unit, work(unit), updates=True) for unit in self.places.trained])
+        self.walk([Turn(unit, work(unit), updates=True) for unit in self.places.sizes.trained])
 
     # ---- the finished program --------------------------------------------------------------------
 
@@ -324,7 +320,7 @@ class Builder:
             shape=self.shape,
             unit_names=("prologue", *(f"block {i}" for i in range(len(model.blocks))), "epilogue"),
             streamed=streamed,
-            written=frozenset(u for u in streamed if places.rewritten(u)),
+            written=frozenset(u for u in streamed if places.stored(u)),
             ops=tuple(self.draft.ops),
             static=tuple(static.items()),
             slots=len(slots),

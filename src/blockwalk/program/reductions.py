@@ -44,7 +44,7 @@ class Reductions:
         wait for."""
         places = self.b.places
         deps = list(after)
-        for needed in places.needs(unit) if places.gathered else ():
+        for needed in places.needs(unit) if places.pools.gradients else ():
             if needed not in self._open and places.model.units[needed].numel(trainable=True):
                 buffer = self._open[needed] = self._next(needed)
                 deps += [self._emptied[buffer]] if buffer in self._emptied else []
@@ -68,7 +68,7 @@ class Reductions:
         if unit not in self._open:
             return []
         plan = self.b.places.plan
-        numel = self.b.places.layout(unit, StateKind.TRAINABLE).numel
+        numel = self.b.places.sizes.layout(unit, StateKind.TRAINABLE).numel
         buffer = self._open.pop(unit)
         pieces = self._pieces(complete=complete)
         ops = []

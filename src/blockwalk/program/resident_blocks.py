@@ -4,7 +4,7 @@ holds.
 Every block is on the device for good, or in a slot while its turn is near, and between turns on the
 host or the disk. Which blocks stay is a number, ``plan.resident``: the first so many
 of an order in which any beginning lies evenly over the walk
-(:func:`blockwalk.program.placements.evenly`). The number is a fact of a run, settled from the
+(:func:`blockwalk.program.unit_sizes.evenly`). The number is a fact of a run, settled from the
 program of its longest step before its model is opened; from there on a block that stays is a unit
 whose part does not stream, as the ends of the model are."""
 

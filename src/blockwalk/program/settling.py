@@ -21,10 +21,10 @@ from blockwalk.plan.placement import Placement, Tier
 from blockwalk.plan.plan import AUTO_TOGETHER, Plan
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs
-from blockwalk.program.placements import Placements
 from blockwalk.program.program import Pool, Program, Shape, StepKind, human_bytes
 from blockwalk.program.resident_blocks import settled
 from blockwalk.program.stages import Price, cut
+from blockwalk.program.unit_sizes import UnitSizes
 from blockwalk.program.visits import Fits, most_together
 
 BUDGET = 0.9
@@ -171,7 +171,7 @@ def free_states(
         return ()
     tiers = [getattr(plan, kind).tier.facts for kind in STATES]
     may_move = plan.home.kinds_apart and all(facts.adapters_on for facts in tiers)
-    return STATES if may_move and Placements(plan, model, device).adapters else ()
+    return STATES if may_move and UnitSizes(plan, model, device).few else ()
 
 
 def _with_states(plan: Plan, kinds: Collection[str]) -> Plan:

@@ -85,13 +85,6 @@ def stages_inputs(plan: Plan, device: str) -> bool:
     return device != "cpu" and activation_pool(plan, device) is not Pool.DEVICE
 
 
-def gradient_pool(plan: Plan, device: str) -> Pool:
-    """Return the pool in which the gradients of one process wait for the step's end: the device's
-    or, on a CPU, file maps."""
-    waits_in_maps = plan.gradient.tier.facts.maps(device) and not plan.update.at_turn
-    return Pool.MAPPED if waits_in_maps and plan.home.kinds_apart else Pool.DEVICE
-
-
 def updates_on_host(plan: Plan, device: str) -> bool:
     """Return whether the processor behind an accelerator updates one process's trainables: where
     optimizer states, or without any they themselves, are not on the device. Masters and states then

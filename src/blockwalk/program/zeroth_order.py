@@ -92,12 +92,10 @@ def _apply_pending(b: Builder, unit: int, pending: Pending, after: Sequence[int]
 
     A resident unit was brought up to date in every step, so it finds one entry; a streamed one
     finds all that its tier has not seen, and a bucket in slices found them on its way."""
-    streamed = b.places.streams(unit, StateKind.TRAINABLE)
-    entries = pending.entries if streamed else min(pending.entries, 1)
-    sliced = streamed and b.places.ranks(StateKind.TRAINABLE) > 1
-    if not entries or not b.places.model.units[unit].numel(trainable=True) or sliced:
-        return []
     part = StateKind.TRAINABLE
+    entries = b.places.residence(unit, part).pending(pending.entries)
+    if not entries or not b.places.model.units[unit].numel(trainable=True):
+        return []
     update = b.op(OpKind.UPDATE, unit, Lane.COMPUTE, after, part=part, entries=entries)
     return [update, *(b.store(unit, [update]) if pending.flush else [])]
 
@@ -107,4 +105,6 @@ def flush(b: Builder, pending: Pending) -> None:
     generating."""
     flushed = Pending(pending.entries, flush=True)
     apply = partial(_apply_pending, b)
-    b.walk([Turn(unit, partial(apply, unit, flushed), updates=True) for unit in b.places.trained])
+    b.walk(
+        [Turn(unit, partial(apply, unit, flushed), updates=True) for unit in b.places.sizes.trained]
+    )

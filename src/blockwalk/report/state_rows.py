@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from blockwalk.plan.model_spec import ModelSpec, encoded_nbytes
-from blockwalk.plan.placement import NOBODY, Codec, Placement, Tier
+from blockwalk.plan.placement import NOBODY, Codec, Placement, StateKind, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import OpKind, Pool, Program
-from blockwalk.program.state_sizes import gradient_pool
 
 _RESIDENT = next(tier for tier in Tier if tier.facts.resident)
-_HOST = next(tier for tier in Tier if tier.facts.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ def state_rows(plan: Plan, model: ModelSpec, program: Program, device: str) -> I
     trainable = _trainable(plan, model, places)
     yield trainable
     if plan.estimator.facts.walks_back:
-        yield _gradient(plan, model, device)
+        yield _gradient(plan, model, places)
     yield _optimizer(plan, model, places, trainable.placement)
     if plan.estimator.facts.walks_back:
         saves = (op for op in program.ops if op.kind is OpKind.SAVE)
@@ -53,17 +51,26 @@ def _stored(model: ModelSpec, placement: Placement, *, trainable: bool) -> int:
 def _trainable(plan: Plan, model: ModelSpec, places: Placements) -> StateRow:
     placement = plan.trainable
     note = f"{model.numel(trainable=True):,} parameters"
-    if places.stays:
+    if _stays(places):
         placement = replace(placement, tier=_RESIDENT, group=NOBODY)
         note += f", fewer than a block's: they stay there, not on the {plan.trainable.tier}"
     nbytes = _stored(model, plan.trainable, trainable=True)
     return StateRow("trainable", placement, nbytes, note)
 
 
-def _gradient(plan: Plan, model: ModelSpec, device: str) -> StateRow:
+def _stays(places: Placements) -> bool:
+    """Return whether trainables that the plan puts on another tier are on the device all the same,
+    for they are few."""
+    sizes = places.sizes
+    rows = (places.residence(unit, StateKind.TRAINABLE) for unit in sizes.trained)
+    off_device = not sizes.plan.trainable.tier.facts.resident
+    return off_device and sizes.few and all(row.pool is Pool.DEVICE for row in rows)
+
+
+def _gradient(plan: Plan, model: ModelSpec, places: Placements) -> StateRow:
     """Return float32 gradients; one that is used at its block's turn is at most one unit's."""
     placement = plan.gradient
-    if not plan.home.gathered and gradient_pool(plan, device) is Pool.DEVICE:
+    if not places.pools.gradients and places.gradient_pool is Pool.DEVICE:
         placement = replace(placement, tier=_RESIDENT)
     elements = model.numel(trainable=True)
     note = "accumulated to the step's end"
@@ -82,6 +89,6 @@ def _optimizer(plan: Plan, model: ModelSpec, places: Placements, trainable: Plac
         codecs = [codec for codec, _ in states_beside(plan.zo, plan.optimizer).values()]
         placement = replace(trainable, codec=next(iter(codecs), Codec.FP32))
         nbytes = sum(encoded_nbytes((trained,), "float32", codec) for codec in codecs)
-    elif places.updates_on_host and not places.states_on_disk:
-        placement = replace(placement, tier=_HOST)
+    elif places.landings:
+        placement = replace(placement, tier=places.residences[0, StateKind.OPTIMIZER].tier)
     return StateRow("optimizer", placement, nbytes, plan.optimizer.name)
