@@ -48,6 +48,9 @@ class Masters:
         self._whole: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
         """The masters of each of these units as one tensor, and its optimizer states."""
         self._copies: MasterCopies | None = None
+        self._copied: frozenset[int] = frozenset()
+        """The units that the processor behind an accelerator updates, and whose masters have copies
+        on the device."""
         self._memories = {
             key: memories[residence.tier] for key, residence in places.residences.items()
         }
@@ -93,17 +96,19 @@ class Masters:
 
     def _place_on_host(self, memories: Memories, places: Placements) -> None:
         """Make the copies of masters that the processor behind an accelerator updates."""
-        for (unit, kind), residence in places.residences.items():
-            if kind is StateKind.OPTIMIZER and residence.tier.facts.pinned:
+        for unit in places.landed:
+            if places.residences[unit, StateKind.OPTIMIZER].tier.facts.pinned:
                 # no accelerator copies from them
-                self._memories[unit, kind] = memories.pageable
-        masters = places.residences[0, StateKind.TRAINABLE].tier
-        self._copies = MasterCopies(self._shapes, places, memories, masters)
+                self._memories[unit, StateKind.OPTIMIZER] = memories.pageable
+        masters = places.residences[places.landed[0], StateKind.TRAINABLE].tier
+        self._copied = frozenset(places.landed)
+        shapes = [names if n in self._copied else {} for n, names in enumerate(self._shapes)]
+        self._copies = MasterCopies(shapes, places, memories, masters)
 
     def _may_join(self, unit: int) -> bool:
         """Return whether a unit has several masters, in float32 all, that are read in one dtype,
         and no copies of them elsewhere nor places for their gradients."""
-        apart = self._copies is not None or self._waits_elsewhere
+        apart = unit in self._copied or self._waits_elsewhere
         dtypes = {dtype for _, dtype in self._shapes[unit].values()}
         read_dtypes = {self._model.compute_dtype_of(name) for name in self._shapes[unit]}
         several = len(self._shapes[unit]) > 1
@@ -160,7 +165,7 @@ class Masters:
         """FETCH: make the pages of a unit's masters, optimizer states or gradients resident. STORE:
         hand them, written in place, to the kernel. Behind an accelerator FETCH copies masters to
         the device, and STORE gradients from there."""
-        if self._copies is not None:
+        if self._copies is not None and op.unit in self._copied:
             if op.kind is OpKind.FETCH:
                 return self._copies.fetch(op.unit, op.slot)
             if op.kind is OpKind.STORE:
@@ -201,7 +206,8 @@ class Masters:
         return {p.name: self.value(p.name).to(compute_dtype_of(p.name)) for p in self._reads[unit]}
 
     def value(self, name: str) -> Tensor:
-        return (self.masters if self._copies is None else self._copies.values)[name].detach()
+        copies = {} if self._copies is None else self._copies.values
+        return (copies if name in copies else self.masters)[name].detach()
 
     # ---- updates ---------------------------------------------------------------------------------
 
@@ -223,7 +229,7 @@ class Masters:
         self.gradients.free_joined(unit)
         if self._gradient_groups is not None:
             self._gradient_groups.forget(unit)
-        if self._copies is not None:
+        if unit in self._copied:
             for part in (StateKind.TRAINABLE, StateKind.OPTIMIZER):
                 self._memories[unit, part].dont_need((part, unit))
 

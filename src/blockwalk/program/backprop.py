@@ -283,7 +283,7 @@ class _Backprop:
             self.complete[unit] = [done, *reduced][-1]
         if not (self.at_turn and b.places.model.units[unit].numel(trainable=True)):
             return []
-        if b.places.landings:
+        if b.places.landing(unit):
             self.leaving.append((unit, done))
             return []
         updated = b.update(unit, [done, *reduced[-1:]])

@@ -79,6 +79,8 @@ class Builder:
     draft: Draft = field(default_factory=Draft)
     updates: list[int] = field(default_factory=list)
     """The updates so far, in order."""
+    updates_on_host: list[int] = field(default_factory=list)
+    """Those of them by the processor behind an accelerator."""
 
     def op(
         self, kind: OpKind, unit: int, lane: Lane, deps: Sequence[int] = (), **details: object
@@ -212,12 +214,12 @@ class Builder:
     def update(self, unit: int, after: Sequence[int]) -> list[int]:
         """Update a unit, which uses its accumulated gradients up; where its trainables are in a
         slot, write them back."""
-        if self.places.landings:
+        if self.places.landing(unit):
             return self.update_on_host(unit, self.land(unit, after))
         update = self.op(
             OpKind.UPDATE,
             unit,
-            self.places.updater.lane,
+            self.places.updaters[unit].lane,
             [*after, *self._fetch_states(unit)],
             part=StateKind.TRAINABLE,
             frees=self.places.accumulated(unit),
@@ -241,9 +243,9 @@ class Builder:
         Where places are fewer than units, it is that of an update before."""
         places = self.places
         count = len(places.landings)
-        earlier = len(self.updates)
-        one_a_unit = count == len(places.sizes.trained)
-        waits = self.updates[earlier - count :][:1] if earlier >= count else []
+        earlier = len(self.updates_on_host)
+        one_a_unit = count == len(places.landed)
+        waits = self.updates_on_host[earlier - count :][:1] if earlier >= count else []
         return self.op(
             OpKind.STORE,
             unit,
@@ -251,7 +253,7 @@ class Builder:
             [*after, *waits],
             part=StateKind.GRADIENT,
             nbytes=4 * places.model.units[unit].numel(trainable=True),
-            slot=places.sizes.trained.index(unit) if one_a_unit else earlier % count,
+            slot=places.landed.index(unit) if one_a_unit else earlier % count,
             last=True,
             frees=places.accumulated(unit),
         )
@@ -259,7 +261,7 @@ class Builder:
     def update_on_host(self, unit: int, landed: int) -> list[int]:
         """Let the processor update a unit. Where the device has a copy that stays, bring it up to
         date."""
-        lane = self.places.updater.lane
+        lane = self.places.updaters[unit].lane
         ops = [self.op(OpKind.UPDATE, unit, lane, [landed], part=StateKind.TRAINABLE)]
         if StateKind.TRAINABLE not in self.places.parts(unit):
             unit_spec = self.places.model.units[unit]
@@ -268,6 +270,7 @@ class Builder:
                 self.op(OpKind.FETCH, unit, lane, ops, part=StateKind.TRAINABLE, nbytes=nbytes)
             )
         self.updates.append(ops[0])
+        self.updates_on_host.append(ops[0])
         return ops
 
     def _fetch_states(self, unit: int) -> list[int]:

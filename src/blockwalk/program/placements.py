@@ -33,8 +33,8 @@ class Placements:
     """Bytes of units and their parts."""
     residences: dict[tuple[int, StateKind], Residence] = field(init=False)
     """The residence of each kind of state of each unit."""
-    updater: UpdaterFacts = field(init=False)
-    """The row of the way in which masters are updated."""
+    updaters: list[UpdaterFacts] = field(init=False)
+    """The row of the way in which each unit's masters are updated."""
     pools: Buffers = field(init=False)
     """The slots and gradient buffers of a plan that gathers; none of another."""
     _parts: list[list[StateKind]] = field(init=False)
@@ -43,7 +43,7 @@ class Placements:
         plan = self.plan
         self.sizes = UnitSizes(plan, self.model, self.device)
         self.residences = resolve(self.sizes)
-        self.updater = UPDATERS[updater(plan, self.device)]
+        self.updaters = [UPDATERS[updater(self.sizes, u)] for u in range(self.last + 1)]
         self.pools = buffer_pools(plan, self.model) if plan.home.gathered else NO_BUFFERS
         self._parts = [
             [part for part in PARTS if self.residence(unit, part).arrive is not None]
@@ -78,11 +78,27 @@ class Placements:
 
     # ---- updates ---------------------------------------------------------------------------------
 
+    def landing(self, unit: int) -> int:
+        """Return bytes of the place in host memory that a unit's gradients come to, for the
+        processor behind an accelerator; 0: they are used on the device."""
+        return self.updaters[unit].landing(self.sizes, unit)
+
+    @property
+    def landed(self) -> list[int]:
+        """The units whose gradients come to host memory."""
+        return [unit for unit in self.sizes.trained if self.landing(unit)]
+
     @property
     def landings(self) -> list[int]:
-        """Bytes of the places in host memory where gradients come to, for the processor behind an
-        accelerator."""
-        return self.updater.landings(self.sizes, self.residences)
+        """Bytes of the places that they come to: one for each unit, so that none waits for an
+        update; where state is in file maps, for host memory would not hold it, a few of the
+        largest's size."""
+        nbytes = [self.landing(unit) for unit in self.landed]
+        kinds = (StateKind.TRAINABLE, StateKind.OPTIMIZER)
+        tiers = {self.residences[unit, kind].tier for unit in self.landed for kind in kinds}
+        if any(tier.facts.mapped for tier in tiers):
+            return [max(nbytes)] * min(len(nbytes), self.at_once + 1)
+        return nbytes
 
     def stored(self, unit: int) -> int:
         """Return bytes of trainables that are written back when an update has changed them where

@@ -28,7 +28,6 @@ its state visits the device (:attr:`blockwalk.plan.tiers.TierFacts.residence`)."
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -40,7 +39,7 @@ from blockwalk.program.arrive import Residency, Ways, fetched, gathered, mapped,
 from blockwalk.program.flat_layout import PARTS, accumulates, has_node_slice, hosts_node_slice
 from blockwalk.program.program import Bytes, Draft, Lane, Pool
 from blockwalk.program.state_sizes import compute_dtype, pool_of
-from blockwalk.program.unit_sizes import UnitSizes
+from blockwalk.program.unit_sizes import UnitSizes, evenly
 
 Arrival = Callable[[Ways, int, StateKind, Residency, Draft], Residency]
 """A function that writes the ops which bring a part of a unit into the slot that the unit has, and
@@ -311,44 +310,30 @@ Residences = Mapping[tuple[int, StateKind], Residence]
 
 @dataclass(frozen=True, slots=True)
 class UpdaterFacts:
-    """One way in which masters are updated."""
+    """One way in which the masters of a unit are updated."""
 
     lane: Lane = Lane.COMPUTE
-    beside: Callable[[UnitSizes, Residences], Counter[Pool]] = lambda sizes, residences: Counter()
-    """Bytes that lie beside the state of all units between steps."""
-    landings: Callable[[UnitSizes, Residences], list[int]] = lambda sizes, residences: []
-    """Bytes of the places in host memory where gradients come to; none where they are used on the
+    beside: Callable[[UnitSizes, int, Residences], Bytes] = lambda sizes, unit, residences: ()
+    """Bytes that lie beside a unit's state between steps."""
+    landing: Callable[[UnitSizes, int], int] = lambda sizes, unit: 0
+    """Bytes of the place in host memory that a unit's gradients come to; 0: they are used on the
     device."""
 
 
-def _undo(sizes: UnitSizes, _residences: Residences) -> Counter[Pool]:
-    """Count what a step that is refused goes back to."""
+def _undo(sizes: UnitSizes, unit: int, _residences: Residences) -> Bytes:
+    """Return bytes of what a step that is refused goes back to."""
     pool = Pool.MAPPED if sizes.device == "cpu" else Pool.DEVICE
-    return Counter({pool: sum(map(sizes.undo_bytes, range(sizes.last + 1)))})
+    return ((pool, sizes.undo_bytes(unit)),)
 
 
-def _behind_accelerator(sizes: UnitSizes, residences: Residences) -> Counter[Pool]:
-    """Count the masters of units whose copies stay on the device, what a step that is refused goes
-    back to, and the places of gradients."""
-    nbytes: Counter[Pool] = Counter()
-    for unit in range(sizes.last + 1):
-        residence = residences[unit, StateKind.TRAINABLE]
-        pool = pool_of(residence.tier)
-        nbytes[pool] += sizes.undo_bytes(unit)
-        if residence.facts.arrive is None:
-            nbytes[pool] += sizes.master_bytes(unit)
-    nbytes[Pool.HOST] += sum(_landings(sizes, residences))
-    return nbytes
-
-
-def _landings(sizes: UnitSizes, residences: Residences) -> list[int]:
-    """Return bytes of a place for each unit, so that none waits for an update; where state is in
-    file maps, for host memory would not hold it, of a few of the largest's size."""
-    nbytes = [4 * sizes.model.units[unit].numel(trainable=True) for unit in sizes.trained]
-    kinds = (StateKind.TRAINABLE, StateKind.OPTIMIZER)
-    if any(residences[0, kind].tier.facts.mapped for kind in kinds):
-        return [max(nbytes, default=0)] * min(len(nbytes), sizes.plan.prefetch + 2)
-    return nbytes
+def _behind_accelerator(sizes: UnitSizes, unit: int, residences: Residences) -> Bytes:
+    """Return bytes of masters whose copy stays on the device, and of what a step that is refused
+    goes back to."""
+    residence = residences[unit, StateKind.TRAINABLE]
+    nbytes = sizes.undo_bytes(unit)
+    if residence.facts.arrive is None:
+        nbytes += sizes.master_bytes(unit)
+    return ((pool_of(residence.tier), nbytes),)
 
 
 UPDATERS = Table(
@@ -357,22 +342,39 @@ UPDATERS = Table(
         "compute": UpdaterFacts(beside=_undo),
         "visit": UpdaterFacts(),
         "behind": UpdaterFacts(Lane.STORE),
-        "host": UpdaterFacts(Lane.UPDATE, _behind_accelerator, _landings),
+        "host": UpdaterFacts(
+            Lane.UPDATE,
+            _behind_accelerator,
+            lambda sizes, unit: 4 * sizes.model.units[unit].numel(trainable=True),
+        ),
     },
 )
 """Ways to update by name."""
 
 
-def updater(plan: Plan, device: str) -> str:
-    """Return the name of the way in which a plan updates its masters on a device: by the processor
-    behind an accelerator where optimizer states, or without any they themselves, are not on the
-    device."""
+def updater(sizes: UnitSizes, unit: int) -> str:
+    """Return the name of the way in which a unit's masters are updated: by the processor behind an
+    accelerator where optimizer states, or without any they themselves, are not on the device."""
+    plan = sizes.plan
     if plan.home.gathered:
         return "behind" if plan.update.at_turn else "compute"
     if plan.home.states_inside:
         return "visit"
     placement = plan.optimizer_state if plan.update_rule.states else plan.trainable
-    return "compute" if device == "cpu" or placement.tier.facts.resident else "host"
+    on_device = tier_of(placement.tier, unit, sizes.last + 1).facts.resident
+    return "compute" if sizes.device == "cpu" or on_device else "host"
+
+
+def tier_of(tier: Tier, unit: int, units: int) -> Tier:
+    """Return the tier that a unit's state lies on: one of those that a tier is made of."""
+    if not tier.facts.shares:
+        return tier
+    share = evenly(units).index(unit) / units
+    for name, size in tier.facts.shares:
+        if share < size:
+            return Tier(name)
+        share -= size
+    return tier
 
 
 # ---- which state lives how -----------------------------------------------------------------------
@@ -382,30 +384,44 @@ def resolve(sizes: UnitSizes) -> dict[tuple[int, StateKind], Residence]:
     """Return the residence of each kind of state of each unit.
 
     Raises:
-        ValueError: masters behind an accelerator that no update there could read and write.
+        ValueError: masters behind an accelerator that no update there could read and write, a
+            residence that a plan asks too much of, or shares of a tier for state that has none.
     """
     plan = sizes.plan
+    _refuse_shares(plan)
     if plan.home.gathered:
         return _spread(sizes)
-    masters, states = _tiers_beside(sizes)
     units = range(sizes.last + 1)
-    tiers = {StateKind.FROZEN: plan.frozen.tier, StateKind.TRAINABLE: masters}
-    resolved = {
-        (unit, part): Residence(_visiting(sizes, unit, part), tiers[part])
-        for unit in units
-        for part in PARTS
-    }
+    beside = [_tiers_beside(sizes, unit) for unit in units]
+    resolved: dict[tuple[int, StateKind], Residence] = {}
+    for unit, (masters, _) in enumerate(beside):
+        for part, tier in ((StateKind.FROZEN, plan.frozen.tier), (StateKind.TRAINABLE, masters)):
+            resolved[unit, part] = Residence(_visiting(sizes, unit, part), tier)
     waits_in_maps = plan.gradient.tier.facts.maps(sizes.device) and not plan.update.at_turn
     gradient = "mapped" if waits_in_maps and plan.home.kinds_apart else "resident"
-    state = "resident"
-    if plan.home.states_inside:
-        state = "inside"
-    elif states.facts.maps(sizes.device):
-        state = "paged" if sizes.few else "mapped"
-    for unit in units:
+    for unit, (_, states) in enumerate(beside):
+        state = "resident"
+        if plan.home.states_inside:
+            state = "inside"
+        elif states.facts.maps(sizes.device):
+            state = "paged" if sizes.few else "mapped"
         resolved[unit, StateKind.GRADIENT] = Residence(gradient, plan.gradient.tier)
         resolved[unit, StateKind.OPTIMIZER] = Residence(state, states)
     return resolved
+
+
+def _refuse_shares(plan: Plan) -> None:
+    """Raise ValueError for state that is put on shares of tiers, and lies on one."""
+    kinds = ["frozen", "trainable", "gradient", "activation"]
+    if not plan.home.kinds_apart:
+        kinds.append("optimizer_state")
+    for kind in kinds:
+        tier = getattr(plan, kind).tier
+        if tier.facts.shares:
+            raise ValueError(
+                f"plan {plan.method!r}: {kind}.tier is {tier}, which is shares of tiers, and those"
+                " are of optimizer_state beside the masters of one process; set it to another"
+            )
 
 
 def _spread(sizes: UnitSizes) -> dict[tuple[int, StateKind], Residence]:
@@ -425,16 +441,16 @@ def _spread(sizes: UnitSizes) -> dict[tuple[int, StateKind], Residence]:
     return resolved
 
 
-def _tiers_beside(sizes: UnitSizes) -> tuple[Tier, Tier]:
-    """Return the tiers that masters and optimizer states lie on. An accelerator updates what is on
-    the device; the processor behind it what is on its own tiers, or in its memory where that is as
-    little as adapters have."""
+def _tiers_beside(sizes: UnitSizes, unit: int) -> tuple[Tier, Tier]:
+    """Return the tiers that a unit's masters and optimizer states lie on. An accelerator updates
+    what is on the device; the processor behind it what is on its own tiers, or in its memory where
+    that is as little as adapters have."""
     plan = sizes.plan
     masters = plan.trainable.tier
-    states = plan.optimizer_state.tier
+    states = tier_of(plan.optimizer_state.tier, unit, sizes.last + 1)
     if sizes.device == "cpu" or not plan.home.kinds_apart:
         return masters, states
-    by_host = updater(plan, sizes.device) == "host"
+    by_host = updater(sizes, unit) == "host"
     if not (by_host or sizes.few or masters.facts.resident):
         raise ValueError(
             f"plan {plan.method!r}: trainable is {plan.trainable} and optimizer_state"
@@ -471,8 +487,22 @@ def _visiting(sizes: UnitSizes, unit: int, part: StateKind) -> str:
         return "resident"
     row = RESIDENCES[tier.residence]
     if ranks > 1:
-        return row.over_ranks
-    return row.as_copies if trains and updater(plan, sizes.device) == "host" else tier.residence
+        return row.over_ranks or _refuse(
+            sizes, part, f"{ranks} ranks hold no slices of it", "group"
+        )
+    if trains and updater(sizes, unit) == "host":
+        by_host = "the processor updates no masters in it"
+        return row.as_copies or _refuse(sizes, part, by_host, "tier")
+    return tier.residence
+
+
+def _refuse(sizes: UnitSizes, part: StateKind, reason: str, setting: str) -> str:
+    """Raise ValueError for a residence that a plan asks too much of."""
+    placement = sizes.placement(part)
+    raise ValueError(
+        f"plan {sizes.plan.method!r}: {part} is {placement}, whose residence is"
+        f" {placement.tier.facts.residence}, and {reason}; set {part}.{setting} to another"
+    )
 
 
 def host_is_device(sizes: UnitSizes) -> bool:

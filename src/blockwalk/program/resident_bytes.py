@@ -22,8 +22,18 @@ def resident_bytes(places: Placements) -> Counter[Pool]:
         for pool, size in residence.facts.held(places.sizes, unit, kind, residence.tier):
             if size:
                 nbytes[pool] += size
-    nbytes.update(places.updater.beside(places.sizes, places.residences))
+    nbytes.update(_beside(places))
     return +nbytes
+
+
+def _beside(places: Placements) -> Counter[Pool]:
+    """Count what lies beside state for its updates."""
+    nbytes: Counter[Pool] = Counter()
+    for unit, updater in enumerate(places.updaters):
+        for pool, size in updater.beside(places.sizes, unit, places.residences):
+            nbytes[pool] += size
+    nbytes[Pool.HOST] += sum(places.landings)
+    return nbytes
 
 
 def bytes_in_maps(places: Placements) -> int:
@@ -31,7 +41,7 @@ def bytes_in_maps(places: Placements) -> int:
     behind an accelerator."""
     if not places.landings:
         return 0
-    nbytes = places.updater.beside(places.sizes, places.residences)
+    nbytes = _beside(places)
     for (unit, kind), residence in places.residences.items():
         if kind is StateKind.OPTIMIZER:
             nbytes[pool_of(residence.tier)] += places.sizes.state_bytes(unit)

@@ -85,14 +85,6 @@ def stages_inputs(plan: Plan, device: str) -> bool:
     return device != "cpu" and activation_pool(plan, device) is not Pool.DEVICE
 
 
-def updates_on_host(plan: Plan, device: str) -> bool:
-    """Return whether the processor behind an accelerator updates one process's trainables: where
-    optimizer states, or without any they themselves, are not on the device. Masters and states then
-    lie together, and the device has copies of masters."""
-    updated = plan.optimizer_state if plan.update_rule.states else plan.trainable
-    return device != "cpu" and plan.home.kinds_apart and not updated.tier.facts.resident
-
-
 def maps_graphs(plan: Plan, device: str) -> bool:
     """Return whether what a graph saves goes to file maps: where activations do, on a CPU; a
     compiled block keeps its own, and so does one whose parameters are gathered."""

@@ -19,8 +19,9 @@ from blockwalk.plan.work import NOTHING, Work
 from blockwalk.program.costs import Costs, TimedOp
 from blockwalk.program.flat_layout import hosts_node_slice
 from blockwalk.program.handover import RECEIVES, SENDS
+from blockwalk.program.placements import Placements
 from blockwalk.program.program import COMPUTES, Bytes, Lane, Op, OpKind, Pool, Program
-from blockwalk.program.state_sizes import compute_dtype, epilogue_reads, updates_on_host
+from blockwalk.program.state_sizes import compute_dtype, epilogue_reads
 from blockwalk.simulate.hardware import BLOCK_OPS, Hardware, Link
 
 NO_COSTS = Costs()
@@ -68,7 +69,12 @@ class CostModel:
     """Seconds in which a reduction, by its number, brings what host memory behind an accelerator
     has of its sum, and takes it there again."""
 
+    _landed: frozenset[int] = field(init=False, repr=False)
+    """Units whose masters the processor behind an accelerator updates."""
+
     def __post_init__(self) -> None:
+        places = Placements(self.plan, self.model, self.hardware.device)
+        object.__setattr__(self, "_landed", frozenset(places.landed))
         if self.program is not None and self.hardware.device == "cpu":
             object.__setattr__(self, "_lost", self._losses(self.program))
         if self.program is not None and self._accumulates_on_host:
@@ -370,8 +376,7 @@ class CostModel:
         hardware file has it. It is empty where they lie in host memory, as masters do that the
         processor behind an accelerator updates, and slices of a plan that gathers; None where they
         are on the device."""
-        on_host = updates_on_host(self.plan, self.hardware.device)
-        if on_host and op.part in (StateKind.TRAINABLE, StateKind.GRADIENT):
+        if op.unit in self._landed and op.part in (StateKind.TRAINABLE, StateKind.GRADIENT):
             return ""
         if self.plan.home.gathered and op.part is not StateKind.ACTIVATION:
             return ""
