@@ -14,6 +14,7 @@ from blockwalk.program.residence import (
     Residence,
     ResidenceFacts,
     UpdaterFacts,
+    landed,
     resolve,
     updater,
 )
@@ -29,31 +30,33 @@ class Placements:
     model: ModelSpec
     device: str
     """``cpu`` or ``cuda``. On a CPU, files are mapped instead of copied."""
+    last: int = field(init=False)
+    """The epilogue's index."""
     sizes: UnitSizes = field(init=False)
     """Bytes of units and their parts."""
     residences: dict[tuple[int, StateKind], Residence] = field(init=False)
     """The residence of each kind of state of each unit."""
     updaters: list[UpdaterFacts] = field(init=False)
     """The row of the way in which each unit's masters are updated."""
+    landed: list[int] = field(init=False)
+    """The units whose gradients come to host memory."""
     pools: Buffers = field(init=False)
     """The slots and gradient buffers of a plan that gathers; none of another."""
     _parts: list[list[StateKind]] = field(init=False)
+    _stored: dict[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         plan = self.plan
         self.sizes = UnitSizes(plan, self.model, self.device)
+        self.last = self.sizes.last
         self.residences = resolve(self.sizes)
         self.updaters = [UPDATERS[updater(self.sizes, u)] for u in range(self.last + 1)]
-        self.pools = buffer_pools(plan, self.model) if plan.home.gathered else NO_BUFFERS
+        self.landed = landed(plan, self.model, self.device)
+        self.pools = buffer_pools(plan, self.model) if self.sizes.home.gathered else NO_BUFFERS
         self._parts = [
             [part for part in PARTS if self.residence(unit, part).arrive is not None]
             for unit in range(self.last + 1)
         ]
-
-    @property
-    def last(self) -> int:
-        """The epilogue's index."""
-        return self.sizes.last
 
     # ---- what arrives ----------------------------------------------------------------------------
 
@@ -84,11 +87,6 @@ class Placements:
         return self.updaters[unit].landing(self.sizes, unit)
 
     @property
-    def landed(self) -> list[int]:
-        """The units whose gradients come to host memory."""
-        return [unit for unit in self.sizes.trained if self.landing(unit)]
-
-    @property
     def landings(self) -> list[int]:
         """Bytes of the places that they come to: one for each unit, so that none waits for an
         update; where state is in file maps, for host memory would not hold it, a few of the
@@ -103,8 +101,10 @@ class Placements:
     def stored(self, unit: int) -> int:
         """Return bytes of trainables that are written back when an update has changed them where
         they came to at their turn."""
-        trainable = StateKind.TRAINABLE
-        return self.residence(unit, trainable).stored(self.sizes, unit, trainable)
+        if unit not in self._stored:
+            part = StateKind.TRAINABLE
+            self._stored[unit] = self.residence(unit, part).stored(self.sizes, unit, part)
+        return self._stored[unit]
 
     def brought(self, unit: int) -> dict[StateKind, int]:
         """Return bytes of the gradients and optimizer states that come to a unit's update."""

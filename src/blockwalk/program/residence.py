@@ -29,9 +29,10 @@ its state visits the device (:attr:`blockwalk.plan.tiers.TierFacts.residence`)."
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 
-from blockwalk.plan.model_spec import ParamSpec
+from blockwalk.plan.model_spec import ModelSpec, ParamSpec
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.table import Table
@@ -100,7 +101,7 @@ def _held_where_used(sizes: UnitSizes, unit: int, kind: StateKind, tier: Tier) -
     if kind is StateKind.OPTIMIZER:
         return ((pool_of(tier), sizes.state_bytes(unit)),)
     nbytes = sizes.part_bytes(sizes.model.units[unit], kind)
-    read_from_file = kind is StateKind.FROZEN or sizes.plan.home.rewritten
+    read_from_file = kind is StateKind.FROZEN or sizes.home.rewritten
     on_disk = nbytes if tier.facts.mapped and read_from_file else 0
     return ((Pool.DEVICE, nbytes), (Pool.DISK, on_disk))
 
@@ -294,11 +295,11 @@ class Residence:
     name: str
     tier: Tier
     """The tier that it lies on."""
+    facts: ResidenceFacts = field(init=False, compare=False, repr=False)
+    """The row."""
 
-    @property
-    def facts(self) -> ResidenceFacts:
-        """The row."""
-        return RESIDENCES[self.name]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "facts", RESIDENCES[self.name])
 
 
 Residences = Mapping[tuple[int, StateKind], Residence]
@@ -356,13 +357,23 @@ def updater(sizes: UnitSizes, unit: int) -> str:
     """Return the name of the way in which a unit's masters are updated: by the processor behind an
     accelerator where optimizer states, or without any they themselves, are not on the device."""
     plan = sizes.plan
-    if plan.home.gathered:
+    if sizes.home.gathered:
         return "behind" if plan.update.at_turn else "compute"
-    if plan.home.states_inside:
+    if sizes.home.states_inside:
         return "visit"
     placement = plan.optimizer_state if plan.update_rule.states else plan.trainable
     on_device = tier_of(placement.tier, unit, sizes.last + 1).facts.resident
     return "compute" if sizes.device == "cpu" or on_device else "host"
+
+
+def landed(plan: Plan, model: ModelSpec, device: str) -> list[int]:
+    """Return the units whose gradients come to host memory, where the processor behind an
+    accelerator updates their masters."""
+    if device == "cpu" or not plan.home.kinds_apart:
+        return []
+    sizes = UnitSizes(plan, model, device)
+    rows = ((unit, UPDATERS[updater(sizes, unit)]) for unit in sizes.trained)
+    return [unit for unit, row in rows if row.landing(sizes, unit)]
 
 
 def tier_of(tier: Tier, unit: int, units: int) -> Tier:
@@ -388,32 +399,33 @@ def resolve(sizes: UnitSizes) -> dict[tuple[int, StateKind], Residence]:
             residence that a plan asks too much of, or shares of a tier for state that has none.
     """
     plan = sizes.plan
-    _refuse_shares(plan)
-    if plan.home.gathered:
+    _refuse_shares(sizes)
+    if sizes.home.gathered:
         return _spread(sizes)
-    units = range(sizes.last + 1)
-    beside = [_tiers_beside(sizes, unit) for unit in units]
+    beside = [_tiers_beside(sizes, unit) for unit in range(sizes.last + 1)]
     resolved: dict[tuple[int, StateKind], Residence] = {}
+    residence = cache(Residence)  # units share them
     for unit, (masters, _) in enumerate(beside):
         for part, tier in ((StateKind.FROZEN, plan.frozen.tier), (StateKind.TRAINABLE, masters)):
-            resolved[unit, part] = Residence(_visiting(sizes, unit, part), tier)
+            resolved[unit, part] = residence(_visiting(sizes, unit, part), tier)
     waits_in_maps = plan.gradient.tier.facts.maps(sizes.device) and not plan.update.at_turn
-    gradient = "mapped" if waits_in_maps and plan.home.kinds_apart else "resident"
+    gradient = "mapped" if waits_in_maps and sizes.home.kinds_apart else "resident"
     for unit, (_, states) in enumerate(beside):
         state = "resident"
-        if plan.home.states_inside:
+        if sizes.home.states_inside:
             state = "inside"
         elif states.facts.maps(sizes.device):
             state = "paged" if sizes.few else "mapped"
-        resolved[unit, StateKind.GRADIENT] = Residence(gradient, plan.gradient.tier)
-        resolved[unit, StateKind.OPTIMIZER] = Residence(state, states)
+        resolved[unit, StateKind.GRADIENT] = residence(gradient, plan.gradient.tier)
+        resolved[unit, StateKind.OPTIMIZER] = residence(state, states)
     return resolved
 
 
-def _refuse_shares(plan: Plan) -> None:
+def _refuse_shares(sizes: UnitSizes) -> None:
     """Raise ValueError for state that is put on shares of tiers, and lies on one."""
+    plan = sizes.plan
     kinds = ["frozen", "trainable", "gradient", "activation"]
-    if not plan.home.kinds_apart:
+    if not sizes.home.kinds_apart:
         kinds.append("optimizer_state")
     for kind in kinds:
         tier = getattr(plan, kind).tier
@@ -434,10 +446,11 @@ def _spread(sizes: UnitSizes) -> dict[tuple[int, StateKind], Residence]:
         StateKind.OPTIMIZER: plan.optimizer_state.tier,
     }
     resolved: dict[tuple[int, StateKind], Residence] = {}
+    residence = cache(Residence)  # units share them
     for unit, spec in enumerate(sizes.model.units):
         for kind, tier in tiers.items():
             present = spec.numel(trainable=kind is not StateKind.FROZEN) > 0
-            resolved[unit, kind] = Residence("gathered" if present else "resident", tier)
+            resolved[unit, kind] = residence("gathered" if present else "resident", tier)
     return resolved
 
 
@@ -448,7 +461,7 @@ def _tiers_beside(sizes: UnitSizes, unit: int) -> tuple[Tier, Tier]:
     plan = sizes.plan
     masters = plan.trainable.tier
     states = tier_of(plan.optimizer_state.tier, unit, sizes.last + 1)
-    if sizes.device == "cpu" or not plan.home.kinds_apart:
+    if sizes.device == "cpu" or not sizes.home.kinds_apart:
         return masters, states
     by_host = updater(sizes, unit) == "host"
     if not (by_host or sizes.few or masters.facts.resident):
@@ -468,17 +481,16 @@ def _tiers_beside(sizes: UnitSizes, unit: int) -> tuple[Tier, Tier]:
 
 def _visiting(sizes: UnitSizes, unit: int, part: StateKind) -> str:
     """Return the residence of one part of a unit on one process."""
-    plan = sizes.plan
     tier = sizes.placement(part).tier.facts
     trains = part is StateKind.TRAINABLE
-    rewritten = trains and plan.home.rewritten
+    rewritten = trains and sizes.home.rewritten
     if tier.maps(sizes.device) and not rewritten:
         if trains and sizes.few:
             return "paged"
         return "mapped" if sizes.reads(unit).numel(trainable=trains) else "paged"
     ranks = sizes.ranks(part)
     # masters travel with blocks that stay as well
-    stays = unit in sizes.kept and (not trains or plan.home.rewritten)
+    stays = unit in sizes.kept and (not trains or sizes.home.rewritten)
     few = trains and sizes.few
     empty = not sizes.reads(unit).numel(trainable=trains)
     if trains and host_is_device(sizes):
@@ -508,5 +520,5 @@ def _refuse(sizes: UnitSizes, part: StateKind, reason: str, setting: str) -> str
 def host_is_device(sizes: UnitSizes) -> bool:
     """Return whether trainables that are rewritten are on the device as they lie on their tier,
     whole: on a processor, whose memory is both."""
-    unsliced = sizes.plan.home.rewritten and sizes.ranks(StateKind.TRAINABLE) == 1
+    unsliced = sizes.home.rewritten and sizes.ranks(StateKind.TRAINABLE) == 1
     return unsliced and sizes.plan.trainable.tier.facts.is_device(sizes.device)

@@ -4,8 +4,9 @@ beside them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from blockwalk.plan.estimators import HomeFacts
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.placement import DTYPE_BYTES, Placement, StateKind
 from blockwalk.plan.plan import Plan
@@ -27,6 +28,10 @@ class UnitSizes:
     model: ModelSpec
     device: str
     """``cpu`` or ``cuda``. On a CPU, files are mapped instead of copied."""
+    last: int = field(init=False)
+    """The epilogue's index."""
+    home: HomeFacts = field(init=False)
+    """The row of the home that trainables have between their turns."""
     few: bool = field(init=False)
     """True where the trainables of all blocks together are fewer than one block's parameters
     (adapters are): they stay on the device whatever their tier, for less than a slot, instead of
@@ -37,15 +42,12 @@ class UnitSizes:
     _layouts: dict[tuple[int, StateKind], FlatLayout] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.last = len(self.model.blocks) + 1
+        self.home = self.plan.home
         largest = max(block.numel() for block in self.model.blocks)
         self.few = self.model.numel(trainable=True) < largest
         resident = evenly(len(self.model.blocks))[: max(self.plan.resident, 0)]
         self.kept = frozenset(1 + block for block in resident)
-
-    @property
-    def last(self) -> int:
-        """The epilogue's index."""
-        return len(self.model.blocks) + 1
 
     @property
     def trained(self) -> list[int]:
@@ -60,7 +62,7 @@ class UnitSizes:
         """Return ranks that hold one copy of a part of the streamed units together, each a slice; 1
         where none do."""
         ranks = self.plan.frozen_ranks if part is StateKind.FROZEN else self.plan.parameter_ranks
-        return ranks if self.plan.home.slices_streams else 1
+        return ranks if self.home.slices_streams else 1
 
     def reads(self, index: int) -> UnitSpec:
         """Return a unit with all that its turn reads: an epilogue whose head is tied reads the
@@ -104,7 +106,7 @@ class UnitSizes:
         placement = self.placement(part)
         if part is StateKind.FROZEN and not placement.tier.facts.mapped:
             return self.memory_bytes(unit)
-        if part is StateKind.TRAINABLE and self.plan.home.states_inside:
+        if part is StateKind.TRAINABLE and self.home.states_inside:
             return bucket_bytes(self.plan, unit)
         return unit.nbytes(placement.codec, trainable=part is StateKind.TRAINABLE)
 
@@ -114,8 +116,8 @@ class UnitSizes:
         codec = self.plan.frozen.codec
         dense = [p for p in unit.part(False) if not p.stored_in(codec).encoded]
         experts = [p for p in dense if p.assembled or len(p.shape) > 2]
-        without = replace(unit, params=tuple(p for p in unit.params if p not in experts))
-        return self._computed(experts) + without.nbytes(codec, trainable=False)
+        as_stored = sum(p.nbytes_in(codec) for p in unit.part(False) if p not in experts)
+        return self._computed(experts) + as_stored
 
     def state_bytes(self, unit: int) -> int:
         """Return bytes of a unit's optimizer states."""

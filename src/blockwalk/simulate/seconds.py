@@ -19,8 +19,8 @@ from blockwalk.plan.work import NOTHING, Work
 from blockwalk.program.costs import Costs, TimedOp
 from blockwalk.program.flat_layout import hosts_node_slice
 from blockwalk.program.handover import RECEIVES, SENDS
-from blockwalk.program.placements import Placements
 from blockwalk.program.program import COMPUTES, Bytes, Lane, Op, OpKind, Pool, Program
+from blockwalk.program.residence import landed
 from blockwalk.program.state_sizes import compute_dtype, epilogue_reads
 from blockwalk.simulate.hardware import BLOCK_OPS, Hardware, Link
 
@@ -73,8 +73,8 @@ class CostModel:
     """Units whose masters the processor behind an accelerator updates."""
 
     def __post_init__(self) -> None:
-        places = Placements(self.plan, self.model, self.hardware.device)
-        object.__setattr__(self, "_landed", frozenset(places.landed))
+        units = landed(self.plan, self.model, self.hardware.device)
+        object.__setattr__(self, "_landed", frozenset(units))
         if self.program is not None and self.hardware.device == "cpu":
             object.__setattr__(self, "_lost", self._losses(self.program))
         if self.program is not None and self._accumulates_on_host:
