@@ -73,7 +73,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("ranks", "mesh.* context.* pipeline.* start_timeout interface elastic", _TRAIN),
     (
         "run",
-        "output_dir overwrite_output_dir resume_from_checkpoint save_every keep_checkpoints"
+        "compare output_dir overwrite_output_dir resume_from_checkpoint save_every keep_checkpoints"
         " keep_best early_stopping skip_nonfinite log_every report_to run_name push_to_hub"
         " eval_every eval_first data.eval_limit",
         _TRAIN,

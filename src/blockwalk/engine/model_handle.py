@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from blockwalk.cutting.adapters import adapt, refuse_tied_lora
+from blockwalk.cutting.live_comparison import Observed, observed, require_same
 from blockwalk.cutting.peft_models import adapter_parameters
 from blockwalk.cutting.skeleton import build_skeleton, persistent_buffers
 from blockwalk.cutting.verify import OPENING, certified
@@ -102,14 +103,19 @@ class ModelHandle:
         else:
             module.requires_grad_(False)
         self.module = module
+        control = None
+        if isinstance(model, nn.Module) and plan.compare == "auto":
+            control = _observed(model, module, plan, adds=lora is not None, training=training)
         self.cut = certified(module).to(device)
         refuse_gradient_hooks(self.cut.gradient_hooks, plan)
-        self.cut.tiling = plan.tiling(device.type)
-        if training and plan.neftune_noise_alpha:
-            self.cut.add_noise(plan.neftune_noise_alpha)
         self.in_memory = self.cut.take_parameters()
         """Parameters by canonical name that came in the modules' own memory, as long as no home has
         taken them."""
+        if control is not None:
+            require_same(control, self.cut)
+        self.cut.tiling = plan.tiling(device.type)
+        if training and plan.neftune_noise_alpha:
+            self.cut.add_noise(plan.neftune_noise_alpha)
         self.full_spec: ModelSpec = self.cut.spec().as_stored(self._as_stored)
         """The model as all stages hold it together; one process holds it all."""
         self.stage = stage_at(plan, self.full_spec, coordinates)
@@ -283,6 +289,26 @@ class ModelHandle:
     def close(self) -> None:
         if self.source is not None:
             self.source.close()
+
+
+def _observed(
+    model: nn.Module, module: nn.Module, plan: Plan, *, adds: bool, training: bool
+) -> Observed | None:
+    """Return what a model in memory answers, before its walk takes it apart.
+
+    Args:
+        model: the object that was handed over.
+        module: the one that is walked: the object itself, adapters around it, or a copy of it.
+        adds: True where the walk adds adapters.
+    """
+    members = set(module.modules())
+    around = adds and model in members
+    return observed(
+        module if around else model,
+        trains=training,
+        differentiates=plan.estimator.facts.walks_back,
+        adapted=around or not adds,
+    )
 
 
 def refuse_gradient_hooks(hooks: Collection[str], plan: Plan) -> None:

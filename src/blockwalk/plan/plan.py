@@ -123,6 +123,10 @@ class Plan:
     compile: bool = False
     """Whether each kind of block is compiled once with torch.compile. A block's weights are then
     whole while it computes."""
+    compare: str = "auto"
+    """Whether a model in memory is compared with its walk at the start. auto: its loss and
+    gradients on two rows of eight tokens, and a difference is refused by the module's name.
+    never: it is not."""
     seed: int = 0
     """The seed of the data's order, the adapters' first values, dropout, noise, rounding, and of
     the draws of generate."""

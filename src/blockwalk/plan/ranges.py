@@ -20,6 +20,7 @@ from blockwalk.plan.zeroth_order_kinds import KINDS, TARGETS
 
 CHOICES: dict[str, Collection[str]] = {
     "recompute": ("auto", "all", "none"),
+    "compare": ("auto", "never"),
     "loss": LOSSES,
     "compute_dtype": ("auto", "float32", "bfloat16", "float16"),
     "optimizer.name": RULES,
