@@ -1,5 +1,5 @@
 """Oracle: ``blockwalk.train`` with the same data, rates and seed: its losses, evaluations and
-weights; and metrics computed by hand of the scores."""
+weights; and scores that transformers' own logits give by the definition, from bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback, TrainingArguments
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import blockwalk
 from blockwalk.integrations import BlockwalkTrainer
@@ -110,6 +111,53 @@ def test_a_trainer_with_data_is_blockwalk_train(
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     for name, value in weights.items():
         torch.testing.assert_close(saved[name], value, atol=1e-6, rtol=1e-5)
+
+
+BYTES = sorted(ByteLevel.alphabet())
+"""The characters that stand for bytes; the tiny model's tokens are these after bos and eos."""
+FIRST_BYTE = 2
+
+
+def tokens_of(text: str) -> list[int]:
+    """The tiny model's tokens of a text, without a tokenizer: a byte is a token."""
+    written = text.replace(" ", "Ġ")
+    return [FIRST_BYTE + BYTES.index(character) for character in written]
+
+
+def mean_log_probability(model: Any, prompt: str, word: str) -> float:
+    """The mean of the log-probabilities of a word's tokens behind a prompt."""
+    ids = [*tokens_of(prompt), *tokens_of(word)]  # the tokenizer puts no bos before them
+    count = len(tokens_of(word))
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0].double()
+    log_probabilities = logits.log_softmax(-1)
+    positions = range(len(ids) - count, len(ids))
+    return sum(float(log_probabilities[at - 1, ids[at]]) for at in positions) / count
+
+
+def test_scores_of_candidates_are_mean_log_probabilities(tiny_run: TinyRun, tmp_path: Path) -> None:
+    predictions: list[Any] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        predictions.append(prediction)
+        return {}
+
+    words = ["good", "bad"]  # of unequal length: no sum is a mean
+    untrained = trainer(tiny_run, tmp_path, None, data_of(tiny_run), compute_metrics=metrics)
+    figures = untrained.evaluate()
+    model = LlamaForCausalLM.from_pretrained(tiny_run.model, dtype=torch.float32).eval()
+    records = [json.loads(line) for line in tiny_run.eval.read_text().splitlines()]
+    by_hand = [
+        [mean_log_probability(model, f"{record['text']} It was", f" {word}") for word in words]
+        for record in records
+    ]
+    (prediction,) = predictions
+    assert prediction.predictions.tolist() == [pytest.approx(row, rel=1e-5) for row in by_hand]
+    right = [words.index(record["label"]) for record in records]
+    assert prediction.label_ids.tolist() == right
+    chosen = [0 if good > bad else 1 for good, bad in by_hand]
+    hits = sum(one == other for one, other in zip(chosen, right, strict=True))
+    assert figures["eval_accuracy"] == pytest.approx(hits / len(records))
 
 
 def test_a_task_by_name_is_trained_and_ranked(tiny_run: TinyRun, tmp_path: Path) -> None:
