@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainingArguments, default_data_collator
 
 import blockwalk
+from blockwalk.convert.replay import replay
 from blockwalk.integrations import BlockwalkTrainer
 from blockwalk.reference.zeroth_order import masters_of, spsa_step
 from tests.models import tiny_model
@@ -87,11 +89,37 @@ def test_forty_steps_are_those_of_the_reference(done: Any) -> None:
         assert error < 1e-2 * float((master - untrained[name]).norm()), name
 
 
-def test_a_resumed_run_ends_alike(done: Any, tmp_path: Path) -> None:
+def lines_of(run: BlockwalkTrainer) -> list[str]:
+    """The steps of a run's ledger, without the header, which has the run's own name."""
+    return (Path(run.args.output_dir) / "ledger.jsonl").read_text().splitlines()[1:]
+
+
+def test_a_resumed_run_ends_alike_and_so_does_its_ledger(done: Any, tmp_path: Path) -> None:
     name, run = done
     half = trainer(tmp_path, name)
     half.train(resume_from_checkpoint=f"{run.args.output_dir}/checkpoint-{STEPS // 2}")
     assert_same(trained(half.walker), trained(run.walker))
+    assert len(lines_of(run)) == STEPS
+    assert lines_of(half) == lines_of(run)
+
+
+def test_the_ledger_is_replayed_to_the_run_s_weights(done: Any, tmp_path: Path) -> None:
+    _, run = done
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    ledger = Path(run.args.output_dir) / "ledger.jsonl"
+    assert replay(tmp_path / "base", ledger, tmp_path / "out", device="cpu") == STEPS
+    replayed = load_file(tmp_path / "out" / "model.safetensors")
+    weights = trained(run.walker)
+    assert weights.keys() == replayed.keys()
+    for name, value in replayed.items():
+        assert torch.equal(value, weights[name]), name
+
+
+def test_a_loaded_checkpoint_brings_the_ledger_of_its_steps(done: Any) -> None:
+    _, run = done
+    run._load_state(Path(run.args.output_dir) / f"checkpoint-{STEPS // 2}")
+    assert run.walker.steps_done == STEPS // 2
+    assert len(lines_of(run)) == STEPS // 2
 
 
 def test_a_rate_that_a_callback_sets_is_the_reference_s_and_decay_is_refused(

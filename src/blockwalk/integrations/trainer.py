@@ -121,12 +121,14 @@ class BlockwalkTrainer(Trainer):
             args.dataloader_pin_memory = False  # torch would warn that there is no accelerator
         if data is not None:
             more |= _data_sets(model, args, plan, data, more)
+        workdir = Path(str(args.output_dir)) / "scratch"
         walker = Walker(
             model,
             plan,
             lora=lora,
-            workdir=Path(str(args.output_dir)) / "scratch",
+            workdir=workdir,
             device=args.device,
+            ledger=trainer_state.begin_ledger(workdir, plan),
         )
         self.walker = walker
         super().__init__(model=_Handle(walker), args=args, **more)
@@ -204,6 +206,7 @@ class BlockwalkTrainer(Trainer):
             batch = self.train_dataset.batch([*itertools.chain(*numbers)], cuts)
         else:
             batch = in_rows(global_batch(inputs, self.args.world_size).batch, cuts)
+        trainer_state.keep_ledger(self.walker, Path(str(self.args.output_dir)))
         result = self.walker.step(batch, learning_rate=self._follow_optimizer())
         self.last_result = result
         return torch.tensor(result.loss, device=self.args.device)

@@ -1,11 +1,12 @@
 """The walker's state in a Trainer's checkpoint.
 
-First order is saved as in any run; zeroth order as its weights beside the number of its steps, from
-which the noise of the next ones comes."""
+First order is saved as in any run. Zeroth order is saved as its weights and the number of its
+steps, from which the noise of the next ones comes, with the ledger up to there."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from math import prod
 from pathlib import Path
@@ -15,12 +16,15 @@ import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from blockwalk.checkpoints.distributed import write_folder
+from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.pieces import Pieces, Saved
 from blockwalk.checkpoints.run_checkpoint import SCALARS
 from blockwalk.plan.plan import Plan
 from blockwalk.ranks.ranks import first
 from blockwalk.system import atomic_files, links
 from blockwalk.walk.walker import Walker
+
+log = logging.getLogger(__name__)
 
 FOLDER = "walker"
 """The folder of a checkpoint that holds the walker's state."""
@@ -64,7 +68,10 @@ def _save_weights(walker: Walker, folder: Path) -> None:
     pieces = {name: Pieces(prod(value.shape), {0: value}) for name, value in tensors.items()}
     scalars = {name: value for name, value in state.items() if name not in tensors}
     sealed = atomic_files.seal(json.dumps(scalars))[0]
-    write_folder(folder, pieces, walker.steps_done, {SCALARS: f"{sealed}\n"})
+    files = {SCALARS: f"{sealed}\n"}
+    if walker.ledger is not None:
+        files[LEDGER] = walker.ledger.path.read_text(encoding="utf-8")
+    write_folder(folder, pieces, walker.steps_done, files)
 
 
 def load(walker: Walker, checkpoint: Path) -> None:
@@ -85,7 +92,35 @@ def load(walker: Walker, checkpoint: Path) -> None:
         return
     with Saved(folder) as saved:
         weights = {name: saved.whole(name) for name in saved.numel}
-        walker.load_state_dict({**atomic_files.read_sealed(folder / SCALARS), **weights})
+        state = {**atomic_files.read_sealed(folder / SCALARS), **weights}
+    if walker.ledger is not None and (folder / LEDGER).is_file():
+        walker.load_with_ledger(state, folder / LEDGER)
+        return
+    if walker.ledger is not None:
+        log.warning(
+            "%s was saved without a %s: none is kept from here on",
+            folder,
+            LEDGER,
+        )
+    walker.drop_ledger()
+    walker.load_state_dict(state)
+
+
+def begin_ledger(folder: Path, plan: Plan) -> Path | None:
+    """Return the file that a new run's ledger begins in, until its first step; None of a plan that
+    keeps none. What an earlier run left there is removed."""
+    if not plan.estimator.facts.ledger:
+        return None
+    path = folder / LEDGER
+    if int(os.environ.get("RANK", "0")) == 0:
+        path.unlink(missing_ok=True)
+    return path
+
+
+def keep_ledger(walker: Walker, output_dir: Path) -> None:
+    """Give a run's ledger its name in the output folder, in an earlier run's place."""
+    if walker.ledger is not None and walker.ledger.path.parent != output_dir:
+        walker.ledger.rename(output_dir / LEDGER)
 
 
 def widen_groups(checkpoint: Path, optimizer: Any, scheduler: Any) -> None:

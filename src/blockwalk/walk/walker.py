@@ -51,7 +51,7 @@ from blockwalk.ranks.forward_sharing import ForwardSharing, MeshSharing, WalkAga
 from blockwalk.ranks.groups import started
 from blockwalk.ranks.ranks import digest_of, first, make_ranks
 from blockwalk.ranks.watch import Watch, begin_watch, naming
-from blockwalk.system import row_modules
+from blockwalk.system import atomic_files, row_modules
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.memories import Memories
 from blockwalk.walk import generation, kept_logits
@@ -656,6 +656,33 @@ class Walker:
             {key: value for key, value in state.items() if key != "steps_done"}
         )
         self.steps_done = steps if self.ledger is None else self.ledger.steps
+
+    def load_with_ledger(self, state: Mapping[str, Any], saved: StrPath) -> None:
+        """Zeroth order: take over what :meth:`state_dict` gave. The ledger that was saved beside it
+        takes the place of this walker's.
+
+        Raises:
+            ValueError: it is another run's, or has not the steps of the saved state.
+        """
+        assert self.ledger is not None, "this walker keeps no ledger"
+        path = self.ledger.path
+        header = self.ledger.header
+        self.drop_ledger()
+        self.load_state_dict(state)
+        first(lambda: atomic_files.write_bytes(path, Path(saved).read_bytes()))
+        self.ledger = _shared_ledger(path, header)
+        if self.ledger.steps != self.steps_done:
+            raise ValueError(
+                f"{saved} has {counted(self.ledger.steps, 'step')}, and the weights beside it"
+                f" {self.steps_done}: not of one run"
+            )
+        self._keeps_ledger.take_up(self.ledger)
+
+    def drop_ledger(self) -> None:
+        """Zeroth order: keep no ledger from here on."""
+        if self.ledger is not None:
+            self.ledger.close()
+        self.ledger = None
 
     def save_state(
         self, folder: StrPath, *, wait: bool = True, beside: Mapping[str, str] | None = None

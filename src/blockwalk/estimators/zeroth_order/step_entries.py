@@ -42,8 +42,9 @@ class StepEntries:
         return max((self.steps - step for step in stored), default=0)
 
     def resume(self, steps: int) -> None:
-        """Go on after so many steps, whose updates the weights have."""
+        """Go on after so many steps, whose updates the weights have, without a ledger."""
         self.entries.clear()
+        self.record = self.entries.append
         self.entries_after = steps
 
     def take_up(self, ledger: Ledger) -> int:
