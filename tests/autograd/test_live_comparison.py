@@ -198,6 +198,13 @@ def test_adapters_that_the_walk_adds_are_no_difference(plan: Any, lora: Any) -> 
     Walker(model, plan, lora=lora).close()
 
 
+def test_a_loss_that_is_not_finite_is_no_difference() -> None:
+    model: Any = tiny_model("llama")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("inf"))
+    Walker(model, RESIDENT).close()
+
+
 OBJECT: Any = None
 
 
