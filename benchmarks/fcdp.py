@@ -35,7 +35,7 @@ GIB = 1 << 30
 CARDS_OF_NODE = 8
 NODES = (2, 4)
 SIZES = (10, 15, 20, 25, 30)
-"""Billions of parameters of the paper's models."""
+"""Billions of parameters of the paper's models, whose shapes table IV has."""
 
 SEQUENCE = 1024
 """Tokens of a row: GPT-2's own length. The paper trains on SQuAD, and does not say a length."""
@@ -44,12 +44,11 @@ MICRO_BATCH = 8
 """Rows of a card in the paper's comparison at equal batches."""
 
 
-def width(billions: int) -> int:
-    """Return the width of a model of 40 blocks with heads of 128 that has so many parameters.
-
-    The paper's GPT-30B has 40 blocks of width 7,936. The other shapes are not at hand: they are
-    assumed to have as many blocks."""
-    return round((billions * 1e9 / (12 * 40)) ** 0.5 / 128) * 128
+@functools.cache
+def shape_of(billions: int) -> dict[str, int]:
+    """Return the layers, the width, the heads and the words of a model, as table IV has them."""
+    (row,) = (row for row in rows("fcdp_table4_models") if row["params_B"] == str(billions))
+    return {name: int(row[name]) for name in ("layers", "hidden", "heads", "vocab")}
 
 
 @functools.cache
@@ -58,10 +57,16 @@ def gpt2(billions: int, *, lora: bool = False) -> UnitCosts:
     queries, keys, values and attention's output, of rank 8."""
     from transformers import AutoConfig
 
-    hidden = width(billions)
-    config = AutoConfig.for_model("gpt2", n_embd=hidden, n_layer=40, n_head=hidden // 128,
-                                  n_positions=SEQUENCE, vocab_size=50257,
-                                  dtype="bfloat16")  # fmt: skip
+    shape = shape_of(billions)
+    config = AutoConfig.for_model(
+        "gpt2",
+        n_embd=shape["hidden"],
+        n_layer=shape["layers"],
+        n_head=shape["heads"],
+        n_positions=SEQUENCE,
+        vocab_size=shape["vocab"],
+        dtype="bfloat16",
+    )
     adapters = (
         LoraSettings(
             rank=8, target_modules=r".*attn\.c_(attn|proj)", options={"fan_in_fan_out": True}
@@ -286,7 +291,7 @@ def held(system: str, billions: int, nodes: int, batch: int) -> float:
     task = Task(model, units, cluster("ib100", nodes), Shape(batch, SEQUENCE))
     (program, *_), _ = programs_of(task, plan)
     comes_and_goes = program.peaks()[Pool.DEVICE] - dict(program.static)[Pool.DEVICE]
-    scores = batch * width(billions) // 128 * SEQUENCE**2
+    scores = batch * shape_of(billions)["heads"] * SEQUENCE**2
     kept = STATE_BYTES * model.numel() / ranks + 2 * (LIVE_PARAMETERS + BUCKET_ELEMENTS)
     if system == "ZeRO++":
         kept += 2 * model.numel() / CARDS_OF_NODE
@@ -323,7 +328,7 @@ def beyond(fitting: int, published: int) -> float:
 def batch_table() -> Iterator[dict[str, object]]:
     """Yield tables V and VI: rows of all cards, a power of two a card, as the paper's are."""
     print("FCDP tables V and VI: the largest batches, full fine-tuning, powers of two a card")
-    print(f"  rows of {SEQUENCE} tokens, 40 blocks and attention that is not fused are assumed")
+    print(f"  rows of {SEQUENCE} tokens and attention that is not fused are assumed")
     print(
         "  limit: the most rows of a card that fit; published batches b say that it is in [b, 2b)"
     )

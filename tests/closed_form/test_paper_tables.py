@@ -49,11 +49,11 @@ def test_published_rows_are_met(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not installed")
 def test_largest_batches_are_those_of_the_paper_or_near() -> None:
     """Oracle: FCDP's tables V and VI in ``benchmarks/data``: a batch of b fits, and one of 2b does
-    not. 15 of 20 are met; of the others the most rows that fit are at most 35% beyond."""
+    not. 18 of 20 are met; of the others the most rows that fit are at most 35% beyond."""
     kept = json.loads((BENCHMARKS / "results" / "paper_tables.json").read_text(encoding="utf-8"))
     batches = kept["batches"]
     assert len(batches) == 20
-    assert sum(row["error"] == 0 for row in batches) >= 15
+    assert sum(row["error"] == 0 for row in batches) >= 18
     assert max(abs(row["beyond"]) for row in batches) <= 0.35
 
 
