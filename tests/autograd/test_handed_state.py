@@ -14,10 +14,13 @@ from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
+from blockwalk.walk.context_check import require_parts
+from blockwalk.walk.stages_check import require_stages
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch
 from tests.support.control import tiny_config
 from tests.support.control import tiny_model as rough_model
+from tests.support.messages import refused
 from tests.support.walker_plans import PLANS, own_gradients
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -136,3 +139,44 @@ def test_what_is_handed_on_is_foreseen() -> None:
     elements = sum(2 * shape.tokens * attention.k_proj.out_features for attention in shared)
     assert len(shared) == 2
     assert saved >= 2 * 4 * elements
+
+
+def test_entries_that_no_layer_reads_stand_in_nobodys_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: the model's own autograd, on whole rows. Gemma 4 without shared keys may store the
+    last keys of each type for an assistant model, by its version of transformers: stages and parts
+    of its sequences are allowed."""
+    config = tiny_config("gemma4_text", num_kv_shared_layers=0, hidden_size_per_layer_input=0)
+
+    def stored(self: Any) -> list[str | None]:
+        kinds = self.layer_types
+        last = {len(kinds) - 1 - kinds[::-1].index(kind) for kind in kinds}
+        return ["store" if layer in last else None for layer in range(len(kinds))]
+
+    monkeypatch.setattr(type(config), "kv_sharing_modes", property(stored))
+    model = rough_model(config).eval()
+    assert any(layer.self_attn.store_full_length_kv for layer in model.model.layers)
+    assert not certified(copy.deepcopy(model)).anatomy.hands_on
+    require_parts(model, method("hzp", mesh={"world": 2, "context": 2}))
+    require_stages(model, method("hzp", mesh={"world": 2, "pipeline": 2}))
+    batch = batch_of(model)
+    loss, expected = own_gradients(model, batch)
+    with Walker(copy.deepcopy(model), method("plain", recompute="all"), device="cpu") as walker:
+        gradients = walker.gradients(batch)
+        assert walker.evaluate(batch).loss == pytest.approx(loss, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).norm() <= 5e-6 * expected[name].norm() + 1e-8, name
+    shared = family("wide")
+    assert certified(shared).anatomy.hands_on
+    with refused(ValueError, "hand tensors to later ones"):
+        require_parts(shared, method("hzp", mesh={"world": 2, "context": 2}))
+
+
+def test_dropout_in_attention_is_refused_with_the_entry_that_turns_it_off() -> None:
+    """Oracle: the same configuration with that entry, which is not refused."""
+    in_parts = method("hzp", mesh={"world": 2, "context": 2})
+    drops = rough_model(tiny_config("seed_oss", attention_dropout=0.1))
+    with refused(ValueError, "dropout 0.1 set attention_dropout: 0 config.json mesh.context: 1"):
+        require_parts(drops, in_parts)
+    require_parts(rough_model(tiny_config("seed_oss", attention_dropout=0.0)), in_parts)

@@ -28,6 +28,7 @@ from blockwalk.cutting.by_part import ByPart, NotByPart
 from blockwalk.cutting.calls import (
     BlockCall,
     BlockResult,
+    Handed,
     Prologue,
     is_cache,
     rebuild,
@@ -407,7 +408,7 @@ class CutModel(BoundUnits):
         watched = call.watched(arguments)
         before = call.writes(arguments, watched)
         dictionaries = {}
-        if self.anatomy.hands_on:
+        if not call.is_plain:
             dictionaries = {key: dict(arguments[key]) for key in call.dictionaries}
         out: Any = self._by_tiles(call, arguments, reads_answer=reads_answer, uses_up=uses_up)
         if out is None:
@@ -416,8 +417,11 @@ class CutModel(BoundUnits):
             with self._modes(call, hidden_BSD, seed):
                 out = self._call_block(call.module, args, kwargs)
         handed: list[Tensor] = []
+        # Entries that no later block reads go with the call.
+        entries = call.handed if self.anatomy.hands_on else Handed()
         for key, items in dictionaries.items():
-            handed += call.handed.take(call.unit, key, arguments[key], items)
+            tensors = entries.take(call.unit, key, arguments[key], items)
+            handed += tensors if self.anatomy.hands_on else []
         if call.writes(arguments, watched) != before:
             raise ValueError(
                 f"block {call.unit} ({self._units.layers[call.unit - 1].canonical}) writes into"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from blockwalk.cutting.anatomy import Anatomy, CallTrace, dissect, layer_candidates, watch
 from blockwalk.cutting.cached_walk import with_cache_form
+from blockwalk.cutting.calls import Prologue
 from blockwalk.cutting.causality import require_causal
 from blockwalk.cutting.cut_model import CutModel, refuse_settings
 from blockwalk.cutting.document_borders import find_borders
@@ -202,14 +203,29 @@ def _dissected(model: Any, batch: Mapping[str, Tensor]) -> Anatomy:
 
 
 def _hands_on(model: Any, anatomy: Anatomy, batch: Mapping[str, Tensor]) -> bool:
-    """Return whether a block adds entries to a dictionary that later blocks are given."""
-    cut = CutModel(model, replace(anatomy, hands_on=True))
-    with torch.no_grad():
+    """Return whether a later block reads an entry that a block adds to a dictionary: whether the
+    blocks fail, or answer otherwise, where nobody hands the entries on. Gemma 4 without shared keys
+    adds entries for an assistant model, and reads none."""
+
+    def through(cut: CutModel) -> tuple[Tensor, Prologue]:
         prologue = cut.prologue(batch)
         hidden_BSD = prologue.hidden_BSD
         for call in prologue.calls:
             hidden_BSD = cut.forward(call, hidden_BSD)
-    return bool(prologue.calls[0].handed.entries)
+        return hidden_BSD, prologue
+
+    with torch.no_grad():
+        handed_BSD, prologue = through(CutModel(model, replace(anatomy, hands_on=True)))
+        if not prologue.calls[0].handed.entries:
+            return False
+        try:
+            dropped_BSD, _ = through(CutModel(model, replace(anatomy, hands_on=False)))
+        # whatever a block raises without an entry, it asked for it
+        except Exception as error:
+            if isinstance(error, OSError | ImportError) or is_out_of_memory(error):
+                raise
+            return True
+    return not torch.equal(handed_BSD, dropped_BSD)
 
 
 def require_borders(folder: str | Path) -> None:

@@ -218,7 +218,7 @@ def refuse_options(options: dict[str, Any]) -> None:
     if options.get("dropout"):
         raise ValueError(
             f"it draws random numbers in attention (dropout {options['dropout']}), which parts of"
-            " a row would draw otherwise: set the model's attention dropout to 0"
+            " a row would draw otherwise"
         )
     if options.get("position_bias") is not None:
         raise ValueError("its attention adds a bias for each pair of positions")

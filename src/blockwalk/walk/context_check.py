@@ -8,6 +8,7 @@ the walk is (:mod:`blockwalk.cutting.verify`)."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -91,12 +92,23 @@ def require_parts(model: StrPath | nn.Module, plan: Plan) -> None:
         if reason:
             raise ValueError(
                 f"{name} cannot have its sequences in parts over ranks (mesh.context: {count}):"
-                f" {reason}; set mesh.context: 1"
+                f" {reason}; {_without_dropout(base.config)}set mesh.context: 1"
             )
 
 
 _ROOMS = (batches, row_order, rule_mask, sequence_part)
 _SOURCES = cache.source_key(*(room.__file__ for room in _ROOMS), __file__)
+
+
+def _without_dropout(config: Any) -> str:
+    """Return the entries of a model's configuration that turn its attention's dropout off, in words
+    that another remedy follows; empty where it has none."""
+    values = config.get_text_config().to_dict()
+    names = [
+        name for name, value in values.items() if re.search("att.*drop|drop.*att", name) and value
+    ]
+    entries = ", ".join(f"{name}: 0" for name in names)
+    return f"set {entries} in the model's config.json, or " if names else ""
 
 
 def _study_and_keep(key: str, base: Any, anatomy: Any) -> dict[str, str]:
