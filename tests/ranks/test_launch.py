@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -23,6 +24,7 @@ from blockwalk.ranks import launch
 from blockwalk.ranks import place as launch_place
 from blockwalk.ranks.launch import first_failure
 from blockwalk.ranks.place import LOST, Place, place
+from blockwalk.ranks.watch import Watch, naming
 from tests.conftest import TinyRun
 from tests.forked import Forked
 from tests.support.messages import refused, says
@@ -495,6 +497,27 @@ def test_an_interface_without_an_address_is_no_lost_rank() -> None:
         " lo)" in str(found)
     )
     assert "lost the connection" not in str(found)
+
+
+def test_the_rank_that_an_error_names_stays_named() -> None:
+    """Closed form: gloo's words where a neighbour was killed, with and without its place in the
+    source, and those of the watch, which knows who has ended."""
+    reason = "Read error [127.0.0.1]:60303: Connection reset by peer"
+    for said in (f"[/src/gloo/pair.cc:537] {reason}. This may be", f"gloo: {reason}. This may be"):
+
+        class OfRankOne:
+            ended = staticmethod(lambda: [1])
+
+        with pytest.raises(launch_place.LostRank) as raised, naming(cast(Watch, OfRankOne())):
+            raise RuntimeError(said)
+        told = str(launch.lost_rank(0, raised.value))
+        assert told.startswith("rank 1 has ended (")
+        assert reason in told
+        assert "pair.cc" not in told
+        assert told.count("The run ends") == 1
+        assert told.endswith("start it again to resume")
+    unnamed = str(launch.lost_rank(0, RuntimeError(f"[/src/gloo/pair.cc:537] {reason}. This may")))
+    assert f"lost the connection to another rank ({reason})" in unnamed
 
 
 def test_a_machine_without_loopback_is_told_before_ranks_are_started(tmp_path: Path) -> None:

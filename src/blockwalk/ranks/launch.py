@@ -30,7 +30,16 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.plan.words import counted
-from blockwalk.ranks.place import LOST, PORT, TIMEOUT, LostRank, Place, meeting_point, port_of
+from blockwalk.ranks.place import (
+    LOST,
+    PORT,
+    TIMEOUT,
+    LostRank,
+    Place,
+    meeting_point,
+    port_of,
+    reason_of,
+)
 from blockwalk.system import links
 from blockwalk.system.child_python import SAFE_PATH, python_command
 from blockwalk.system.cores import usable_cores
@@ -195,12 +204,14 @@ def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:
 
 def lost_rank(rank: int, error: RuntimeError) -> LostRank | None:
     """Return a broken collective's error as a :class:`LostRank` that says what to do; None where
-    the error is another one."""
+    the error is another one. An error that names the lost rank stays as it is."""
     from torch.distributed import DistError
 
+    if isinstance(error, LostRank):
+        return error
     if not isinstance(error, DistError) and "gloo" not in str(error):
         return None
-    reason = str(error).splitlines()[0].partition("] ")[2].partition(". This")[0] or str(error)
+    reason = reason_of(error)
     if "Unable to find address for" in reason:
         return LostRank(
             f"rank {rank} on {platform.node()} has no address to talk to other ranks from"

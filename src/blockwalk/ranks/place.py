@@ -23,6 +23,14 @@ class LostRank(RuntimeError):
     """Another rank is gone, or cannot be reached."""
 
 
+def reason_of(error: RuntimeError) -> str:
+    """Return the first line of a collective's error, without gloo's place in its source and its
+    advice."""
+    text = str(error).splitlines()[0].partition(". This")[0]
+    source, _, reason = text.partition("] ")
+    return reason if source.startswith("[") and reason else text
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """One rank of a run. Ranks are numbered node by node."""

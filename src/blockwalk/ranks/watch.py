@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from blockwalk.plan.choices import MeshSettings
-from blockwalk.ranks.place import LOST, LostRank, Place
+from blockwalk.ranks.place import LOST, LostRank, Place, reason_of
 from blockwalk.system.terminal import say
 
 DEAD_AFTER = 20.0
@@ -341,12 +341,14 @@ def naming(watch: Watch | None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).partition(". This")[0]
-        ranks = watch.ended() if watch is not None and "gloo" in reason else []
+        ranks = watch.ended() if watch is not None and "gloo" in str(error) else []
         if not ranks:
             raise
         names = ", ".join(f"rank {rank}" for rank in ranks)
-        raise LostRank(f"{names} has ended ({reason}). The run ends") from error
+        verb = "have" if len(ranks) > 1 else "has"
+        raise LostRank(
+            f"{names} {verb} ended ({reason_of(error)}). The run ends; start it again to resume"
+        ) from error
 
 
 def begin_watch(mesh: MeshSettings) -> Watch:
