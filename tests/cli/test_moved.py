@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from blockwalk.checkpoints.changed_settings import changed_settings
+from blockwalk.checkpoints.changed_settings import by_cause, changed_settings
 from blockwalk.cli import main
+from blockwalk.plan.methods import method
+from blockwalk.plan.run_config import RunConfig
 from blockwalk.tiers.model_folder.identity import same_weights, weights_digest
 from tests.conftest import TinyRun
 from tests.support.messages import refused, says
@@ -227,6 +229,25 @@ def test_words_that_training_ranks_must_stay() -> None:
     now = {**saved, "data": {"label_words": ["good", "worse"], "train": "a"}}
     with refused(ValueError, "data.label_words"):
         changed_settings(saved, now, same_data=True)
+
+
+def test_many_changes_are_told_in_three_lines_by_cause() -> None:
+    """Closed form: what ``method: hzp`` has by its row follows from it; the mesh is a line, and the
+    rest is one. No setting is left out."""
+    now = RunConfig(plan=method("hzp", mesh={"world": 4, "context": 2})).to_mapping()
+    before = RunConfig(plan=method("plain"), max_steps=7, save_every=3).to_mapping()
+    changes = changed_settings(before, now, any_method=True)
+    assert len(changes) > 6
+    method_line, mesh_line, other_line = by_cause(changes, now)
+    assert method_line.startswith("method: plain → hzp, and with it ")
+    assert "trainable" in method_line
+    assert mesh_line.startswith("mesh.")
+    assert "mesh.context: 1 → 2" in mesh_line
+    assert "mesh.world: 1 → 4" in mesh_line
+    assert "max_steps: 7 → " in other_line
+    for name in (change.partition(": ")[0] for change in changes):
+        assert sum(name in line for line in (method_line, mesh_line, other_line)) >= 1
+    assert by_cause(changes[:2], now) == changes[:2]
 
 
 def test_a_gguf_file_of_another_name_is_the_same_model(

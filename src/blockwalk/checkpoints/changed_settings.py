@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.methods import method
+from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 
 SAME_WEIGHTS = (
@@ -65,6 +68,42 @@ def changed_settings(
             )
         changes.append(f"{key}: {old} → {new}{note}")
     return changes
+
+
+MOST_CAUSES = 3
+"""The most lines about changed settings."""
+
+
+def by_cause(changes: Sequence[str], now: Mapping[str, Any]) -> list[str]:
+    """Return the changes of a resumed run in at most :data:`MOST_CAUSES` lines.
+
+    Few changes have a line each. Of many the method comes first, with the settings that have its
+    defaults; then the mesh of ranks; then the others.
+
+    Args:
+        changes: as :func:`changed_settings` returns them.
+        now: the settings of the run.
+    """
+    if len(changes) <= MOST_CAUSES:
+        return list(changes)
+    texts = {change.partition(": ")[0]: change for change in changes}
+    default = RunConfig(plan=method(now["method"])).to_mapping()
+    of_plan = {field.name for field in fields(Plan)} - {"method", "mesh"}
+    follow = []
+    for name in texts if "method" in texts else ():
+        section, _, part = name.partition(".")
+        values = [mapping.get(section) for mapping in (now, default)]
+        if part:
+            values = [value.get(part) if isinstance(value, Mapping) else None for value in values]
+        if section in of_plan and values[0] == values[1]:
+            follow.append(name)
+    rest = [name for name in texts if name not in ("method", *follow)]
+    of_mesh = [texts[name] for name in rest if name.startswith("mesh.")]
+    others = [texts[name] for name in rest if not name.startswith("mesh.")]
+    of_method = texts.get("method", "")
+    if of_method and follow:
+        of_method += f", and with it {', '.join(follow)}"
+    return list(filter(None, (of_method, ", ".join(of_mesh), ", ".join(others))))
 
 
 def _differing(

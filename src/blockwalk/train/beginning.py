@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.checkpoints import run_checkpoint, run_start
-from blockwalk.checkpoints.changed_settings import changed_settings
+from blockwalk.checkpoints.changed_settings import by_cause, changed_settings
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.run_checkpoint import Checkpoint
 from blockwalk.checkpoints.run_start import Start
@@ -228,7 +228,8 @@ def _resume(beginning: Beginning, saved: Checkpoint) -> Resumed:
         same_model="weights" in saved.data,
         same_data=True,
     )
-    notes = [f"changed since the checkpoint: {change}" for change in changes]
+    causes = by_cause(changes, config.to_mapping())
+    notes = [f"changed since the checkpoint: {cause}" for cause in causes]
     place = saved.data["batches"]
     follow = config.data.appended == "follow"
     if follow and (more := prepared.batches.appended(place)):
