@@ -28,6 +28,14 @@ def coming_from() -> Iterator[str]:
         "Settings have other names here. A name in **bold** means the same: a run takes it, with"
         " a note that says ours."
         " Any other name ends the run before it begins, with the line to write instead."
+        " `blockwalk convert-config FILE` converts a file with many of them."
+    )
+    yield ""
+    yield (
+        "The command writes `run.yaml` from a YAML or JSON file of axolotl, LLaMA-Factory, TRL"
+        " (also a dump of `SFTConfig`), mlx-lm, or Unsloth's arguments. What these tools take where"
+        " a file says nothing is written too. What is not followed stands at the end, with the"
+        " reason. A file that asks for another objective, such as DPO, is refused."
     )
     yield ""
     yield (
@@ -42,17 +50,25 @@ def coming_from() -> Iterator[str]:
         yield from _table([row for row in ROWS if row.ours in known], tool, listed)
     yield from ("", "## Without a counterpart", "")
     yield "Such a name ends the run, unless its value switches it off."
-    yield from ("", "| There | |", "|---|---|")
-    for row in ROWS:
-        names = [name for tool in TOOLS[:-1] for name in row.names.get(tool, ())]
-        if names and not row.ours:
-            yield f"| {_code(dict.fromkeys(names[:3]))} | {_cell(row.sentence)} |"
+    yield from _without_settings([row for row in ROWS if not row.always_idle])
+    yield from ("", "## Left out", "")
+    yield "Such a name changes nothing that is learnt: it is left out, with a note."
+    yield from _without_settings([row for row in ROWS if row.always_idle])
     yield ""
     yield (
         "The table in `src/blockwalk/plan/foreign_rows.py` has more names, those of unsloth,"
         " DeepSpeed and bitsandbytes"
         " among them; dashes for underscores and sections around a name are understood as well."
     )
+
+
+def _without_settings(rows: list[Foreign]) -> Iterator[str]:
+    """Lines of a table of names that no setting does."""
+    yield from ("", "| There | |", "|---|---|")
+    for row in rows:
+        names = [name for tool in TOOLS[:-1] for name in row.names.get(tool, ())]
+        if names and not row.ours:
+            yield f"| {_code(dict.fromkeys(names[:3]))} | {_cell(row.sentence)} |"
 
 
 def settings() -> Iterator[str]:

@@ -84,8 +84,10 @@ KNOWN = frozenset(config.setting_names())
 def answer(
     settings: dict[str, Any], flags: bool = False
 ) -> tuple[RunConfig | None, str, list[str]]:
-    """The run that settings are read as, or else the error, and the notes."""
+    """The run that settings are read as, or else the first error, and its further ones and the
+    notes."""
     given: Any = ({}, settings.items()) if flags else (settings, ())
+    further: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -93,8 +95,9 @@ def answer(
             error = ""
         except ValueError as problem:
             run = None
-            error = str(problem)
-    return run, error, [str(each.message) for each in caught if issubclass(each.category, Note)]
+            error, *further = getattr(problem, "problems", [str(problem)])
+    notes = [str(each.message) for each in caught if issubclass(each.category, Note)]
+    return run, error, [*further, *notes]
 
 
 def pasted(error: str) -> tuple[RunConfig, set[str]]:

@@ -104,6 +104,15 @@ COMMANDS = (
         ),
     ),
     Command(
+        "convert-config",
+        "write a run's YAML file from a file of axolotl, LLaMA-Factory, TRL, mlx-lm or Unsloth",
+        "blockwalk.cli.convert_config:convert_config",
+        (
+            _value("file", "FILE", "a YAML or JSON file with another tool's settings"),
+            _value("--out", "FILE", "default: run.yaml", default="run.yaml"),
+        ),
+    ),
+    Command(
         "pack",
         "write a model as a block store: a folder that is read a block at a time",
         "blockwalk.cli.models:pack",

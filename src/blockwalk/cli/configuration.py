@@ -20,7 +20,7 @@ from blockwalk.plan.run_config import RunConfig
 from blockwalk.ranks import place
 from blockwalk.system.terminal import one_line, say
 from blockwalk.train import config
-from blockwalk.train.foreign_settings import Note
+from blockwalk.train.foreign_settings import ForeignSettings, Note
 
 Settings = list[tuple[str, Any]]
 """Settings by dotted name, in the order of the command line."""
@@ -72,6 +72,10 @@ def _notes_printed(*, starts: bool) -> Iterator[None]:
             warnings.simplefilter("always", Note)
             yield
         refused = False
+    except ForeignSettings as error:
+        if len(error.problems) > 1:
+            caught.clear()  # what was taken hides the lines that stop the run
+        raise
     finally:
         notes = [warning for warning in caught if issubclass(warning.category, Note)]
         if refused or (not starts and place.place().rank == 0):

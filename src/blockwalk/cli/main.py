@@ -28,6 +28,7 @@ from blockwalk.system import kernel_notes, open_files
 from blockwalk.system.temporary import require_temporary
 from blockwalk.system.terminal import PATIENCE, one_line, say, steady
 from blockwalk.train import config
+from blockwalk.train.foreign_settings import ForeignSettings
 
 FAILED = 1
 BAD_INPUT = 2
@@ -164,6 +165,10 @@ def _explain(error: Exception) -> int:
     """Print an error as one line and answer the exit code that it means."""
     if _debugging():
         traceback.print_exception(error)
+    if isinstance(error, ForeignSettings):
+        texts = map(one_line, str(error).splitlines())
+        say(*(f"blockwalk: error: {text}" for text in texts), file=sys.stderr)
+        return BAD_INPUT
     text = one_line(str(error)) + open_files.way_out(error)
     code = FAILED
     if isinstance(error, DoesNotFit):

@@ -40,8 +40,16 @@ class Foreign:
     same: Callable[[Any], bool] | None = None
     """Whether a value means the same here, so that the name is taken, with a note; None: never."""
     idle: Callable[[Any], bool] | None = None
-    """Whether a value asks for what is so here anyway, so that it is left out, with a note; None:
-    never."""
+    """Whether a value changes nothing that is learnt here, so that it is left out, with a note;
+    None: never."""
+    refused: bool = False
+    """Whether a run without it would learn something else, so that no file with it is
+    converted."""
+
+    @property
+    def always_idle(self) -> bool:
+        """Whether the name is left out whatever its value is."""
+        return self.idle is _any
 
     @property
     def sentence(self) -> str:
@@ -102,9 +110,20 @@ def _of_peft(name: str, example: Any, **tools: str) -> Foreign:
     )
 
 
-def _none(sentence: str, idle: Callable[[Any], bool] | None = None, **tools: str) -> Foreign:
+def _none(
+    sentence: str,
+    idle: Callable[[Any], bool] | None = None,
+    *,
+    refused: bool = False,
+    **tools: str,
+) -> Foreign:
     """Return a row that nothing here does; what ``idle`` says of its values is so here anyway."""
-    return Foreign("", sentence, _names(**tools), idle=idle)
+    return Foreign("", sentence, _names(**tools), idle=idle, refused=refused)
+
+
+def _is_padding(value: Any) -> bool:
+    """Return whether special tokens are off, or those of padding alone."""
+    return to.is_off(value) or (isinstance(value, Mapping) and set(value) <= {"pad_token"})
 
 
 _STEPS = (
@@ -322,13 +341,15 @@ _OPTIMIZER = (
     _none(
         "No rule has such options; the rules are {rules}.",
         to.is_off,
+        refused=True,
         hf="optim_args optim_target_modules",
         factory="use_galore use_apollo use_badam",
         other="torchdistx_path",
     ),
     _none(
         "The losses are {losses}; a row of your own, or Walker(objective=...), brings another.",
-        to.is_off,
+        is_word("nll", "chunked_nll", "false", "none", "null", "0", "0.0"),
+        refused=True,
         hf="label_smoothing_factor",
         trl="loss_type",
         other="label_smoothing",
@@ -337,6 +358,7 @@ _OPTIMIZER = (
         "All trained matrices have one learning rate, B of an adapter apart"
         " (optimizer.lora_b_ratio).",
         to.is_off,
+        refused=True,
         axolotl="lr_groups embedding_lr embedding_lr_scale loraplus_lr_embedding",
         factory="loraplus_lr_embedding",
     ),
@@ -432,7 +454,7 @@ _RUN = (
     ),
     _none(
         "The environment names a tracker's project, as WANDB_PROJECT does.",
-        to.is_off,
+        _any,
         hf="project trackio_space_id trackio_bucket_id trackio_static_space_id",
         axolotl="wandb_project mlflow_experiment_name comet_project_name wandb_entity wandb_watch"
         " wandb_log_model wandb_mode",
@@ -459,7 +481,7 @@ _RUN = (
     ),
     _none(
         "An upload is at the end of a run, private, with the token of hf auth login.",
-        to.is_off,
+        _any,
         hf="hub_strategy hub_token hub_private_repo hub_always_push hub_revision",
     ),
     _other(
@@ -517,17 +539,27 @@ _RUN = (
     ),
     _none(
         "Curves and logs lie in output_dir, every figure of every step.",
+        _any,
         hf="logging_dir logging_strategy logging_first_step log_level log_level_replica"
         " log_on_each_node"
         " logging_nan_inf_filter disable_tqdm include_num_input_tokens_seen skip_memory_metrics"
         " debug",
+        axolotl="eval_table_size eval_max_new_tokens",
         factory="plot_loss",
     ),
     _none(
         "A checkpoint always holds the whole state, in safetensors.",
+        _any,
         hf="save_only_model save_safetensors save_on_each_node",
-        axolotl="save_only_model save_safetensors",
+        axolotl="save_only_model save_safetensors save_first_step",
     ),
+    _none(
+        "A run ends where a loss is not finite, and leaves the weights as they were.",
+        _any,
+        axolotl="loss_watchdog_threshold loss_watchdog_patience",
+    ),
+    _none("An unknown name is always an error.", _any, axolotl="strict"),
+    _none("A run trains here; blockwalk generate and chat answer.", _any, factory="infer_backend"),
     _none(
         "Training continues with the same records in any case.",
         to.is_off,
@@ -535,7 +567,7 @@ _RUN = (
     ),
     _none(
         "An evaluation keeps losses, and the accuracies of a task.",
-        to.is_off,
+        _any,
         hf="eval_delay eval_accumulation_steps eval_do_concat_batches eval_use_gather_object"
         " include_for_metrics"
         " batch_eval_metrics prediction_loss_only",
@@ -584,7 +616,7 @@ _MEMORY = (
     ),
     _none(
         "Products are PyTorch's own; nothing here changes their precision.",
-        to.is_off,
+        _any,
         hf="tf32",
         axolotl="tf32",
     ),
@@ -690,6 +722,7 @@ _MEMORY = (
     ),
     _none(
         "The walk recomputes blocks by itself; such options have no place.",
+        _any,
         hf="gradient_checkpointing_kwargs activation_checkpointing_kwargs",
         axolotl="gradient_checkpointing_kwargs",
     ),
@@ -718,26 +751,35 @@ _MEMORY = (
     ),
     _none(
         "Attention is PyTorch's own, which chooses the kernel for the device.",
+        _any,
         trl="attn_implementation",
-        axolotl="flash_attention sdp_attention xformers_attention flex_attention eager_attention"
-        " s2_attention",
-        factory="flash_attn shift_attn use_unsloth",
+        axolotl="flash_attention sdp_attention xformers_attention flex_attention eager_attention",
+        factory="flash_attn use_unsloth",
         other="use_flash_attention_2 use_flash_attention lora_mlp_kernel lora_qkv_kernel"
         " lora_o_kernel",
     ),
     _none(
-        "The walk's buffers stay from step to step.",
+        "Every token attends to all tokens before it.",
         to.is_off,
+        refused=True,
+        axolotl="s2_attention",
+        factory="shift_attn",
+    ),
+    _none(
+        "The walk's buffers stay from step to step.",
+        _any,
         hf="torch_empty_cache_steps",
         axolotl="gc_steps",
     ),
-    _none("A training forward keeps no cache.", to.is_off, hf="use_cache"),
+    _none("A training forward keeps no cache.", _any, hf="use_cache"),
     _none(
         "Blocks come and go by themselves; frozen says where they wait.",
+        _any,
         hf="device_map low_cpu_mem_usage",
     ),
     _none(
         "The flag --device names the device: blockwalk train RUN.yaml --device cpu.",
+        _any,
         hf="use_cpu no_cuda",
     ),
 )
@@ -763,9 +805,13 @@ _RANKS = (
     _none("Buffers need no setting.", to.is_off, trl="ignore_bias_buffers"),
     _none(
         "Processes find one another by themselves; start_timeout and interface are the settings.",
+        _any,
         hf="ddp_backend ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb"
         " ddp_broadcast_buffers ddp_static_graph"
         " local_rank average_tokens_across_devices accelerator_config",
+    ),
+    _none(
+        "The command starts ranks: blockwalk train RUN.yaml --nproc-per-node N.",
         other="world_size num_gpus",
     ),
 )
@@ -872,15 +918,20 @@ _ADAPTERS = (
     _none(
         "Adapters train A and B alone; lora.options.modules_to_save names more.",
         is_word("none", "false", "null", "0"),
+        refused=True,
         trl="bias lora_bias trainable_token_indices",
         factory="pissa_init pissa_iter pissa_convert",
     ),
     _none(
-        "A language model is what is trained.", is_word("causal_lm"), trl="task_type lora_task_type"
+        "A language model is what is trained.",
+        is_word("causal_lm"),
+        refused=True,
+        trl="task_type lora_task_type",
     ),
     _none(
         "Adapters are LoRA, rsLoRA and DoRA; PEFT's further kinds are not trained here.",
         to.is_off,
+        refused=True,
         trl="loftq_config eva_config corda_config lora_ga_config velora_config monteclora_config"
         " kasa_config arrow_config"
         " use_qalora qalora_group_size use_bdlora alora_invocation_tokens layer_replication"
@@ -889,9 +940,15 @@ _ADAPTERS = (
     ),
     _none(
         "PEFT's notes to itself are written by training.",
+        _any,
         trl="auto_mapping peft_version runtime_config",
     ),
-    _none("Training sets it by itself.", to.is_off, trl="inference_mode fan_in_fan_out"),
+    _none(
+        "Training sets it by itself.",
+        to.is_off,
+        trl="inference_mode fan_in_fan_out",
+        axolotl="lora_fan_in_fan_out",
+    ),
     _other(
         "lora.from",
         "Training goes on from an adapter's folder.",
@@ -991,7 +1048,7 @@ _DATA = (
     ),
     _none(
         "Packed rows keep records apart, and nothing is cut: data.packing is the setting.",
-        to.is_off,
+        _any,
         trl="packing_strategy padding_free eval_packing",
         axolotl="eval_sample_packing pad_to_sequence_len sample_packing_group_size"
         " sample_packing_bin_size batch_flattening",
@@ -1007,6 +1064,7 @@ _DATA = (
         "Columns of other names are listed by the field that they hold.",
         to.column("text"),
         "body",
+        idle=is_word("text"),
         trl="dataset_text_field",
         other="text_column text_field",
     ),
@@ -1015,6 +1073,7 @@ _DATA = (
         "Columns of other names are listed by the field that they hold.",
         to.column("prompt"),
         "question",
+        idle=is_word("prompt"),
         mlx="prompt_feature",
         other="prompt_column prompt_field input_column",
     ),
@@ -1023,6 +1082,7 @@ _DATA = (
         "Columns of other names are listed by the field that they hold.",
         to.column("completion"),
         "answer",
+        idle=is_word("completion"),
         mlx="completion_feature",
         other="response_column completion_column output_column response_field",
     ),
@@ -1031,6 +1091,7 @@ _DATA = (
         "Columns of other names are listed by the field that they hold.",
         to.column("messages"),
         "chat",
+        idle=is_word("messages"),
         axolotl="field_messages",
         mlx="chat_feature",
         other="messages_column",
@@ -1063,9 +1124,15 @@ _DATA = (
     ),
     _none(
         "Records that are too long are cut as their format needs, and counted.",
+        is_word("keep_start"),
         trl="truncation_mode",
     ),
-    _none("Sources are mixed by data.weights.", factory="mix_strategy", other="dataset_mixer"),
+    _none(
+        "Sources are mixed by data.weights.",
+        is_word("concat"),
+        factory="mix_strategy",
+        other="dataset_mixer",
+    ),
     _other(
         "data.eval_limit",
         "It counts held-out records that are evaluated; 0 takes all.",
@@ -1093,26 +1160,34 @@ _DATA = (
         "Answers alone are learnt, whatever the format; records with a field text are learnt"
         " whole.",
         to.is_off,
+        refused=True,
         axolotl="train_on_inputs",
         factory="train_on_prompt",
     ),
     _none(
         "All answers of a conversation are learnt; a turn with weight: 0 is not.",
         to.is_off,
+        refused=True,
         axolotl="roles_to_train train_on_eos",
         factory="mask_history",
     ),
     _none(
         "Records are tokenized at the start, and lie in files while the run goes on.",
-        to.is_off,
-        trl="dataset_streaming dataset_num_proc dataset_kwargs",
-        axolotl="dataset_prepared_path dataset_processes streaming skip_prepare_dataset"
-        " dataset_keep_in_memory",
+        _any,
+        trl="dataset_streaming dataset_num_proc",
+        axolotl="dataset_prepared_path dataset_processes streaming dataset_keep_in_memory",
         factory="streaming buffer_size tokenized_path overwrite_cache preprocessing_num_workers"
         " preprocessing_batch_size",
     ),
     _none(
+        "Records are text here, never tokens that were made elsewhere.",
+        to.is_off,
+        trl="dataset_kwargs",
+        axolotl="skip_prepare_dataset",
+    ),
+    _none(
         "Batches are read from memory maps: there are no workers and no columns to remove.",
+        _any,
         hf="dataloader_multiprocessing_context dataloader_num_workers dataloader_pin_memory"
         " dataloader_drop_last dataloader_prefetch_factor dataloader_persistent_workers"
         " dataloader_in_order"
@@ -1120,25 +1195,39 @@ _DATA = (
     ),
     _none(
         "Batches are drawn at random; their padding is small, and data.packing removes it.",
-        to.is_off,
+        is_word("false", "none", "null", "0", "no", "random", "length"),
         hf="group_by_length train_sampling_strategy length_column_name",
         axolotl="group_by_length",
     ),
     _none(
         "Tokens come from the tokenizer in the model's folder; lora.options.modules_to_save"
         " trains their rows.",
-        to.is_off,
-        trl="eos_token pad_token",
-        axolotl="special_tokens tokens added_tokens_overrides tokenizer_type tokenizer_config"
-        " tokenizer_use_fast",
-        factory="resize_vocab new_special_tokens use_fast_tokenizer",
+        _is_padding,
+        trl="eos_token",
+        axolotl="special_tokens tokens added_tokens_overrides tokenizer_config",
+        factory="resize_vocab new_special_tokens",
         other="tokenizer_name tokenizer_name_or_path tokenizer",
+    ),
+    _none(
+        "The tokenizer's own files say how it is read.",
+        _any,
+        axolotl="tokenizer_type tokenizer_use_fast",
+        factory="use_fast_tokenizer",
+    ),
+    _none("Padding takes no part in the loss.", _any, trl="pad_token"),
+    _none(
+        "The model's own dropout is left as it is; lora.dropout is the adapters'.",
+        to.is_off,
+        trl="disable_dropout",
     ),
     _none(
         "Sources are named in data.train, one by one.",
         to.is_off,
         factory="dataset_dir media_dir eval_on_each_dataset",
-        mlx="val_batches test_batches hf_dataset",
+        mlx="hf_dataset",
+    ),
+    _none(
+        "data.eval_limit says how many records are evaluated.", _any, mlx="val_batches test_batches"
     ),
 )
 
@@ -1166,30 +1255,36 @@ _MODEL = (
     ),
     _none(
         "Code from a model's folder is never run.",
-        to.is_off,
+        _any,
         trl="trust_remote_code",
         axolotl="trust_remote_code",
         factory="trust_remote_code",
     ),
+    _none("The model's configuration names its architecture.", _any, axolotl="model_type"),
     _none(
         "The model's configuration decides: edit config.json in its folder.",
         to.is_off,
         trl="model_init_kwargs router_aux_loss_coef",
-        axolotl="overrides_of_model_config model_type",
+        axolotl="overrides_of_model_config",
         factory="rope_scaling",
     ),
     _none(
         "Answers are learnt here, not preferences or rewards; data.format: sharegpt learns the"
         " chosen one.",
-        is_word("sft", "none", "null", "false", "pt"),
+        is_word("sft", "none", "null", "false", "pt", "normal"),
+        refused=True,
+        trl="beta f_divergence_type f_alpha_divergence_coef precompute_ref_log_probs"
+        " precompute_ref_batch_size sync_ref_model ref_model_sync_steps ref_model_mixup_alpha"
+        " use_weighting ld_alpha discopop_tau loss_weights",
         axolotl="rl reward_model",
         factory="stage pref_beta pref_loss ref_model reward_model",
-        mlx="train_mode",
-        other="beta dpo_beta dpo loss_fn",
+        mlx="train_mode training_mode",
+        other="dpo_beta dpo loss_fn",
     ),
     _none(
         "Values of the original MeZO are settings zo.epsilon, zo.queries and zo.kind of method"
         " mezo.",
+        refused=True,
         other="zo_method trainer num_perturb",
     ),
     _taken(
@@ -1199,6 +1294,47 @@ _MODEL = (
         other="zo_eps zo_epsilon perturbation_scale",
     ),
 )
+
+_TRAINER = {
+    "per_device_train_batch_size": 8,
+    "learning_rate": 5e-5,
+    "lr_scheduler_type": "linear",
+    "max_grad_norm": 1.0,
+    "num_train_epochs": 3,
+}
+"""Defaults of transformers' TrainingArguments (5.24) that differ from ours."""
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    TRANSFORMERS: _TRAINER,
+    TRL: {
+        **_TRAINER,
+        "learning_rate": 2e-5,
+        "max_length": 1024,
+        "use_peft": False,
+        "lora_r": 16,
+        "lora_alpha": 32,
+        "lora_dropout": 0.05,
+    },
+    AXOLOTL: {
+        "micro_batch_size": 1,
+        "lr_scheduler": "cosine",
+        "max_grad_norm": 1.0,
+        "num_epochs": 1,
+        "sequence_len": 512,
+        "adapter": "none",
+    },
+    FACTORY: {**_TRAINER, "cutoff_len": 2048, "finetuning_type": "lora", "lora_scale": 2.0},
+    MLX: {
+        "batch_size": 4,
+        "learning_rate": 1e-5,
+        "iters": 1000,
+        "max_seq_length": 2048,
+        "lora_parameters.scale": 20.0,
+    },
+    OTHERS: _TRAINER,
+}
+"""Values that a tool takes where its file says nothing, by its own names: TRL 1.16, axolotl's
+schemas, LLaMA-Factory's arguments, and mlx-lm's ``lora``."""
 
 ROWS = (*_MODEL, *_DATA, *_ADAPTERS, *_STEPS, *_OPTIMIZER, *_RUN, *_MEMORY, *_RANKS)
 """The table, in the order of the page."""

@@ -33,7 +33,7 @@ def is_off(value: Any) -> bool:
     return (
         value is None
         or value in ([], {})
-        or word(value) in ("false", "no", "none", "null", "off", "0", "")
+        or word(value) in ("false", "no", "none", "null", "off", "0", "0.0", "")
     )
 
 
@@ -393,13 +393,68 @@ def paths(name: str) -> Line:
         if isinstance(value, str):
             value = value.split(",")
         sources = value if isinstance(value, list) else [value]
-        names = [
-            str(source["path"] if isinstance(source, Mapping) else source).strip()
+        paths = [
+            source_of(source) if isinstance(source, Mapping) else str(source).strip()
             for source in sources
         ]
-        return name, names[0] if len(names) == 1 else names
+        return name, paths[0] if len(paths) == 1 else paths
 
     return line
+
+
+SOURCE_FIELDS = {"split": "split", "name": "subset", "subset": "subset"}
+"""Fields of a source elsewhere, and of ours."""
+SOURCE_COLUMNS = {
+    "field": "text",
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+    "field_messages": "messages",
+}
+"""Fields of a source that name a column, and the field of a record that it holds."""
+SOURCE_KINDS = ("alpaca", "completion", "chat_template", "sharegpt")
+"""Kinds of records that are known by their columns here."""
+
+
+def source_of(source: Mapping[str, Any]) -> str | dict[str, Any]:
+    """Return a source of axolotl as ours: its path alone where it says no more.
+
+    Raises:
+        LookupError: it has no path.
+    """
+    files = source.get("data_files")
+    path = str((files if isinstance(files, str) else None) or source["path"]).strip()
+    kind = source.get("type")
+    named = {**source, **kind} if isinstance(kind, Mapping) else source
+    fields = {field: named[name] for name, field in SOURCE_FIELDS.items() if named.get(name)}
+    columns = {
+        field: named[name]
+        for name, field in SOURCE_COLUMNS.items()
+        if named.get(name) not in (None, field)
+    }
+    if columns:
+        fields["columns"] = columns
+    return {"path": path, **fields} if fields else path
+
+
+def unread_of_source(source: Any) -> dict[str, Any]:
+    """Return what :func:`source_of` does not follow of a source."""
+    if not isinstance(source, Mapping):
+        return {}
+    followed = {"path", "ds_type", "data_files", *SOURCE_FIELDS, *SOURCE_COLUMNS}
+    usual = {"type": SOURCE_KINDS, "message_field_role": ("role",), "train_on_split": ("train",)}
+    usual["message_field_content"] = ("content",)
+    fields = dict(source)
+    if isinstance(kind := source.get("type"), Mapping):
+        del fields["type"]
+        fields |= {f"type.{name}": part for name, part in kind.items()}
+    return {
+        name: value
+        for name, value in fields.items()
+        if name.removeprefix("type.") not in followed
+        and not is_off(value)
+        and word(value) not in usual.get(name, ())
+    }
 
 
 def is_text(value: Any) -> bool:
@@ -442,3 +497,22 @@ def memory(value: Any, given: Mapping[str, Any]) -> Pair:
 def ranks(value: Any, given: Mapping[str, Any]) -> Pair:
     """Return the method that spreads parameters, gradients and optimizer states over ranks."""
     return "method", "zero3"
+
+
+def is_by_epoch(key: str, value: Any) -> bool:
+    """Return whether a setting counts epochs, or parts of them, where ours counts steps."""
+    return key.endswith("_per_epoch") or word(value) in ("epoch", "best")
+
+
+def registered_columns(entry: Mapping[str, Any]) -> dict[str, str]:
+    """Return the columns of an entry in LLaMA-Factory's register that have other names here."""
+    columns = entry.get("columns", {})
+    tags = entry.get("tags", {})
+    speaks_roles = tags.get("role_tag", "from") == "role"
+    turns = "messages" if speaks_roles else "conversations"
+    is_chat = entry.get("formatting") == "sharegpt"
+    fields = {"messages": turns} if is_chat else {}
+    if not is_chat:
+        fields = {"prompt": "instruction", "query": "input", "response": "output"}
+    named = {field: columns[name] for name, field in fields.items() if columns.get(name)}
+    return {field: column for field, column in named.items() if field != column}

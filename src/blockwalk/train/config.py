@@ -46,7 +46,7 @@ from blockwalk.plan.words import counted
 from blockwalk.system import row_modules
 from blockwalk.system.atomic_files import read_yaml
 from blockwalk.system.temporary import require_temporary
-from blockwalk.train.foreign_settings import Note, translated
+from blockwalk.train.foreign_settings import ForeignSettings, Note, translated
 
 _SECTIONS: dict[str, type] = {"data": DataSettings, "lora": LoraSettings, "prefix": PrefixSettings}
 PLACEMENTS = [
@@ -122,7 +122,10 @@ def load(
             " 'model: ...'"
         )
     overrides = list(overrides)
-    run = from_mapping(raw, overrides, as_flags=as_flags)
+    try:
+        run = from_mapping(raw, overrides, as_flags=as_flags)
+    except ForeignSettings as error:
+        raise ForeignSettings(error.problems, error.names, path) from None
     return _with_room_to_warm_up(run, {name for name, _ in overrides}, path)
 
 
@@ -400,6 +403,20 @@ def dump(config: RunConfig) -> str:
 def as_yaml(settings: Mapping[str, Any]) -> str:
     """Return settings as YAML."""
     return yaml.dump(dict(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def as_yaml_line(name: str, value: Any) -> str:
+    """Return one setting as a line of YAML."""
+    text = yaml.dump(
+        value,
+        Dumper=_Dumper,
+        default_flow_style=True,
+        sort_keys=False,
+        allow_unicode=True,
+        width=10**6,
+    )
+    line = text.removesuffix("\n").removesuffix("\n...")
+    return f"{name}: {line}"
 
 
 def split_flags(

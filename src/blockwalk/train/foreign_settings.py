@@ -31,6 +31,37 @@ class Note(UserWarning):
     """A remark on a setting that was read otherwise than it was written."""
 
 
+SHOWN = 3
+"""Problems of a file that an error says in full; of more it says the names."""
+
+
+class ForeignSettings(ValueError):
+    """Settings that are not taken as they stand: a line for each, or one line for all of a file's.
+
+    Args:
+        problems: an error for each.
+        names: their names as they were written.
+        path: the file that they are in; None where they are in none.
+    """
+
+    def __init__(self, problems: list[str], names: list[str], path: object = None) -> None:
+        self.problems = problems
+        self.names = names
+        text = "\n".join(problems)
+        if path is not None and len(problems) > 1:
+            way_out = (
+                f"blockwalk convert-config {shlex.quote(str(path))} writes a run's file with the"
+                " names here"
+            )
+            text += f"\n{way_out}"
+            if len(problems) > SHOWN:
+                text = (
+                    f"{path} has {len(problems)} settings that are not taken as they stand"
+                    f" ({', '.join(names)}): {way_out}"
+                )
+        super().__init__(text)
+
+
 @dataclass(frozen=True, slots=True)
 class Reader:
     """The means to tell whether a line can be read."""
@@ -71,21 +102,21 @@ def translated(
         as_flags: errors write what overrides as flags.
 
     Raises:
-        ValueError: a name that is not ours and means something else, or nothing here; one setting
-            under two names. Further ones of the kind are warnings (:class:`Note`).
+        ForeignSettings: names that are not ours and mean something else, or nothing here; one
+            setting under two names.
     """
     settings = {key: value for key, value in [*raw, *overrides] if value is not None}
     reader = Reader(settings, frozenset(names), reads)
     result: list[Pair] = []
-    problems: list[str] = []
+    problems: list[tuple[str, str]] = []
     for pairs, flag in ((raw, False), (overrides, as_flags)):
-        pairs = [pair for pair in pairs if not _is_absent(*pair, reader.names)]
+        pairs = [pair for pair in pairs if not is_absent(*pair, reader.names)]
         spelling = {key: key for key, _ in pairs if key in reader.names}
-        problems += contradictions(pairs, reader.names, flag=flag)
-        for key, value in _grouped(pairs, reader.names):
-            name, row, exact = _row(key, reader.names)
+        problems += _named(contradictions(pairs, reader.names, flag=flag))
+        for key, value in grouped(pairs, reader.names):
+            name, row, exact = row_of(key, reader.names)
             if row is None and name == key:
-                problems += _value_problem(key, value, reader, flag=flag)
+                problems += _named(value_problem(key, value, reader, flag=flag))
                 result.append((key, value))
             elif row is not None and value is None:
                 _note(f"{_as_text(key, flag=flag)} is left out, for it has no value")
@@ -93,34 +124,34 @@ def translated(
                 exact and name in reader.names and row.same is not None and row.same(value)
             ):
                 if name in spelling:
-                    problems.append(
-                        f"{spelling[name]} and {key} are both given, and mean the same; leave one"
-                        " out"
-                    )
+                    names_of_one = f"{spelling[name]} and {key} are both given"
+                    problems.append((key, f"{names_of_one}, and mean the same; leave one out"))
                 spelling[name] = key
                 _note(
                     f"{_as_text(key, flag=flag)} is {_as_text(name, flag=flag)} here, and is"
                     " taken as that"
                 )
-                result.append(_pair(row, value, reader) or (name, value))
+                result.append(pair_of(row, value, reader) or (name, value))
             elif row.idle is not None and row.idle(value):
                 _note(
                     f"{_as_text(key, value, flag=flag)} is left out, for it changes nothing here."
                     f" {row.sentence}"
                 )
             else:
-                problems.append(_name_problem(key, value, row, reader, flag=flag))
+                problems.append((key, _name_problem(key, value, row, reader, flag=flag)))
     _refuse(problems)
     return result
 
 
-def _refuse(problems: list[str]) -> None:
-    """Raise ValueError for the first problem, with notes for the others; do nothing where there is
-    none."""
-    for problem in problems[1:]:
-        _note(problem)
+def _refuse(problems: list[tuple[str, str]]) -> None:
+    """Raise ForeignSettings where there are problems."""
     if problems:
-        raise ValueError(problems[0])
+        raise ForeignSettings([text for _, text in problems], [key for key, _ in problems])
+
+
+def _named(problems: list[str]) -> list[tuple[str, str]]:
+    """Return problems with the setting that each begins with."""
+    return [(problem.split()[0].strip(":-"), problem) for problem in problems]
 
 
 def contradictions(pairs: list[Pair], names: frozenset[str], *, flag: bool = False) -> list[str]:
@@ -145,7 +176,7 @@ def contradictions(pairs: list[Pair], names: frozenset[str], *, flag: bool = Fal
     return problems
 
 
-def _is_absent(key: str, value: Any, names: frozenset[str]) -> bool:
+def is_absent(key: str, value: Any, names: frozenset[str]) -> bool:
     """Return whether a setting of ours, or a group of them, has no value: it is as if it were
     absent. Names that other tools have too are left out with a note."""
     name = key.replace("-", "_")
@@ -171,7 +202,7 @@ def _is_ours(name: str, names: frozenset[str]) -> bool:
     return name in names or any(other.startswith(f"{name}.") for other in names)
 
 
-def _grouped(pairs: list[Pair], names: frozenset[str]) -> list[Pair]:
+def grouped(pairs: list[Pair], names: frozenset[str]) -> list[Pair]:
     """Return the settings, with mappings of other tools whole again where the table knows them and
     not their parts."""
     sections = {name.partition(".")[0] for name in names}
@@ -179,7 +210,7 @@ def _grouped(pairs: list[Pair], names: frozenset[str]) -> list[Pair]:
     for key, value in pairs:
         section, _, field = key.partition(".")
         is_foreign = section not in sections and section in BY_NAME
-        if field and is_foreign and _row(key, names)[:2] == (key, None):
+        if field and is_foreign and row_of(key, names)[:2] == (key, None):
             result.setdefault(section, {})[field] = value
         else:
             result.pop(key, None)  # the later one, in its place
@@ -187,7 +218,7 @@ def _grouped(pairs: list[Pair], names: frozenset[str]) -> list[Pair]:
     return list(result.items())
 
 
-def _row(key: str, names: frozenset[str]) -> tuple[str, Foreign | None, bool]:
+def row_of(key: str, names: frozenset[str]) -> tuple[str, Foreign | None, bool]:
     """Return our name for a name; the row that says so, None where the name is ours but for its
     dashes, or unknown; and whether the name may be taken as it is."""
     name = key.replace("-", "_")
@@ -237,7 +268,7 @@ def _of_a_row(key: str, value: Any, *, flag: bool) -> str:
     return ""
 
 
-def _value_problem(key: str, value: Any, reader: Reader, *, flag: bool) -> list[str]:
+def value_problem(key: str, value: Any, reader: Reader, *, flag: bool) -> list[str]:
     """Return the error for a value of another tool under a name of ours; none where the value is
     ours."""
     row, is_theirs = VALUES.get(key, (None, None))
@@ -256,13 +287,13 @@ def _line(row: Foreign, value: Any, reader: Reader, *, flag: bool) -> str:
     """Return the line to write for a value of theirs, or else for the row's example; empty where
     neither can be read here."""
     for foreign_value in (value, row.example):
-        pair = _pair(row, foreign_value, reader)
+        pair = pair_of(row, foreign_value, reader)
         if pair is not None and reader.tries(*pair):
             return WRITE + _as_text(*pair, flag=flag)
     return ""
 
 
-def _pair(row: Foreign | None, value: Any, reader: Reader) -> Pair | None:
+def pair_of(row: Foreign | None, value: Any, reader: Reader) -> Pair | None:
     """Return the setting of ours and its value for a value of theirs; None where there is none, or
     theirs is of no such kind."""
     if row is None or row.line is None:
