@@ -165,4 +165,7 @@ def test_a_terminal_shows_memory_beside_its_forecast(
         found = progress._bar.tasks[0]
     assert (found.completed, found.total) == (1, 4)
     assert found.description == "loss 2.5000  1,234 tokens/s  250.0 MB private of 300.0 MB foreseen"
-    capsys.readouterr()
+    printed = capsys.readouterr().out
+    assert "step 1/4  loss 2.5000" in printed, "the line of log_every stays above the bar"
+    assert "gone" in printed
+    assert "left" in printed

@@ -23,6 +23,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blockwalk.cli import main
+from blockwalk.cli.chat import COMMANDS
 from blockwalk.data.text_stream import TextStream
 from tests.conftest import TinyRun
 
@@ -248,6 +249,32 @@ def test_a_chat_without_a_terminal_is_line_in_line_out(
                [("user", "hi"), ("assistant", first), ("user", "so")])]  # fmt: skip
     second = theirs(tiny_run, trained / "adapter", history, 4)
     assert lines == f"{first}\n{second}\n{first}\n"
+
+
+def test_help_lists_what_can_be_typed_and_a_terminal_names_model_and_run(
+    tiny_run: TinyRun,
+    trained: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: the words of the help; the model never sees the line."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/help\n"))
+    text = said(capsys, "chat", str(trained), "--max_new_tokens", "2")
+    assert text.splitlines() == list(COMMANDS)
+    lines = iter(["/help"])
+
+    def typed(mark: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr("blockwalk.cli.chat.is_terminal", lambda stream: True)
+    greeting, *others = said(capsys, "chat", str(trained)).splitlines()
+    assert str(tiny_run.model) in greeting
+    assert str(trained / "adapter") in greeting
+    assert others[:-1] == list(COMMANDS)
 
 
 def test_a_chat_without_a_template_is_refused_before_a_question(

@@ -21,6 +21,15 @@ from blockwalk.system.terminal import is_terminal, say
 
 NEW = "/new"
 """The line that begins a new conversation."""
+HELP = "/help"
+"""The line that lists what can be typed."""
+COMMANDS = (
+    f"{NEW}    begins a new conversation",
+    f"{HELP}   prints these lines",
+    "Ctrl-C  ends an answer; while you type, the program",
+    "Ctrl-D  ends the program",
+)
+"""Lines on what can be typed in a chat."""
 MARK = "> "
 """The sign before the user's line, on a terminal."""
 LEAST_ROOM = 64
@@ -37,12 +46,21 @@ def chat(run: RunConfig, arguments: argparse.Namespace) -> None:
         speaker.conversation([*talk.turns, {"role": "user", "content": "Hello"}])
         on_terminal = is_terminal(sys.stdin) and is_terminal(sys.stdout)
         if on_terminal:
-            say(f"{NEW} begins anew; ^C ends an answer, and ^D or ^C at the mark the program")
+            say(f"{_who(run, speaker)}. {HELP} lists what you can type.")
         for line in _lines(on_terminal):
             if line.strip() == NEW:
                 talk.begin()
+            elif line.strip() == HELP:
+                say(*COMMANDS)
             elif line.strip():
                 talk.answer(line)
+
+
+def _who(run: RunConfig, speaker: Speaker) -> str:
+    """Return the name of the model that answers, and of what has been trained of it."""
+    if speaker.model != run.model:
+        return f"{speaker.model}, trained from {run.model}"
+    return f"{run.model} with {speaker.adapter}" if speaker.adapter else str(run.model)
 
 
 def _lines(on_terminal: bool) -> Iterator[str]:

@@ -242,7 +242,11 @@ COMMANDS = (
         "write a model with its adapter merged in, as safetensors",
         "blockwalk.cli.models:merge",
         (
-            _value("model", "MODEL", "the base: a hub name, a folder or a GGUF file"),
+            _value(
+                "model",
+                "MODEL",
+                "the base: a hub name, a folder or a GGUF file; left out where a run is named",
+            ),
             _value("adapter", "ADAPTER", "the adapter's folder, or a run's", nargs="?"),
             _value("out", "OUT", "the folder to write", nargs="?"),
             _choice(

@@ -55,6 +55,10 @@ def merge(arguments: argparse.Namespace) -> None:
 
     if arguments.out is None:
         _refuse_trained_whole(Path(arguments.model))
+        if arguments.adapter and (base := _base_of(Path(arguments.model))):  # merge RUN OUT
+            names = {"model": base, "adapter": arguments.model, "out": arguments.adapter}
+            merge(argparse.Namespace(**vars(arguments) | names))
+            return
         raise ValueError(
             "merge takes a base, what was trained, and the folder to write:"
             f" {_merge_command(arguments)}"

@@ -32,6 +32,8 @@ class Speaker:
     model: str
     learnt: Learnt | None = None
     """The kind of texts that a run has taught the model; None: no run, or it does not say."""
+    adapter: str = ""
+    """The adapter as it is named, or found in the run's folder; empty: none."""
 
     def tokens(self, text: str, *, special: bool) -> Any:
         """Return the token ids of a text, int64 [1, S]; ``special``: behind the tokens that begin a
@@ -137,7 +139,8 @@ def opened(run: RunConfig, arguments: argparse.Namespace) -> Iterator[Speaker]:
         with Walker(packed_model(run, plan), plan, lora=adapter, training=False) as walker:
             learnt = learnt_by(run, adapter)
             positions = model_source(run.model).positions
-            yield Speaker(walker, tokenizer, stops, positions, run.model, learnt)
+            name = named if adapter and named else ""
+            yield Speaker(walker, tokenizer, stops, positions, run.model, learnt, name)
 
 
 def learnt_by(run: RunConfig, adapter: Path | None) -> Learnt | None:

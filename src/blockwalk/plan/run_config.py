@@ -211,7 +211,7 @@ class RunConfig:
     """The number of batches that may be left out because their loss or gradients are not finite.
     The step is taken with the next batch. One more ends the run; with 0 the first does."""
     log_every: int = 10
-    """Steps between lines where standard output is no terminal."""
+    """Steps between lines of figures, which stay on a terminal."""
     start_timeout: float = 120.0
     """Seconds that a rank waits at the start for all others to come."""
     interface: str = ""

@@ -26,7 +26,7 @@ class Progress:
     Args:
         total: the run's last step.
         done: steps done when it starts.
-        log_every: steps between plain lines where standard output is no terminal.
+        log_every: steps between lines that stay.
         foreseen: bytes of the process that were foreseen; 0: none.
     """
 
@@ -48,10 +48,12 @@ class Progress:
 
             columns = (
                 progress.TextColumn("{task.fields[what]} {task.completed}/{task.total}"),
-                progress.BarColumn(),
+                progress.BarColumn(bar_width=12),
                 progress.TextColumn("{task.description}"),
                 progress.TimeElapsedColumn(),
+                progress.TextColumn("gone,"),
                 progress.TimeRemainingColumn(),
+                progress.TextColumn("left"),
             )
             self._bar = progress.Progress(*columns)
             self._task = self._bar.add_task(
@@ -116,15 +118,19 @@ class Progress:
         figures = (
             f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {human_bytes(peak_bytes)} private"
         )
+        stays = step % self._log_every == 0 or step == self._total
+        width = int(math.log10(self._total)) + 1
+        title = f"step {step:>{width}}/{self._total}"
         if self._bar is not None:
+            if stays:
+                self.say(f"{title}  {figures}")
             if self._foreseen:
                 figures += f" of {human_bytes(self._foreseen)} foreseen"
             self._bar.update(self._task, completed=step, description=figures)
-        elif step % self._log_every == 0 or step == self._total:
-            width = int(math.log10(self._total)) + 1
+        elif stays:
             step_seconds = (now - self._began) / (step - self._first)
             remaining = step_seconds * (self._total - step)
-            say(f"step {step:>{width}}/{self._total}  {figures}  {remaining:.0f} s left")
+            say(f"{title}  {figures}  {remaining:.0f} s left")
 
 
 def learnt_lines(title: str, runs: Sequence[tuple[str, bool]]) -> list[str]:
