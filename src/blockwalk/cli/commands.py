@@ -183,6 +183,19 @@ COMMANDS = (
         needs=("model", "data.eval"),
     ),
     Command(
+        "predict",
+        "print the label word of each text with its probability, as JSON lines",
+        "blockwalk.cli.predict:predict",
+        (
+            _value("config", "RUN", "a run's folder or YAML file"),
+            _value("file", "FILE", "texts: JSON, CSV, Parquet or text; no label needed", nargs="?"),
+            _value("--text", "TEXT", "one text in place of a file"),
+            _OWN_ADAPTER,
+        ),
+        takes_settings=True,
+        answers=True,
+    ),
+    Command(
         "generate",
         "continue a prompt",
         "blockwalk.cli.generate:generate",

@@ -129,6 +129,8 @@ def _parsed(
         flags = {"help", "version", *command.flags, *dict(command.elsewhere)}
         settings, words = config.split_flags(words, flags)
     arguments, unknown = commands.parse_known_args(words)
+    if command is not None:
+        unknown = _placed(command, arguments, unknown)
     if command is not None and unknown:
         names = [*command.flags, *(config.setting_names() if command.takes_settings else [])]
         name = unknown[0].removeprefix("--").partition("=")[0]
@@ -136,6 +138,19 @@ def _parsed(
         hint = did_you_mean(name, names) if instead is None else f": {instead}"
         raise ValueError(f"unknown argument {unknown[0]!r}{hint}")
     return arguments, settings
+
+
+def _placed(command: Command, arguments: argparse.Namespace, words: list[str]) -> list[str]:
+    """Fill arguments that may be left out with words that argparse did not place, since a flag
+    stands before them, and return the other words."""
+    free = [name for name, _ in command.options if name[0] != "-" and not vars(arguments)[name]]
+    remaining = []
+    for word in words:
+        if free and not word.startswith("-"):
+            setattr(arguments, free.pop(0), word)
+        else:
+            remaining.append(word)
+    return remaining
 
 
 def _start_ranks(
