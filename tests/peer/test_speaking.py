@@ -100,7 +100,9 @@ def test_the_line_after_training_can_be_pasted(
     program, *command = shlex.split(line.removeprefix("try it"))
     assert program == "blockwalk"
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    assert said(capsys, *command, "--max_new_tokens", "2").endswith("\n")
+    held_out = json.loads(tiny_run.eval.read_text().splitlines()[0])["text"]
+    assert command == ["predict", str(out), "--text", held_out]
+    assert json.loads(said(capsys, *command))["label"] in ("good", "bad")
 
 
 def test_a_run_answers_with_its_adapter_and_a_system_prompt(

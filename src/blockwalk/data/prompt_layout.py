@@ -39,6 +39,18 @@ def filled(settings: DataSettings, text: str) -> str | None:
     return text.join(literals)
 
 
+def field_of(settings: DataSettings) -> str | None:
+    """Return the one field of a record that a prompt is made of; None: there are several, or the
+    records are a task's."""
+    if settings.task:
+        return None
+    layouts = [settings.template] if settings.template else prompts_of(settings)
+    if not layouts:
+        return "prompt" if settings.format == "completion" else "text"
+    fields = {name for layout in layouts for name in fields_of(layout, "data.prompt")} - {"label"}
+    return fields.pop() if len(fields) == 1 else None
+
+
 def example(settings: DataSettings, word: str) -> str | None:
     """Return a prompt to try on what a run has learnt: a word, where :func:`filled` puts it in the
     layout or there is none; else the layout with the word in every column. None: it has several
