@@ -22,6 +22,7 @@ from benchmarks.common import model_config
 
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import METHODS, method
+from blockwalk.plan.words import duration
 from blockwalk.program.compile import compile_ranks
 from blockwalk.program.program import Pool, Shape, StepKind, human_bytes
 from blockwalk.program.settling import Room, Settled, settle
@@ -35,7 +36,18 @@ from blockwalk.walk.unit_costs import UnitCosts
 PAGE = Path(__file__).parents[1] / "docs" / "cards.md"
 MARK = "<!-- python benchmarks/cards.py --write -->"
 FOUND_MARK = "<!-- found: benchmarks/results/steps_h200.json -->"
-CARDS = ("rtx-3060", "rtx-4090", "l40s", "a100-80gb", "h100-80gb", "h200", "mi300x")
+CARDS = (
+    "rtx-3060-8gb",
+    "rtx-4060",
+    "rtx-3060",
+    "t4",
+    "rtx-4090",
+    "l40s",
+    "a100-80gb",
+    "h100-80gb",
+    "h200",
+    "mi300x",
+)
 SHAPE = Shape(1, 2048)
 FOUND = Path(__file__).parent / "results" / "steps_h200.json"
 """The steps that were found on a card, with date, hardware, versions and commit."""
@@ -111,7 +123,7 @@ def row(card_name: str, case_name: str) -> str:
     blocks = len(costs_of(case).spec().blocks)
     figures = [
         f"{step.tokens_per_second:,.0f}",
-        f"{step.seconds:.2g} s",
+        f"{step.seconds:.2g} s" if step.seconds < 100 else duration(step.seconds),
         human_bytes(candidate.peaks[Pool.DEVICE]),
         human_bytes(candidate.peaks[Pool.HOST]),
         f"{plan.resident} of {blocks}",

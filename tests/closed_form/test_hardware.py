@@ -109,7 +109,7 @@ def test_a_card_is_described_by_its_own_name_and_its_memory_by_its_driver(
         "NVIDIA L40S": "l40s", "NVIDIA A100-SXM4-80GB": "a100-80gb",
         "NVIDIA GeForce RTX 3060": "rtx-3060", "AMD Instinct MI300X": "mi300x",
         "NVIDIA GeForce RTX 4090": "rtx-4090", "NVIDIA GeForce RTX 3060 Ti": "rtx-3060",
-        "Tesla T4": "rtx-4090",
+        "Tesla T4": "t4", "NVIDIA GeForce RTX 4060": "rtx-4060", "Quadro T1000": "rtx-4090",
     }.items():  # fmt: skip
         found = hardware.of_this_machine("cuda", Card(name, 33 * 10**9))
         assert (found.name, found.device_bytes, found.measured) == (
@@ -218,3 +218,23 @@ def test_a_plan_counts_on_a_part_of_an_accelerator_and_on_all_of_a_processor() -
         int(0.8 * card.host_bytes),
     )
     assert (laptop.usable_bytes, laptop.host_room) == (laptop.device_bytes, laptop.host_bytes)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("rtx-3050", "rtx-3060"), ("rtx-4070", "rtx-4060"), ("RTX4090", "rtx-4090"), ("7900xtx", "")],
+)
+def test_an_unknown_card_is_answered_with_the_nearest_and_its_memory_as_a_budget(
+    name: str, near: str
+) -> None:
+    """Oracle: the error's own advice, which loads."""
+    with refused(ValueError, name, "--budget", *([near] if near else ["NAME"])):
+        hardware.load(name)
+    if near:
+        assert hardware.load(near).card
+
+
+def test_cards_of_8_gb_hold_8_gb() -> None:
+    """Oracle: what 8 GiB are, less what a driver keeps."""
+    for name in ("rtx-4060", "rtx-3060-8gb"):
+        assert 7e9 < hardware.load(name).device_bytes < 8 * 2**30

@@ -156,9 +156,6 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
     steps = run.plan.gradient_accumulation_steps
     mark = "" if machine.measured else hardware.SIMULATED
 
-    def tell(*lines: str) -> None:
-        say(*(f"{line}  {mark}".rstrip() for line in lines))
-
     task = advice.task(
         run.model, run.adapters, machine, shape, budget=run.plan.budget, micro_batches=steps
     )
@@ -166,16 +163,18 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
     nodes = "one device"
     if machine.world > 1:
         nodes = f"{machine.nodes} × {machine.devices_per_node} devices"
-    tell(
+    say(
         f"{run.model} on {machine.name} ({nodes}): {trained}, {shape.batch} × {shape.sequence}"
         " tokens a rank"
     )
+    if not machine.measured:
+        say(f"{mark} everything below, on a description: {machine.source}")
     ranking = planner.rank(task)
-    tell(*ranking.lines())
+    say(*ranking.lines())
     if arguments.largest_batch:
-        tell("-- most sequences of a micro-batch that fit")
+        say("-- most sequences of a micro-batch that fit")
         for label, plan in planner.candidates(task):
-            tell(f"{label:<34} {planner.largest_batch(task, plan):>8}")
+            say(f"{label:<34} {planner.largest_batch(task, plan):>8}")
     best = ranking.best
     if best is None or best.simulation is None:
         raise DoesNotFit(
@@ -184,8 +183,7 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
     for role, candidate in (("best of them", best), ("larger step", ranking.larger)):
         if candidate is not None:
             file = config.as_yaml(advice.recommended(run, candidate.plan))
-            title = f"{mark} the {role} as a file (run.yaml):".lstrip()
-            say(f"\n{title}\n\n{file}", end="")
+            say(f"\nthe {role} as a file (run.yaml):\n\n{file}", end="")
     if arguments.trace:
         timed = [(span.op, span.began, span.ended) for span in best.simulation.spans]
         events = timeline.events(
@@ -195,7 +193,7 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
             host=best.simulation.host_times(),
         )
         timeline.write(arguments.trace, events)
-        tell(f"timeline of {best.label}: {arguments.trace}")
+        say(f"timeline of {best.label}: {arguments.trace}")
 
 
 def report(arguments: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
 from blockwalk.plan.methods import method
 from blockwalk.plan.parsing import plain_values, setting_of
-from blockwalk.plan.placement import Placement
+from blockwalk.plan.placement import NOBODY, Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import unnamed_codec
@@ -153,4 +153,9 @@ def recommended(run: RunConfig, plan: Plan) -> dict[str, Any]:
         }
     budget = {"budget": run.plan.budget} if run.plan.budget else {}
     parts = {"model": settings["model"], **differing(plan), **run_settings, **nested, **budget}
-    return {name: value for name, value in parts.items() if value != {}}
+    return {name: _of_one(value) for name, value in parts.items() if value != {}}
+
+
+def _of_one(value: Any) -> Any:
+    """Return a setting's value; of a placement that is spread over no ranks, tier and codec."""
+    return value.removesuffix(f" × {NOBODY}") if isinstance(value, str) else value

@@ -21,6 +21,7 @@ from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import NOBODY
 from blockwalk.plan.plan import AUTO_TOGETHER, Plan
 from blockwalk.plan.tiers import TIERS
+from blockwalk.plan.words import duration
 from blockwalk.program.adaptive_cache import adapts
 from blockwalk.program.compile import compile_ranks, resident
 from blockwalk.program.costs import Costs, Pending
@@ -99,7 +100,7 @@ class Candidate:
             return f"{memory}  {self.refused}"
         simulation = self.simulation
         speed = (
-            f"{simulation.seconds:>9.3g} s {simulation.tokens_per_second:>9,.0f} tok/s"
+            f"{duration(simulation.seconds):>11} {simulation.tokens_per_second:>9,.0f} tok/s"
             f" {100 * simulation.mfu:>5.1f}%"
         )
         return f"{memory} {speed}  {simulation.bottleneck()}"
