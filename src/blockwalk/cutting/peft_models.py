@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -242,29 +242,42 @@ def _all_linear(config: Any, model: Any) -> Any:
     refused = _refused_leaves(config, model, [*linear])
     idle = _below(units.idle)
     routed = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in _ROUTED]
-    beside = [name if (parent := name.rpartition(".")[0]) in layers else parent for name in routed]
-    mixtures = _below(beside)
-    of_mixtures = {leaf for name, leaf in linear.items() if mixtures.fullmatch(name)}
-    elsewhere = _below(beside, any_layer=True)
-    reached = {
-        name
-        for name, leaf in linear.items()
-        if not (leaf in refused or idle.fullmatch(name) or mixtures.fullmatch(name))
-        and not (leaf in of_mixtures and elsewhere.fullmatch(name))
-    }
     head = model.get_output_embeddings()
-    if not any(model.get_submodule(name) is not head for name in reached):
-        # nothing stands but beside experts, as keys and values in JetMoE's attention
-        of_experts = _below(routed)
-        reached = {
-            name
-            for name, leaf in linear.items()
-            if not (leaf in refused or idle.fullmatch(name) or of_experts.fullmatch(name))
-        }
-    if len(reached) == len(linear) and not units.idle and not routed:
+    carried = {
+        name: leaf
+        for name, leaf in linear.items()
+        if not (leaf in refused or idle.fullmatch(name) or model.get_submodule(name) is head)
+    }
+    if not (refused or units.idle or routed):
         return config
-    config.target_modules = {name for name in reached if model.get_submodule(name) is not head}
+    config.target_modules = _beside_mixtures(carried, linear, routed, layers) or {
+        name for name in carried if not _below(routed).fullmatch(name)
+    }
     return config
+
+
+def _beside_mixtures(
+    carried: Mapping[str, str], linear: Mapping[str, str], routed: Sequence[str], layers: set[str]
+) -> set[str]:
+    """Return names of linear layers that are no part of a mixture and stand at no place of one
+    under a name of its own; empty where all are, as keys and values in JetMoE's attention.
+
+    Args:
+        carried: names of layers that PEFT takes, each with its end.
+        linear: those of all linear layers.
+        routed: names of experts and routers.
+        layers: names of the model's blocks.
+    """
+    places = [name if (parent := name.rpartition(".")[0]) in layers else parent for name in routed]
+    mixtures = _below(places)
+    of_mixtures = {leaf for name, leaf in linear.items() if mixtures.fullmatch(name)}
+    in_any_layer = _below(places, any_layer=True)
+    return {
+        name
+        for name, leaf in carried.items()
+        if not mixtures.fullmatch(name)
+        and not (leaf in of_mixtures and in_any_layer.fullmatch(name))
+    }
 
 
 _ROUTED = ("experts", "router")
