@@ -80,13 +80,14 @@ class Executor:
         try:
             for op in program.ops:
                 work = (self.engine if op.kind in MOVES else estimator).prepare(op)
-                if op.refreshes:
+                refreshes = op.refreshes
+                if refreshes:
                     work = self._named(work, program.unit_names[op.unit], step)
                 dependencies = [marks[dep] for dep in op.deps]
                 if op.part is StateKind.TRAINABLE and op.unit in earlier:
                     dependencies.append(earlier[op.unit])
                 marks.append(self.lanes.submit(op.lane, work, dependencies))
-                if op.refreshes:
+                if refreshes:
                     self._refreshes[op.unit] = marks[-1]
         finally:
             waits_for_all = timeline is not None

@@ -73,6 +73,11 @@ class Lanes:
     _start: torch.Event | None = None
     _began: float = 0.0
     _marks: list[Mark] = field(default_factory=list)
+    _is_cpu: bool = field(init=False)
+    """Asked of the device once, not at each op."""
+
+    def __post_init__(self) -> None:
+        self._is_cpu = is_cpu(self.device)
 
     def submit(self, lane: Lane, work: Work, dependencies: Iterable[Mark]) -> Mark:
         """Run ``work`` on a lane once the ops that it depends on are done. The compute lane runs it
@@ -84,24 +89,30 @@ class Lanes:
         mark = Mark(lane)
         dependencies = tuple(dependencies)
         self._marks.append(mark)
-        if lane is Lane.COMPUTE or (lane in _ISSUED_BY_CALLER and not is_cpu(self.device)):
+        if lane is Lane.COMPUTE or (lane in _ISSUED_BY_CALLER and not self._is_cpu):
             self._run(lane, work, dependencies, mark)
         else:
-            mark.future = Future()
-            if isinstance(work, Brief) and self._waits_for_nothing(lane, dependencies):
-                self._begin(lane, work, dependencies, mark)
+            if self._is_cpu and type(work) is Brief and self._is_next(lane, dependencies):
+                self._do_now(lane, work, dependencies, mark)
             else:
+                mark.future = Future()
                 self._thread(lane).submit(self._begin, lane, work, dependencies, mark)
             self._last[lane] = mark
         return mark
 
-    def _waits_for_nothing(self, lane: Lane, dependencies: tuple[Mark, ...]) -> bool:
-        """Return whether a lane's next op could begin now, on a processor. Its thread has ended all
-        that came before it, so that nothing overtakes."""
+    def _do_now(self, lane: Lane, work: Brief, dependencies: tuple[Mark, ...], mark: Mark) -> None:
+        """Do brief work of a lane on this thread; its error is told as one of the lane's thread."""
+        try:
+            self._run(lane, work, dependencies, mark)
+        except BaseException as error:
+            mark.future = Future()
+            mark.future.set_exception(error)
+
+    def _is_next(self, lane: Lane, dependencies: tuple[Mark, ...]) -> bool:
+        """Return whether a lane's next op could begin now: its thread has ended all that came
+        before it, so that nothing overtakes."""
         before = (self._last[lane], *dependencies) if lane in self._last else dependencies
-        return is_cpu(self.device) and all(
-            mark.future is None or mark.future.done() for mark in before
-        )
+        return all(mark.future is None or mark.future.done() for mark in before)
 
     def begin(self) -> None:
         """Every lane's next op comes after what the caller has issued so far."""
@@ -208,7 +219,7 @@ class Lanes:
                 dependency.future.result()
         mark.began = time.perf_counter()
         completion: Completion | None = None
-        if is_cpu(self.device):
+        if self._is_cpu:
             completion = work()
         else:
             with self._on_stream(lane):
