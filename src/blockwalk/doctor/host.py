@@ -17,7 +17,7 @@ from blockwalk.doctor import walks
 from blockwalk.numerics.device import is_cpu
 from blockwalk.program.program import Shape, StepKind
 from blockwalk.simulate.hardware import load
-from blockwalk.simulate.seconds import STARTED, CostModel
+from blockwalk.simulate.seconds import CostModel, is_started
 
 if TYPE_CHECKING:
     from blockwalk.walk.walker import Walker
@@ -91,7 +91,7 @@ def _step(name: str, device: torch.device, folder: Path, layers: int) -> HostSte
             seconds.append(time.perf_counter() - began)
         program = walker.program(StepKind.TRAIN, SHAPE, foresee=True)
         costs = CostModel(walker.plan, walker.spec, load("h200"), walker.costs(SHAPE), program)
-        started = [op for op in program.ops if op.kind in STARTED]
+        started = [op for op in program.ops if is_started(op)]
         return HostStep(sum(map(costs.starts, started)), len(started), median(seconds[2:]))
 
 

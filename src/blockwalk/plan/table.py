@@ -207,7 +207,7 @@ class _Members(type):
 
     def __getattr__(cls: type[Name], constant: str) -> Name:  # type: ignore[misc]
         if constant.isupper() and not constant.startswith("_"):
-            for name in (constant.lower(), constant.lower().replace("_", "-")):
+            for name in (constant, constant.lower(), constant.lower().replace("_", "-")):
                 if name in cls.table:
                     member = cls(name)
                     setattr(cls, constant, member)

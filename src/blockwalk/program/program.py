@@ -19,64 +19,7 @@ from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.mesh import ENDS, PIPELINE, make_axes, named, share_by_axis, work_axes
 from blockwalk.plan.placement import StateKind
 from blockwalk.plan.row_order import part_tokens
-
-
-class OpKind(StrEnum):
-    """The kinds of op, each an action on one unit."""
-
-    FETCH = "FETCH"
-    """A unit's state is brought from its tier into a slot (on a CPU with mapped files: its pages
-    are made resident)."""
-    GATHER = "GATHER"
-    """A slice is completed over a group of ranks: in a slot, or where it lies (*refreshed*)."""
-    CACHE = "CACHE"
-    """A gathered slice is kept for the backward walk."""
-    PROLOGUE = "PROLOGUE"
-    ARGUMENTS = "ARGUMENTS"
-    """The arguments of a stage's blocks are made from a batch alone, by a prologue on zeros."""
-    SEND = "SEND"
-    """A value that a stage has made for its neighbour leaves: the hidden state after a unit (part
-    activation), or the gradient of it (part gradient)."""
-    RECV = "RECV"
-    """A value that a neighbour's SEND has sent arrives; the two meet."""
-    FORWARD = "FORWARD"
-    SAVE = "SAVE"
-    """A block's input, the activation checkpoint, is written to its tier; or, on a CPU, what a
-    block's graph holds in file maps goes to the disk as far as memory is short."""
-    LOAD = "LOAD"
-    """An activation checkpoint, or what a kept graph holds in file maps, is brought back."""
-    LOSS = "LOSS"
-    """The epilogue: final norm, head and loss, with the gradient of its input where the estimator
-    needs one."""
-    BACKWARD = "BACKWARD"
-    """A block is recomputed with its graph, unless the graph was kept, and differentiated."""
-    PROLOGUE_BACKWARD = "PROLOGUE_BACKWARD"
-    REDUCE = "REDUCE"
-    """Gradients are summed over a group of ranks."""
-    NORM = "NORM"
-    """The norm of all gradients is taken, which a clipped step's updates are scaled by."""
-    PERTURB = "PERTURB"
-    """The original MeZO: the resident weights are perturbed in place, all of them in one pass of
-    draws."""
-    UPDATE_ALL = "UPDATE_ALL"
-    """The original MeZO: the resident weights are updated in place, all of them in one pass of
-    draws."""
-    REPLAY = "REPLAY"
-    """The original MeZO: the steps of an earlier process are done again on all weights,
-    perturbations and updates."""
-    TOTAL = "TOTAL"
-    """First order: the losses of all ranks are added up."""
-    CHECK = "CHECK"
-    """First order: the losses of all ranks are added up, and the step is refused where it or a
-    gradient is not finite."""
-    EXCHANGE = "EXCHANGE"
-    """Zeroth order: the losses of all ranks' forwards become the step's entry of the ledger."""
-    UPDATE = "UPDATE"
-    STORE = "STORE"
-    """A unit's state is written back to its tier."""
-    EVICT = "EVICT"
-    """A slot or a unit's pages are given back."""
-
+from blockwalk.program.op_kinds import OpKind as OpKind
 
 COMPUTES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
 """The kinds of op that compute with a unit's parameters, for one micro-batch in one forward

@@ -44,8 +44,10 @@ it does start, and Python (an H200's host, commit 12f79d11)."""
 UPDATE_STARTS = 6
 """Operations that the update of one parameter by its gradient starts (the same)."""
 
-STARTED = (*COMPUTES, OpKind.UPDATE, OpKind.PERTURB, OpKind.UPDATE_ALL)
-"""The kinds of op that the host starts on an accelerator, an operation at a time."""
+
+def is_started(op: Op) -> bool:
+    """Return whether the host starts an op on an accelerator, an operation at a time."""
+    return op.kind in COMPUTES or op.kind is OpKind.UPDATE or op.kind.facts.draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class CostModel:
         """Return seconds in which the host starts an op's operations on an accelerator: those of a
         turn, and of each operation."""
         hw = self.hardware
-        if op.kind not in STARTED or not hw.host_start_seconds + hw.host_turn_seconds:
+        if not is_started(op) or not hw.host_start_seconds + hw.host_turn_seconds:
             return 0.0
         return hw.host_turn_seconds + self.starts(op) * hw.host_start_seconds
 
@@ -210,7 +212,7 @@ class CostModel:
             return self._ledger_update(op)
         if op.kind is OpKind.UPDATE:
             return self._gradient_update(op)
-        if op.kind in (OpKind.PERTURB, OpKind.UPDATE_ALL):
+        if op.kind.facts.draws:
             return self.model.numel(trainable=True) / hw.noise_rate
         if op.kind is OpKind.NORM:
             return 4 * self.model.numel(trainable=True) / hw.memory_bandwidth

@@ -329,7 +329,6 @@ def critical_path(
 STARTING = "starting operations on the host"
 """The words for the time in which an accelerator waits for the host."""
 
-_NOUN = {OpKind.REDUCE: "reduction", OpKind.STORE: "write-back"}
 _STATE = {
     StateKind.FROZEN: "frozen parameters",
     StateKind.TRAINABLE: "trainable parameters",
@@ -337,20 +336,12 @@ _STATE = {
     StateKind.ACTIVATION: "activation checkpoints",
     None: "state",
 }
-_DOING = {
-    OpKind.FORWARD: "computing forwards",
-    OpKind.BACKWARD: "computing backwards",
-    OpKind.LOSS: "computing the loss",
-    OpKind.UPDATE: "updating",
-    OpKind.UPDATE_ALL: "updating",
-    OpKind.PERTURB: "perturbing",
-}
 
 
 def _words(op: Op, model_of: CostModel) -> str:
     if op.lane is Lane.COMPUTE or op.kind is OpKind.UPDATE:
-        return _DOING.get(op.kind, "computing the rest")
-    noun = _NOUN.get(op.kind, op.kind.lower())
+        return op.kind.facts.doing
+    noun = op.kind.facts.noun or op.kind.lower()
     return f"waiting for {_link(op, model_of)}: {noun} of {_STATE.get(op.part, 'state')}"
 
 

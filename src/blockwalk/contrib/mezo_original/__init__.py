@@ -14,6 +14,7 @@ from blockwalk.plan.estimators import ESTIMATORS
 from blockwalk.plan.noise_kinds import NOISES, NoiseFacts
 from blockwalk.plan.placement import Placement
 from blockwalk.plan.refusal import must_be
+from blockwalk.program.op_kinds import OP_KINDS, OpFacts
 
 NAME = "mezo-original"
 
@@ -40,6 +41,31 @@ def _against_naming_it(_plan: Any) -> Iterator[str]:
     yield f"estimator is {NAME}, which zo.noise: mezo brings with it; set estimator: zeroth-order"
 
 
+OP_KINDS.register(
+    "PERTURB",
+    OpFacts(
+        doing="perturbing",
+        draws=True,
+        help="The resident weights are perturbed in place, all of them in one pass of draws.",
+    ),
+)
+OP_KINDS.register(
+    "UPDATE_ALL",
+    OpFacts(
+        doing="updating",
+        draws=True,
+        help="The resident weights are updated in place, all of them in one pass of draws.",
+    ),
+)
+OP_KINDS.register(
+    "REPLAY",
+    OpFacts(
+        help=(
+            "The steps of an earlier process are done again on all weights, perturbations "
+            "and updates."
+        )
+    ),
+)
 ESTIMATORS.register(
     NAME,
     replace(
