@@ -230,7 +230,7 @@ def _execute(name: str, file: Path, entry: str) -> None:
     sys.modules[name] = module
     try:
         exec(compile(file.read_bytes(), file, "exec"), vars(module))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ValueError(f"--import {entry}: {_said(error, file)}") from error
 
@@ -243,7 +243,7 @@ def _imported(name: str, entry: str) -> ModuleType:
     """
     try:
         module = importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         file = Path(getattr(sys.modules.get(name.partition(".")[0]), "__file__", None) or name)
         raise ValueError(f"--import {entry}: {_said(error, file)}") from error
     if not getattr(module, "__file__", None):
@@ -251,7 +251,7 @@ def _imported(name: str, entry: str) -> ModuleType:
     return module
 
 
-def _said(error: Exception, file: Path) -> str:
+def _said(error: BaseException, file: Path) -> str:
     """Return an error with the line of the module that it comes from."""
     lines = [
         frame.lineno

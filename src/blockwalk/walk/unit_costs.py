@@ -59,7 +59,7 @@ from blockwalk.program.costs import Costs
 from blockwalk.program.program import Shape
 from blockwalk.program.state_sizes import computes_in
 from blockwalk.ranks import exchange
-from blockwalk.system import cache
+from blockwalk.system import cache, row_modules
 from blockwalk.system.cores import usable_cores
 from blockwalk.system.deferred_imports import deferred_imports
 from blockwalk.system.paths import StrPath
@@ -139,7 +139,8 @@ class UnitCosts:
         them. A run needs none of it but to foresee."""
         traits = _traits(plan, name_of(self.stored), self._stored_codec, shape, self.device)
         loss = f"{plan.loss} {_source(traits.loss.cost)}"
-        key = cache.key(f"{self._digest} {loss} {traits} {shape}".encode())
+        rows = "".join(row_modules.stamps())
+        key = cache.key(f"{self._digest} {loss} {traits} {shape}{rows}".encode())
         if key not in self._known:
             kept = cache.read_sealed(f"costs-{key}", partial(from_plain, Costs))
             self._known[key] = kept or self._measured(key, traits, shape)
@@ -168,6 +169,7 @@ class UnitCosts:
         learnt = round(learnt, 1)
         threads = torch.get_num_threads()
         facts = (self._digest, plan, shape, learnt, machine, threads, *_speeds())
+        facts += tuple(row_modules.stamps())  # what modules compute is in no source of ours
         key = cache.key(repr(facts).encode())
         kept = cache.read_sealed(f"seconds-{key}", _seconds)
         if kept is not None:
@@ -340,7 +342,10 @@ def _digest(config: Any, lora: Any, device: str, padded: bool, cut: bool) -> str
 
 @lru_cache
 def _source(function: Callable[..., Any]) -> str:
-    """Return a loss's cost by name, and the key of the file that it is written in: anybody's."""
+    """Return a loss's cost by name, and the key of the file that it is written in: anybody's. A row
+    with settings may bind them, and its name says them."""
+    while isinstance(function, partial):
+        function = function.func
     return f"{function.__qualname__} {cache.source_key(inspect.getfile(function))}"
 
 
