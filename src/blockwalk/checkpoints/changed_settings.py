@@ -125,5 +125,18 @@ def _differing(
         else:
             pairs = {name: (old, new)}
         for key, (old_value, new_value) in pairs.items():
-            if old_value != new_value:
-                yield name, key, old_value, new_value
+            for setting, before, after in _of_row(key, old_value, new_value):
+                if before != after:
+                    yield name, setting, before, after
+
+
+def _of_row(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each setting of a row's own that two runs have, where they have the same row."""
+    if (
+        not (isinstance(old, Mapping) and isinstance(new, Mapping))
+        or old.get("name") is None
+        or old.get("name") != new.get("name")
+    ):
+        yield key, old, new
+    else:
+        yield from ((f"{key}.{part}", old.get(part), value) for part, value in new.items())

@@ -7,15 +7,28 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from blockwalk import __version__
 from blockwalk.plan.codecs import CODECS
+from blockwalk.plan.row_settings import bare
 
 Option = tuple[str, dict[str, Any]]
 """An argument of a subcommand, as ``ArgumentParser.add_argument`` takes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCodecs:
+    """The codecs that Blockwalk writes, those of imported modules too; a text may have a row's
+    settings: ``mine(bits=3)``."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(CODECS.written)
+
+    def __contains__(self, text: object) -> bool:
+        return isinstance(text, str) and bare(text) in CODECS.written
 
 
 def _value(name: str, metavar: str, help: str, **more: Any) -> Option:
@@ -26,11 +39,7 @@ def _switch(name: str, help: str) -> Option:
     return name, {"action": "store_true", "help": help}
 
 
-def _choice(
-    name: str, choices: Sequence[Any] | Callable[[], Sequence[Any]], help: str, **more: Any
-) -> Option:
-    """Return an option that takes one of a few words; a function says them when a command line is
-    read, for modules may have added some."""
+def _choice(name: str, choices: Container[Any], help: str, **more: Any) -> Option:
     return name, {"choices": choices, "help": help, **more}
 
 
@@ -119,7 +128,7 @@ COMMANDS = (
         (
             _value("model", "MODEL", "a hub name, a folder or a GGUF file"),
             _value("out", "OUT", "the folder to write"),
-            _choice("--codec", lambda: CODECS.written, "default: int4a", default="int4a"),
+            _choice("--codec", WrittenCodecs(), "default: int4a", default="int4a"),
             _choice("--group_size", [32, 64], "int4: elements a scale", type=int, default=32),
             _value(
                 "--calibrate",
@@ -434,8 +443,5 @@ def parser(explained: Command | None) -> argparse.ArgumentParser:
                 " working folder or installed",
             )
         for name, details in command.options:
-            choices = details.get("choices")
-            if callable(choices):
-                details = {**details, "choices": choices()}
             subparser.add_argument(name, **details)
     return top
