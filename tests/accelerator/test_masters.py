@@ -15,8 +15,12 @@ from blockwalk.estimators.backprop import Backprop
 from blockwalk.numerics.updates import Rule
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
+from blockwalk.plan.tiers import TIERS, TierFacts
+from blockwalk.program.placements import Placements
 from blockwalk.walk.walker import Walker
+from tests.golden.specs import MODELS
 from tests.models import random_batch, tiny_model
+from tests.support.rows import registered
 from tests.support.simulated_device import Simulated
 
 ON_HOST = {
@@ -173,7 +177,29 @@ def test_lanes_beside_the_compute_lane_multiply_nothing(
             called.add(function.__name__)
 
     threading.setprofile(note)
-    settings = {**ON_HOST, "update.timing": timing}
-    steps(tmp_path, "sim:0", **settings)
+    try:
+        steps(tmp_path, "sim:0", **{**ON_HOST, "update.timing": timing})
+    finally:
+        threading.setprofile(None)
     assert "copy_" in called, "the lanes are heard"
     assert not called & {"dot", "vdot", "inner", "mv", "mm", "addmm", "addmm_", "bmm", "matmul"}
+
+
+@pytest.mark.parametrize(
+    ("timing", "shares"),
+    [
+        ("step", (("device", 0.4), ("host", 0.6))),
+        ("block", (("device", 0.3), ("host", 0.3), ("disk", 0.4))),
+    ],
+)
+def test_states_are_on_the_device_for_some_units_and_behind_it_for_the_others(
+    timing: str, shares: tuple[tuple[str, float], ...], sim: Simulated, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"trainable": "device × fp32", "update.timing": timing}
+    split = TierFacts(pool="host", shares=shares)
+    with registered(TIERS, "split", split):
+        both = steps(tmp_path, "sim:1", optimizer_state="split × fp32", **settings)
+        plan = method("plain", optimizer_state="split × fp32", **settings)
+        places = Placements(plan, MODELS["opt"], "cuda")
+    assert 0 < len(places.landed) < len(places.sizes.trained)
+    assert same(both, steps(tmp_path, "cpu", optimizer_state="device × fp32", **settings))

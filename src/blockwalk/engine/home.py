@@ -1,5 +1,6 @@
 """Homes: where the state of a model lives, and how it comes to the device.
 
+Which unit's state lives how, :mod:`blockwalk.program.residence` says; homes do the work of it.
 A model's state has two parts, its frozen and its trainable parameters (with what is kept beside
 these), and each part one home, which :mod:`blockwalk.engine.homes` makes as the plan's row says:
 

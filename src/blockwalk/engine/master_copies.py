@@ -15,10 +15,11 @@ from torch import Tensor
 
 from blockwalk.engine.home import Job
 from blockwalk.engine.slots import Slots
-from blockwalk.plan.placement import StateKind, Tier
+from blockwalk.plan.placement import StateKind
 from blockwalk.program.placements import Placements
 from blockwalk.tiers.memories import Memories
 from blockwalk.tiers.memory import Shapes, tensors_in, total_bytes
+from blockwalk.tiers.protocols import UnitTier
 
 
 class MasterCopies:
@@ -26,21 +27,22 @@ class MasterCopies:
 
     Args:
         shapes: each unit's masters.
-        places: where the plan has each unit's trainables.
+        places: where each unit's trainables live, and the tier that their masters lie on.
         memories: where masters lie, a unit in the group ``(StateKind.TRAINABLE, unit)``.
-        tier: the tier that they lie on.
     """
 
-    def __init__(
-        self, shapes: Sequence[Shapes], places: Placements, memories: Memories, tier: Tier
-    ) -> None:
+    def __init__(self, shapes: Sequence[Shapes], places: Placements, memories: Memories) -> None:
         self._shapes = shapes
-        self._memory = memories[tier]
         self._sizes = [total_bytes(unit_shapes) for unit_shapes in shapes]
         units = range(len(shapes))
         visits = [unit for unit in units if StateKind.TRAINABLE in places.parts(unit)]
         largest = max((self._sizes[unit] for unit in visits), default=0)
-        self._tier = memories.buckets(tier, StateKind.TRAINABLE, largest)
+        tiers = [places.residences[unit, StateKind.TRAINABLE].tier for unit in units]
+        self._memory = [memories[tier] for tier in tiers]
+        self._tier: UnitTier | None = None
+        """The buckets of masters whose copies visit slots: those of one tier, the plan's."""
+        if visits:
+            self._tier = memories.buckets(tiers[visits[0]], StateKind.TRAINABLE, largest)
         self.slots = Slots([largest] * places.slot_count, memories.device) if visits else None
         self._resident = {
             unit: torch.empty(self._sizes[unit], dtype=torch.uint8, device=memories.device)
@@ -57,6 +59,7 @@ class MasterCopies:
         if unit in self._resident:
             return partial(self._refresh, unit)
         assert self.slots is not None
+        assert self._tier is not None
         bytes_P = self.slots.enter(unit, slot, self._sizes[unit])
         self.values |= tensors_in(bytes_P, self._shapes[unit])
         tier = self._tier
@@ -69,7 +72,7 @@ class MasterCopies:
     def _refresh(self, unit: int) -> None:
         # out of a file map the copy waits, on the lane of updates, which nothing waits for before
         # the step's end
-        self._memory.read((StateKind.TRAINABLE, unit), self._resident[unit])
+        self._memory[unit].read((StateKind.TRAINABLE, unit), self._resident[unit])
 
     def refresh(self) -> None:
         """Bring every copy that stays on the device up to date."""
@@ -78,4 +81,5 @@ class MasterCopies:
 
     def close(self) -> None:
         """Let go of threads."""
-        self._tier.close()
+        if self._tier is not None:
+            self._tier.close()

@@ -100,10 +100,9 @@ class Masters:
             if places.residences[unit, StateKind.OPTIMIZER].tier.facts.pinned:
                 # no accelerator copies from them
                 self._memories[unit, StateKind.OPTIMIZER] = memories.pageable
-        masters = places.residences[places.landed[0], StateKind.TRAINABLE].tier
         self._copied = frozenset(places.landed)
         shapes = [names if n in self._copied else {} for n, names in enumerate(self._shapes)]
-        self._copies = MasterCopies(shapes, places, memories, masters)
+        self._copies = MasterCopies(shapes, places, memories)
 
     def _may_join(self, unit: int) -> bool:
         """Return whether a unit has several masters, in float32 all, that are read in one dtype,

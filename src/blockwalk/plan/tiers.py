@@ -42,7 +42,7 @@ class TierFacts:
     :data:`blockwalk.program.residence.RESIDENCES`."""
     shares: tuple[tuple[str, float], ...] = ()
     """Tiers that optimizer states lie on in its place, each with its share of the units, which are
-    evenly spread: those beside masters of one process."""
+    evenly spread; the last takes what is left. They are those beside masters of one process."""
     implementation: Any = None
     """The maker of the memory (a :data:`~blockwalk.tiers.memories.Maker`) of a tier registered from
     elsewhere; None: that of its name in :mod:`blockwalk.tiers.memories`."""

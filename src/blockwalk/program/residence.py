@@ -377,15 +377,18 @@ def landed(plan: Plan, model: ModelSpec, device: str) -> list[int]:
 
 
 def tier_of(tier: Tier, unit: int, units: int) -> Tier:
-    """Return the tier that a unit's state lies on: one of those that a tier is made of."""
+    """Return the tier that a unit's state lies on: the tier itself, or of one that is made of
+    shares that which the unit is in. The last share takes what the others leave."""
     if not tier.facts.shares:
         return tier
-    share = evenly(units).index(unit) / units
-    for name, size in tier.facts.shares:
-        if share < size:
+    *shares, (rest, _) = tier.facts.shares
+    place = evenly(units).index(unit) / units
+    end = 0.0
+    for name, share in shares:
+        end += share
+        if place < end:
             return Tier(name)
-        share -= size
-    return tier
+    return Tier(rest)
 
 
 # ---- which state lives how -----------------------------------------------------------------------

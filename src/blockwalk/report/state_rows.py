@@ -89,6 +89,6 @@ def _optimizer(plan: Plan, model: ModelSpec, places: Placements, trainable: Plac
         codecs = [codec for codec, _ in states_beside(plan.zo, plan.optimizer).values()]
         placement = replace(trainable, codec=next(iter(codecs), Codec.FP32))
         nbytes = sum(encoded_nbytes((trained,), "float32", codec) for codec in codecs)
-    elif places.landings:
+    elif places.sizes.few and places.landings:
         placement = replace(placement, tier=places.residences[0, StateKind.OPTIMIZER].tier)
     return StateRow("optimizer", placement, nbytes, plan.optimizer.name)
