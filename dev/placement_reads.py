@@ -2,8 +2,8 @@
 
 Counted over the syntax tree:
 
-- *facts*: reads of a bool-valued member of ``Plan``, ``Placements``, ``TierFacts``, ``HomeFacts``
-  or a row of residences, by the receivers that hold one.
+- *facts*: reads of a bool-valued member of ``Plan``, ``Placements``, ``UnitSizes``, ``TierFacts``,
+  ``HomeFacts`` or a row of residences, by the receivers that hold one.
 - *comparisons* with a member of ``Tier``, ``Codec`` or ``Timing``, with the name of a group, or in
   a ``match``; *names*: comparisons with the name of a residence.
 - *branches*: a condition that reads a ``.tier`` or a placement's ``.group``, or calls ``is_cpu``,
@@ -29,15 +29,15 @@ CLASSES = {
     "Placements": {"places", "_places", "self"},
     "TierFacts": {"facts", "_facts", "tier", "masters", "states", "self"},
     "HomeFacts": {"home", "facts", "self"},
-    "Residence": {"residence", "self"},
-    "Updated": {"updated", "self"},
-    "Waiting": {"waiting", "self"},
+    "UnitSizes": {"sizes", "self"},
+    "ResidenceFacts": {"residence", "self"},
+    "UpdaterFacts": {"updater", "self"},
 }
 """Classes whose facts are counted, and the receivers of each; self counts inside these classes."""
 MEMBERS = {"Tier", "Codec", "Timing"}
 GROUPS = {"NOBODY", "NODE", "WORLD"}
 PLACED = {"frozen", "trainable", "gradient", "optimizer_state", "activation", "placement"}
-NAMES = {"resident", "mapped", "streamed", "sliced", "gathered"}
+NAMES = {"resident", "paged", "mapped", "streamed", "sliced", "copied", "gathered", "inside"}
 """The names of residences."""
 
 
