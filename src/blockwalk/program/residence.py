@@ -381,14 +381,14 @@ def tier_of(tier: Tier, unit: int, units: int) -> Tier:
     shares that which the unit is in. The last share takes what the others leave."""
     if not tier.facts.shares:
         return tier
-    *shares, (rest, _) = tier.facts.shares
+    *shares, (remainder, _) = tier.facts.shares
     place = evenly(units).index(unit) / units
     end = 0.0
     for name, share in shares:
         end += share
         if place < end:
             return Tier(name)
-    return Tier(rest)
+    return Tier(remainder)
 
 
 # ---- which state lives how -----------------------------------------------------------------------
@@ -486,29 +486,33 @@ def _visiting(sizes: UnitSizes, unit: int, part: StateKind) -> str:
     """Return the residence of one part of a unit on one process."""
     tier = sizes.placement(part).tier.facts
     trains = part is StateKind.TRAINABLE
-    rewritten = trains and sizes.home.rewritten
-    if tier.maps(sizes.device) and not rewritten:
-        if trains and sizes.few:
-            return "paged"
-        return "mapped" if sizes.reads(unit).numel(trainable=trains) else "paged"
-    ranks = sizes.ranks(part)
-    # masters travel with blocks that stay as well
-    stays = unit in sizes.kept and (not trains or sizes.home.rewritten)
-    few = trains and sizes.few
-    empty = not sizes.reads(unit).numel(trainable=trains)
-    if trains and host_is_device(sizes):
-        return "resident"
-    if tier.resident or few or empty or stays or unit in (0, sizes.last):
+    if tier.maps(sizes.device) and not (trains and sizes.home.rewritten):
+        comes = sizes.reads(unit).numel(trainable=trains) and not (trains and sizes.few)
+        return "mapped" if comes else "paged"
+    if _stays(sizes, unit, part):
         return "resident"
     row = RESIDENCES[tier.residence]
+    ranks = sizes.ranks(part)
     if ranks > 1:
-        return row.over_ranks or _refuse(
-            sizes, part, f"{ranks} ranks hold no slices of it", "group"
-        )
+        no_slices = f"{ranks} ranks hold no slices of it"
+        return row.over_ranks or _refuse(sizes, part, no_slices, "group")
     if trains and updater(sizes, unit) == "host":
         by_host = "the processor updates no masters in it"
         return row.as_copies or _refuse(sizes, part, by_host, "tier")
     return tier.residence
+
+
+def _stays(sizes: UnitSizes, unit: int, part: StateKind) -> bool:
+    """Return whether a part of a unit is on the device for good: what its tier has there, both ends
+    of the model, blocks that stay, and trainables that are few or that the host computes with."""
+    trains = part is StateKind.TRAINABLE
+    if unit in (0, sizes.last) or sizes.placement(part).tier.facts.resident:
+        return True
+    if trains and (sizes.few or host_is_device(sizes)):
+        return True
+    # masters travel with blocks that stay as well
+    kept = unit in sizes.kept and (not trains or sizes.home.rewritten)
+    return kept or not sizes.reads(unit).numel(trainable=trains)
 
 
 def _refuse(sizes: UnitSizes, part: StateKind, reason: str, setting: str) -> str:
