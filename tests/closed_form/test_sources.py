@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blockwalk.data import sources
 from blockwalk.data.corpus import held_out_set, mixture, training_set
 from blockwalk.data.dataset import Choices, Encoded
 from blockwalk.data.encode import encode, first_example
@@ -122,7 +123,8 @@ def test_a_folder_of_a_data_sets_splits_is_not_one_source(
         (("a.jsonl", "more/deep/b.csv"), "more/ sources"),
         (("a.jsonl", "more/b.arrow"), "more/"),
         (("more/b.jsonl",), "more/"),
-        (("a.jsonl", "b.jsonl.gz"), "b.jsonl.gz unpack"),
+        (("a.jsonl", "b.jsonl.xz"), "b.jsonl.xz unpack"),
+        (("a.jsonl", "b.txt.gz"), "b.txt.gz unpack"),
         (("a.jsonl", "b.arrow", "c/d.json"), "b.arrow c/ unpack sources"),
         (("a.jsonl", "b.xlsx"), "b.xlsx"),
     ],
@@ -185,6 +187,49 @@ def test_a_packed_file_says_so_whatever_it_is_called(name: str, kind: str, tmp_p
         file.write_bytes(packer.compress(b'{"text": "a"}\n'))
     with refused(ValueError, name, kind, "unpack"):
         list(read_records(file))
+
+
+UNPACKED_TEXTS = {
+    "d.jsonl": '{"text": "é"}\n\n{"text": "b"}\n',
+    "d.json": '[{"text": "é"}, {"text": "b"}]',
+    "d.csv": 'text,n\né,1\n"b\n""c""",2\n',
+    "d.TSV": "\ufefftext\tn\r\né\t1\r\n",
+}
+
+
+@pytest.mark.parametrize("name", UNPACKED_TEXTS)
+def test_a_gzip_file_has_the_records_of_what_it_holds(name: str, tmp_path: Path) -> None:
+    """Oracle: the same file, unpacked."""
+    content = UNPACKED_TEXTS[name].encode()
+    (tmp_path / name).write_bytes(content)
+    packed = tmp_path / f"{name}.gz"
+    packed.write_bytes(gzip.compress(content[:9]) + gzip.compress(content[9:]))
+    expected = [record.fields for record in read_records(tmp_path / name)]
+    assert [record.fields for record in read_records(packed)] == expected
+    places = [record.place for record in read_records(packed)]
+    assert places[0].startswith(str(packed))
+    (tmp_path / name).unlink()
+    assert [record.fields for record in read_records(tmp_path)] == expected, "of a folder"
+
+
+def test_gzip_files_that_cannot_be_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut, damaged, no gzip file, and one that would take all memory."""
+    lines = "".join(json.dumps({"text": f"{n * 7919:x}" * 9}) + "\n" for n in range(3000))
+    content = gzip.compress(lines.encode())
+    packed = tmp_path / "d.jsonl.gz"
+    damaged = bytearray(content)
+    damaged[len(content) // 2] ^= 4
+    for wrong in (content[: len(content) // 2], bytes(damaged), lines.encode()):
+        packed.write_bytes(wrong)
+        with refused(ValueError, str(packed)):
+            list(read_records(packed))
+    monkeypatch.setattr(sources, "LONGEST_UNPACKED", 1000)
+    for text in ('{"text": "' + "a" * 2000 + '"}', "[" + " " * 2000 + "]"):
+        packed.write_bytes(gzip.compress(text.encode()))
+        with refused(ValueError, f"{packed} 1,000 unpack"):
+            list(read_records(packed))
 
 
 def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
     .csv .tsv                 a line below the header
     .parquet                  a row
     .txt                      the whole file, as the field text
+    .jsonl.gz .csv.gz ...     as without .gz, for JSON, CSV and TSV
     a hub name                a row of the split, read by ``datasets``
 
 A suffix may be in capitals. Every record keeps the place that it came from, so that whatever is
@@ -15,15 +16,18 @@ any other file is a warning.
 from __future__ import annotations
 
 import csv
+import gzip
 import itertools
 import json
 import logging
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from blockwalk.data.records import Record, half_character
 from blockwalk.system.bounds import Endless, bounded
@@ -66,6 +70,8 @@ ARROW_BYTES = 1 << 30
 """Bytes of address space that its library takes for itself meanwhile, at most."""
 SECONDS = 60.0
 """Seconds after which rows count as ones without an end."""
+LONGEST_UNPACKED = 64 << 20
+"""Bytes of a line, or of an array of JSON, in a gzip file at most: they are held together."""
 LONGEST_CELL = 1 << 30
 """Characters of a CSV cell at most; Python's own limit, 131,072, is less than a long document."""
 
@@ -129,11 +135,12 @@ def _read(source: str | Path, split: str, subset: str | None) -> Iterator[Record
         for file in files:
             yield from _of_file(file)
     elif path.is_file():
-        _refuse_packed(path)
-        if path.suffix.lower() not in SUFFIXES:
+        if _suffix(path) == path.suffix.lower():
+            _refuse_packed(path)
+        if _suffix(path) not in SUFFIXES:
             raise ValueError(f"{path}: expected a file that ends in {', '.join(SUFFIXES)}")
         yield from _of_file(path)
-    elif path.suffix.lower() in SUFFIXES or path.is_absolute() or str(source).count("/") > 1:
+    elif _suffix(path) in SUFFIXES or path.is_absolute() or str(source).count("/") > 1:
         raise ValueError(f"{source}: no such file")
     else:
         yield from _read_hub(str(source), split, subset)
@@ -184,8 +191,16 @@ def _warn_of(folder: Path, names: str) -> None:
     log.warning("%s: not read: %s", folder, names)
 
 
-def _is_read(path: Path) -> bool:
+def _suffix(path: Path) -> str:
+    """Return the suffix that says how a file is read: of a gzip file of text the one before
+    ``.gz``."""
     suffix = path.suffix.lower()
+    inner = Path(path.stem).suffix.lower()
+    return inner if suffix == ".gz" and inner in _IN_GZIP else suffix
+
+
+def _is_read(path: Path) -> bool:
+    suffix = _suffix(path)
     return path.is_file() and suffix in SUFFIXES and suffix != ".txt"
 
 
@@ -226,11 +241,15 @@ def _of_file(path: Path) -> Iterator[Record]:
     """Yield records of one file. Raises ValueError where its reader cannot read it, and where it
     changes meanwhile; the message names the file."""
     refuse_pointer(path)
-    _refuse_packed(path)
+    suffix = _suffix(path)
+    if suffix == path.suffix.lower():
+        _refuse_packed(path)
     before = state_of(path)
-    suffix = path.suffix.lower()
     try:
         yield from _READERS[suffix](path)
+    except (zlib.error, EOFError, gzip.BadGzipFile) as error:
+        _require_unchanged(path, before)
+        raise ValueError(f"{path} cannot be unpacked: {error}") from None
     except (csv.Error, ValueError) as error:
         _require_unchanged(path, before)
         if isinstance(error, UnicodeDecodeError):
@@ -264,8 +283,51 @@ def _refuse_packed(path: Path) -> None:
         raise ValueError(f"{path} is packed ({kind}): unpack it, and name what it holds")
 
 
-def _read_json(path: Path) -> Iterator[Record]:
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open the bytes of a file, those of a gzip file unpacked as they are read."""
     with path.open("rb") as file:
+        if path.suffix.lower() != ".gz":
+            yield file
+            return
+        with gzip.open(file) as unpacked:
+            yield unpacked  # type: ignore[misc]
+
+
+def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    """Yield lines of bytes.
+
+    Raises:
+        ValueError: one of a gzip file takes more than :data:`LONGEST_UNPACKED`.
+    """
+    if path.suffix.lower() != ".gz":
+        yield from file
+        return
+    while line := file.readline(LONGEST_UNPACKED + 1):
+        _require_held(path, line)
+        yield line
+
+
+def _require_held(path: Path, content: bytes) -> None:
+    """Raise ValueError where a line or an array of a gzip file is larger than may be held."""
+    if len(content) > LONGEST_UNPACKED:
+        raise ValueError(
+            f"{path} unpacks to a line or an array of more than {LONGEST_UNPACKED:,} bytes: unpack"
+            " it, or write the records as JSON lines"
+        )
+
+
+def _array(file: IO[bytes], path: Path) -> Any:
+    """Return the array of records in a file of JSON."""
+    if path.suffix.lower() != ".gz":
+        return json.load(file, object_pairs_hook=_fields)
+    content = file.read(LONGEST_UNPACKED + 1)
+    _require_held(path, content)
+    return json.loads(content, object_pairs_hook=_fields)
+
+
+def _read_json(path: Path) -> Iterator[Record]:
+    with _opened(path) as file:
         if 0 in (begin := file.read(4)):
             raise ValueError(
                 f"{path} is UTF-16 or UTF-32, or no text: save it as UTF-8 (it begins with"
@@ -277,14 +339,14 @@ def _read_json(path: Path) -> Iterator[Record]:
         file.seek(0)
         if character == b"[":
             try:
-                records = enumerate(json.load(file, object_pairs_hook=_fields), start=1)
+                records = enumerate(_array(file, path), start=1)
             except RecursionError:
                 raise ValueError(
                     f"{path}: not JSON that can be read: it is nested too deeply"
                 ) from None
             yield from (_record(fields, f"{path} record {number}") for number, fields in records)
             return
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_lines(file, path), start=1):
             if not line.strip():
                 continue
             place = f"{path} line {number}"
@@ -341,6 +403,18 @@ def _record(fields: Any, place: str) -> Record:
     return Record(fields, place)
 
 
+@contextmanager
+def _text_lines(path: Path) -> Iterator[Iterable[str]]:
+    """Open the lines of a file of text, with their ends as they are."""
+    if path.suffix.lower() != ".gz":
+        with path.open(newline="", encoding="utf-8-sig") as text:
+            yield text
+        return
+    with _opened(path) as file:
+        lines = enumerate(_lines(file, path))
+        yield (line.decode("utf-8" if number else "utf-8-sig") for number, line in lines)
+
+
 def _read_csv(path: Path) -> Iterator[Record]:
     """Yield records of a CSV or TSV file.
 
@@ -349,10 +423,10 @@ def _read_csv(path: Path) -> Iterator[Record]:
             with a name twice, or cells beyond it.
     """
     csv.field_size_limit(LONGEST_CELL)
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    with path.open(newline="", encoding="utf-8-sig") as file:
+    delimiter = "\t" if _suffix(path) == ".tsv" else ","
+    with _text_lines(path) as lines:
         # Strict: a reader that forgives takes the rest of the file for one text.
-        rows = csv.reader(file, delimiter=delimiter, strict=True)
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)
         header: list[str] | None = None
         number = 0
         while True:
@@ -468,3 +542,5 @@ _READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".txt": _read_text,
 }
 SUFFIXES = tuple(_READERS)
+_IN_GZIP = frozenset((".jsonl", ".ndjson", ".json", ".csv", ".tsv"))
+"""Suffixes of text that is read from gzip files as well."""
