@@ -69,7 +69,7 @@ def require_equal(rows: Any, expected: Encoded) -> None:
         assert np.array_equal(array, array_expected)
     assert rows.report == expected.report
     assert rows.pad_id == expected.pad_id
-    assert rows.summary == replace(expected, known=None).summary
+    assert rows.summary == replace(expected, summary_at_start=None).summary
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -244,12 +244,12 @@ class Batches(Iterator[RowBatch]):
         key = f"blockwalk data {self.seed} {self.epoch}"
         if self.epoch > 0:
             return lambda positions: permuted(positions, count, key)
-        first = permuted(np.zeros(1, dtype=np.int64), count, key)
+        drawn_first = permuted(np.zeros(1, dtype=np.int64), count, key)
         longest = self._longest_example(count)
 
         def order(positions: Integers) -> Integers:
             rows = permuted(positions, count, key)
-            rows = np.where(rows == longest, first, rows)
+            rows = np.where(rows == longest, drawn_first, rows)
             return np.where(positions == 0, longest, rows)
 
         return order

@@ -141,9 +141,9 @@ def _held_out(settings: DataSettings, tokenizer: Tokenizer, limit: int, seed: in
     )
     if asks is None or settings.format not in ("", Format.CLASSIFICATION):
         parts = [
-            _learnt(source, itertools.chain([first], records), tokenizer, named)
+            _learnt(source, itertools.chain([record], records), tokenizer, named)
             for source, records in streams
-            if (first := next(records, None)) is not None
+            if (record := next(records, None)) is not None
         ]
         return Kept(_packed(settings, _joined(parts)), count)
     records = [record for _, stream in streams for record in stream]
@@ -193,13 +193,13 @@ def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> Iter
     shares = np.asarray(weights) / sum(weights)
     generator = np.random.default_rng(seed)
     begins = [0, *itertools.accumulate(lengths)]
-    taken = [0] * len(lengths)
+    draws = [0] * len(lengths)
     waiting = set(range(len(lengths)))
     while True:
         for source in generator.choice(len(lengths), size=_DRAWN_AT_ONCE, p=shares).tolist():
-            yield begins[source] + taken[source] % lengths[source]
-            taken[source] += 1
-            if taken[source] == lengths[source]:
+            yield begins[source] + draws[source] % lengths[source]
+            draws[source] += 1
+            if draws[source] == lengths[source]:
                 waiting.discard(source)
             if not waiting:
                 return

@@ -84,7 +84,7 @@ class Encoded:
     example is one."""
     in_maps: bool = field(default=False, compare=False)
     """Whether the arrays lie in maps of files, whose pages the kernel may drop."""
-    known: Summary | None = field(default=None, compare=False)
+    summary_at_start: Summary | None = field(default=None, compare=False)
     """The summary, where it was kept with the tokens."""
     require: Callable[[int, int], None] = field(default=_trusted, compare=False)
     """Check of the tokens from one to another, before they are read."""
@@ -124,8 +124,8 @@ class Encoded:
     @functools.cached_property
     def summary(self) -> Summary:
         """Figures of all examples."""
-        if self.known is not None:
-            return self.known
+        if self.summary_at_start is not None:
+            return self.summary_at_start
         lengths = (
             int(np.diff(self.starts[begin : begin + _AT_ONCE + 1]).max())
             for begin in range(0, len(self), _AT_ONCE)
@@ -147,7 +147,7 @@ class Encoded:
             in_loss=self.in_loss[:end],
             starts=self.starts[: count + 1],
             positions=None if self.positions is None else self.positions[:end],
-            known=None,
+            summary_at_start=None,
         )
 
     def select(self, rows: Iterable[int]) -> Encoded:
@@ -187,7 +187,7 @@ class Encoded:
             *(() if self.positions is None else ("positions",)),
         )
         moved: dict[str, Any] = {name: mapped(getattr(self, name), folder) for name in names}
-        return replace(self, **moved, in_maps=True, known=self.summary)
+        return replace(self, **moved, in_maps=True, summary_at_start=self.summary)
 
     @staticmethod
     def concatenated(parts: Sequence[Encoded]) -> Encoded:

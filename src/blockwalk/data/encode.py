@@ -100,8 +100,8 @@ def encode(
         writer.add(row, mask)
         if in_memory and writer.spilled:
             # what is read ahead of the tokenizer is little of what has been read by now
-            whole = writer.nbytes * source_bytes // read_bytes
-            require_room(source, whole - writer.nbytes)
+            total_bytes = writer.nbytes * source_bytes // read_bytes
+            require_room(source, total_bytes - writer.nbytes)
     if not writer:
         why = "; ".join(replace(report, dropped=0).warnings())
         place = source and f"{source}: "

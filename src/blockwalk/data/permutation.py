@@ -39,10 +39,12 @@ def _network(
 ) -> npt.NDArray[np.uint64]:
     """Return numbers of 2 × ``half`` bits after all rounds."""
     mask = (np.uint64(1) << half) - np.uint64(1)
-    left = numbers >> half
-    right = numbers & mask
+    high = numbers >> half
+    low = numbers & mask
     for round_key in round_keys:
-        mixed = (right ^ round_key) * _MULTIPLIER
+        mixed = (low ^ round_key) * _MULTIPLIER
         mixed = (mixed ^ (mixed >> np.uint64(29))) * _MULTIPLIER
-        left, right = right, left ^ (mixed >> np.uint64(32) & mask)
-    return left << half | right
+        exchanged = high ^ (mixed >> np.uint64(32) & mask)
+        high = low
+        low = exchanged
+    return high << half | low

@@ -244,14 +244,14 @@ def _of_file(path: Path) -> Iterator[Record]:
     suffix = _suffix(path)
     if suffix == path.suffix.lower():
         _refuse_packed(path)
-    before = state_of(path)
+    state = state_of(path)
     try:
         yield from _READERS[suffix](path)
     except (zlib.error, EOFError, gzip.BadGzipFile) as error:
-        _require_unchanged(path, before)
+        _require_unchanged(path, state)
         raise ValueError(f"{path} cannot be unpacked: {error}") from None
     except (csv.Error, ValueError) as error:
-        _require_unchanged(path, before)
+        _require_unchanged(path, state)
         if isinstance(error, UnicodeDecodeError):
             raise ValueError(
                 f"{path} is not UTF-8 text ({_reason(error)}): save it as UTF-8"
@@ -259,18 +259,18 @@ def _of_file(path: Path) -> Iterator[Record]:
         if str(path) in str(error):
             raise
         raise ValueError(f"{path} cannot be read as {suffix[1:]}: {error}") from None
-    _require_unchanged(path, before)
+    _require_unchanged(path, state)
 
 
-def _require_unchanged(path: Path, before: FileState) -> None:
+def _require_unchanged(path: Path, state: FileState) -> None:
     """Raise ValueError where a file has grown, shrunk, or was replaced since its state was
     taken."""
     now = state_of(path) if path.is_file() else None
     # the last time tells of links and rights too
-    if now is None or now[:3] != before[:3]:
+    if now is None or now[:3] != state[:3]:
         bytes_now = "none" if now is None else f"{now[1]:,}"
         raise ValueError(
-            f"{path} changed while it was read ({before[1]:,} bytes, now {bytes_now}): wait until"
+            f"{path} changed while it was read ({state[1]:,} bytes, now {bytes_now}): wait until"
             " it is written, and start again"
         )
 

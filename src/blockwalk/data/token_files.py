@@ -201,11 +201,11 @@ class _Section:
         Raises:
             Damaged: a chunk differs.
         """
-        first = begin * self.itemsize // CHUNK
-        last = -(-end * self.itemsize // CHUNK)
-        if self.checked[first:last].all():
+        begin_chunk = begin * self.itemsize // CHUNK
+        end_chunk = -(-end * self.itemsize // CHUNK)
+        if self.checked[begin_chunk:end_chunk].all():
             return
-        for number in range(first, last):
+        for number in range(begin_chunk, end_chunk):
             chunk = self.content[number * CHUNK : (number + 1) * CHUNK]
             if _digest(chunk.data) != self.digests[number].tobytes():
                 _remove(self.path)
@@ -271,7 +271,7 @@ def _opened(path: Path) -> Kept:
             pad_id=header["pad_id"],
             report=EncodeReport.of_plain(header["report"]),
             in_maps=True,
-            known=Summary(**header["summary"]),
+            summary_at_start=Summary(**header["summary"]),
             require=require,
             **arrays,
         )

@@ -44,9 +44,9 @@ def remembered(entry: str, name: StrPath, paths: Sequence[Path], digest: Callabl
     for path in paths:
         _sync(path)
     seen = _seen(paths)
-    last = cache.read_sealed(entry, lambda kept: (kept["seen"], str(kept["digest"])))
-    if last is not None and last[0] == seen:
-        return last[1]
+    entry_value = cache.read_sealed(entry, lambda kept: (kept["seen"], str(kept["digest"])))
+    if entry_value is not None and entry_value[0] == seen:
+        return entry_value[1]
     began = time.time()
     result = digest()
     if _seen(paths) != seen:
