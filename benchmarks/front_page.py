@@ -143,6 +143,8 @@ BARS_LEFT = 180
 CURVE_HEIGHT = 190
 OURS_COLOUR = "#cf222e"
 PEER_COLOUR = "#8c959f"
+WINDOW = 40
+"""Steps whose losses a point of the curve is the mean of."""
 
 
 def text(x: float, y: float, words: str, extra: str = "") -> str:
@@ -172,9 +174,16 @@ def bars(top: float) -> list[str]:
     return drawn
 
 
+def running_mean(losses: list[float]) -> list[float]:
+    """The mean of the last WINDOW losses at each step from WINDOW on. Single losses of one sequence
+    differ by more than a run learns."""
+    return [sum(losses[end - WINDOW : end]) / WINDOW for end in range(WINDOW, len(losses) + 1)]
+
+
 def curves(top: float) -> list[str]:
-    """The training losses of both, one curve on the other."""
-    losses = result("curves-smollm2")["curves"]
+    """The running means of both sides' training losses, one curve on the other."""
+    raw = result("curves-smollm2")["curves"]
+    losses = {name: running_mean(curve) for name, curve in raw.items()}
     highest = max(max(curve) for curve in losses.values())
     lowest = min(min(curve) for curve in losses.values())
     drawn = []
@@ -193,7 +202,7 @@ def curves(top: float) -> list[str]:
         drawn.append(f'<polyline points="{points}" fill="none" {stroke}/>')
         drawn.append(
             text(
-                250 + 250 * number,
+                300 + 230 * number,
                 top - 8,
                 name,
                 f'style="fill:{OURS_COLOUR if number else PEER_COLOUR}"',
@@ -201,8 +210,9 @@ def curves(top: float) -> list[str]:
         )
     drawn.append(text(34, top + 8, f"{highest:.1f}", 'text-anchor="end"'))
     drawn.append(text(34, top + CURVE_HEIGHT, f"{lowest:.1f}", 'text-anchor="end"'))
-    drawn.append(text(40, top + CURVE_HEIGHT + 16, "step 1"))
-    drawn.append(text(WIDTH - 20, top + CURVE_HEIGHT + 16, str(len(curve)), 'text-anchor="end"'))
+    drawn.append(text(40, top + CURVE_HEIGHT + 16, f"step {WINDOW}"))
+    last = str(len(next(iter(raw.values()))))
+    drawn.append(text(WIDTH - 20, top + CURVE_HEIGHT + 16, last, 'text-anchor="end"'))
     return drawn
 
 
@@ -220,13 +230,13 @@ def picture() -> str:
             'class="title"',
         ),
         *bars(34),
-        text(12, curve_top - 8, "Training loss", 'class="title"'),
+        text(12, curve_top - 8, f"Training loss, mean of {WINDOW} steps", 'class="title"'),
         *curves(curve_top),
     ]
     style = "<style>text{font:12px sans-serif;fill:#24292f}.title{font-weight:bold}</style>"
     label = (
-        "Memory of a LoRA step beside transformers + PEFT, and two training curves, one on the"
-        " other"
+        "Memory of a LoRA step beside transformers + PEFT, and both training losses as they fall,"
+        " one curve on the other"
     )
     frame = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"'

@@ -26,7 +26,7 @@ from tests.support.rows import registered
 pytestmark = pytest.mark.fast
 
 SOURCE = Path(methods.__file__).parents[1]
-README = SOURCE.parents[1] / "README.md"
+PAGE = SOURCE.parents[1] / "docs/how-to/what-you-own.md"
 
 CHOSEN = {
     "plan.choices": {"adamw", "spsa"},
@@ -99,7 +99,7 @@ def test_distzo2_is_zo2_whose_blocks_are_spread_over_a_node() -> None:
 
 
 def test_the_tables_of_methods_are_one() -> None:
-    """Of the module's docstring, of README, and of the planner: the same rows; each estimator is
+    """Of the module's docstring, of the page for users, and of the planner: the same rows; each estimator is
     the row's."""
     assert methods.__doc__ is not None
     lines = [line.split("|") for line in methods.__doc__.splitlines() if line.startswith("| ")][1:]
@@ -107,7 +107,7 @@ def test_the_tables_of_methods_are_one() -> None:
     assert all(
         line[2].strip().partition(",")[0] == METHODS[line[1].strip()]().estimator for line in lines
     )
-    table = README.read_text("utf-8").partition("## Methods")[2].partition("## ")[0]
+    table = PAGE.read_text("utf-8").partition("## Methods")[2].partition("## ")[0]
     firsts = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")][1:]
     assert [name for first in firsts for name in re.findall(r"`(\w+)`", first)] == list(METHODS)
     machine = replace(hardware.load("rtx-4090"), nodes=2, devices_per_node=2)
