@@ -3,6 +3,7 @@ sources the script."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,36 @@ def test_a_run_file_is_written_for_this_machine(
     assert main.main(["init"]) == 2
     says(capsys.readouterr().err, "run.yaml exists")
     assert Path("run.yaml").read_text() == text
+
+
+def test_a_method_and_conversations_can_be_asked_for(
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Oracle: the file that is written, read again; the model has no chat template."""
+    monkeypatch.chdir(tmp_path)
+    chats = Path("chats.jsonl")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
+    Path("plain.jsonl").write_text('{"text": "a"}\n')
+    words = ["init", str(tiny_run.model), "--train"]
+    asked = {"mebp": ["--chat", "--out", "a.yaml"], "mezo": ["--out", "b.yaml"]}
+    for name, more in asked.items():
+        assert main.main([*words, str(chats), "--method", name, *more]) == 0
+        run = config.load(more[-1])
+        assert run.plan.method == name
+        assert run.data.chat_template == ("chatml" if "--chat" in more else "")
+    capsys.readouterr()
+    for more, facts in {
+        ("plain.jsonl", "--chat"): "--chat text plain.jsonl",
+        (str(chats), "--method", "meb"): "--method meb mebp",
+        (str(chats), "--method", "fcdp"): "--method fcdp",
+    }.items():
+        assert main.main([*words, *more, "--out", "c.yaml"]) == 2
+        says(capsys.readouterr().err, facts)
+        assert not Path("c.yaml").exists()
 
 
 def test_the_settings_that_people_edit_are_in_the_file(

@@ -99,8 +99,8 @@ def test_distzo2_is_zo2_whose_blocks_are_spread_over_a_node() -> None:
 
 
 def test_the_tables_of_methods_are_one() -> None:
-    """Of the module's docstring, of the page for users, and of the planner: the same rows; each estimator is
-    the row's."""
+    """Of the module's docstring, of the page for users, and of the planner: the same rows; each
+    estimator is the row's."""
     assert methods.__doc__ is not None
     lines = [line.split("|") for line in methods.__doc__.splitlines() if line.startswith("| ")][1:]
     assert [line[1].strip() for line in lines] == list(METHODS)

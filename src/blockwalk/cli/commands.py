@@ -108,6 +108,10 @@ COMMANDS = (
             _value("--eval", "DATA", "held-out data"),
             _value("--budget", "SIZE", "device memory that a step may use, such as 8GB"),
             _switch("--full", "train all parameters instead of adapters"),
+            _value("--method", "NAME", "plans of this method alone; default: exact gradients"),
+            _switch(
+                "--chat", "the data are conversations: a model without a chat template gets one"
+            ),
             _value("--out", "FILE", "default: run.yaml", default="run.yaml"),
             _switch("--examples", "copy the examples here instead: a small model, data, runs"),
         ),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.cli import schema, settings_help
+from blockwalk.plan.methods import METHODS
 from blockwalk.plan.parsing import flat
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.run_config import RunConfig
@@ -43,13 +44,12 @@ def init(arguments: argparse.Namespace) -> None:
     task = advice.task(run.model, run.adapters, machine, shape, budget=run.plan.budget)
     codec = settled(run)[0].plan.frozen.codec
     ranking = _of_codec(planner.rank(task), codec)
-    best = next(iter(ranking.first_order), None)
+    fitting = _of_method(ranking, arguments.method)
+    best = next(iter(fitting), None)
     if best is None:
-        raise ValueError(
-            f"no method with exact gradients fits {machine.name}: give --budget, or a smaller model"
-        )
+        raise ValueError(_misfit(ranking, arguments.method, machine.name))
     comments = [
-        f"The fastest of {len(ranking.first_order)} plans that fit {machine.name}:"
+        f"The fastest of {len(fitting)} plans that fit {machine.name}:"
         f" {_tensors(best)} of tensors in a step.",
         *_of_little_memory(ranking, best),
         f"Look at it: blockwalk plan {out}. Train: blockwalk train {out}. Every setting:"
@@ -75,6 +75,9 @@ def _answers(arguments: argparse.Namespace) -> dict[str, Any]:
     data = arguments.train or _ask(
         "--train", "the training data: a JSON, CSV, Parquet or text file"
     )
+    if arguments.method and arguments.method not in METHODS:
+        hint = METHODS.nearest(arguments.method)
+        raise ValueError(f"--method is {arguments.method!r}{hint}; known: {METHODS.choices}")
     answers = {
         "model": model,
         "data.train": data,
@@ -82,7 +85,44 @@ def _answers(arguments: argparse.Namespace) -> dict[str, Any]:
         "lora": not arguments.full,
         "output_dir": f"runs/{Path(model).name}",
     }
+    if arguments.chat and (template := _template_for(model, data)):
+        answers["data.chat_template"] = template
     return {**answers, "budget": arguments.budget} if arguments.budget else answers
+
+
+def _of_method(ranking: planner.Ranking, name: str | None) -> list[planner.Candidate]:
+    """Return the plans of a method that fit, best first; those with exact gradients where none is
+    named."""
+    if name is None:
+        return list(ranking.first_order)
+    return [candidate for candidate in ranking.ranked if candidate.plan.method == name]
+
+
+def _misfit(ranking: planner.Ranking, name: str | None, machine: str) -> str:
+    """Return the reason for which no plan of a method, or of exact gradients, fits a machine."""
+    if name is None:
+        return f"no method with exact gradients fits {machine}: give --budget, or a smaller model"
+    refused = (plan.refused for plan in ranking.refused if plan.plan.method == name)
+    reason = next(refused, "it is for several ranks; blockwalk plan --hardware NAME ranks those")
+    return f"--method {name} has no plan for {machine}: {reason}"
+
+
+def _template_for(model: str, data: str) -> str:
+    """Return the chat template that a model without one is given for conversations.
+
+    Raises:
+        ValueError: the data are no conversations.
+    """
+    from blockwalk.data.formats import detect_format, learns_chats
+    from blockwalk.data.sources import read_records
+    from blockwalk.data.tokenizer import load_tokenizer
+
+    record = next(iter(read_records(data)))
+    if not learns_chats(record, ""):
+        raise ValueError(
+            f"--chat: {record.place} is of format {detect_format(record)}, which is no conversation"
+        )
+    return "" if load_tokenizer(model).chat_template else "chatml"
 
 
 def _of_codec(ranking: planner.Ranking, codec: Codec) -> planner.Ranking:
