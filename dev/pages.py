@@ -18,6 +18,47 @@ ROOT = Path(__file__).parent.parent
 MADE = "<!-- Written by `python -m dev.pages`; edit {source} instead. -->"
 
 
+FROM = (
+    (
+        "airllm",
+        "weights come from disk, a layer at a time",
+        "models are trained, and the next block is fetched while one computes",
+        "it answers on a Mac",
+    ),
+    (
+        "Unsloth",
+        "LoRA and QLoRA, chat templates, GGUF files in the end",
+        "no GPU is needed, and the model may be larger than memory",
+        "a card that holds the model; preferences and rewards",
+    ),
+    (
+        "axolotl",
+        "a YAML file, data formats, packing, LoRA's options",
+        "memory; a killed run ends with the same bits",
+        "several cards that hold the model; pictures; preferences",
+    ),
+    (
+        "LLaMA-Factory",
+        "a YAML file, its register of data sets, templates",
+        "memory; a killed run ends with the same bits",
+        "a web page; pictures; preferences",
+    ),
+    (
+        "TRL",
+        "`SFTConfig`, for `BlockwalkTrainer` or `convert-config`",
+        "memory",
+        "DPO, GRPO and other objectives",
+    ),
+    (
+        "mlx-lm",
+        "a YAML file, records as JSON lines, LoRA's settings",
+        "Linux, and models larger than memory",
+        "Apple's GPU",
+    ),
+)
+"""Tools that people come from: what is the same, what is better here, and what is better there."""
+
+
 def coming_from() -> Iterator[str]:
     """Lines of the page on names of other tools."""
     yield "# Coming from another tool"
@@ -37,6 +78,8 @@ def coming_from() -> Iterator[str]:
         " a file says nothing is written too. What is not followed stands at the end, with the"
         " reason. A file that asks for another objective, such as DPO, is refused."
     )
+    yield from ("", "| From | The same | Better here | Better there |", "|---|---|---|---|")
+    yield from (f"| {' | '.join(cells)} |" for cells in FROM)
     yield ""
     yield (
         "Three defaults differ from most tools: the learning rate is constant, there is no"

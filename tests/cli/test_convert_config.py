@@ -409,6 +409,16 @@ def test_names_of_the_register_become_files(tmp_path: Path) -> None:
     assert (second.path, second.columns) == ("someone/alpaca", ("instruction=question",))
 
 
+def test_a_folder_of_mlx_lm_becomes_its_files(tmp_path: Path) -> None:
+    """Oracle: the names that mlx-lm gives the files of its folder."""
+    (tmp_path / "data").mkdir()
+    for name in ("train", "valid", "test"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text('{"text": "a"}\n')
+    data = config.load(converted(tmp_path, MLX | {"data": str(tmp_path / "data")})).data
+    assert data.train == str(tmp_path / "data" / "train.jsonl")
+    assert data.eval == str(tmp_path / "data" / "valid.jsonl")
+
+
 def test_a_source_keeps_its_columns_and_says_what_is_not_read(tmp_path: Path) -> None:
     source = {"path": "a/b", "split": "train", "field_messages": "chat", "roles": {"user": ["me"]}}
     out = converted(tmp_path, without(AXOLOTL_LORA, datasets=[source]))

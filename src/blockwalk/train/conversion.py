@@ -111,6 +111,8 @@ def convert(path: Path) -> Conversion:
     _without_adapters(settings, origins, reading)
     if tool == FACTORY:
         _from_register(path, raw, settings, reading)
+    if tool == MLX:
+        _from_folder(settings)
     _require_readable(path, settings)
     return Conversion(tool, settings, origins, tuple(reading.differences), tuple(reading.left_out))
 
@@ -241,6 +243,14 @@ def _without_adapters(settings: dict[str, Any], origins: dict[str, str], reading
         reading.differences.append(f"{origins[name]}. All parameters are trained (lora: false).")
     if settings.get("frozen.codec") == "raw":
         del settings["frozen.codec"]
+
+
+def _from_folder(settings: dict[str, Any]) -> None:
+    """Put the files of mlx-lm's folder of data in the place of the folder."""
+    folder = Path(str(settings.get("data.train", "")))
+    for name, file in (("data.train", "train.jsonl"), ("data.eval", "valid.jsonl")):
+        if folder.is_dir() and (folder / file).is_file():
+            settings[name] = str(folder / file)
 
 
 def _from_register(
