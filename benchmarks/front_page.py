@@ -104,7 +104,32 @@ def side(name: str, kind: str) -> float:
     return float(figures[kind][figures["fastest"] if name == "fastest" else name])
 
 
+def percent(share: float) -> str:
+    """Write a share in percent."""
+    return f"{100 * share:.0f}%"
+
+
+def megabytes(value: float) -> str:
+    """Write bytes as megabytes of 1e6 bytes."""
+    return f"{value / 1e6:.0f} MB"
+
+
+def answer(side: str) -> float:
+    """The probability of the label that stood first, ``before`` training or ``after``."""
+    return float(result("before_after")[side]["probability"])
+
+
+def accuracy(evaluation: int) -> float:
+    """The share of held-out sentences that were labelled rightly."""
+    return float(result("before_after")["evaluations"][evaluation]["accuracy"])
+
+
 FIGURES = (
+    Figure("59%", "the label before training", lambda: answer("before"), percent),
+    Figure("95%", "the label after training", lambda: answer("after"), percent),
+    Figure("30%", "accuracy before training", lambda: accuracy(0), percent),
+    Figure("84%", "accuracy after training", lambda: accuracy(-1), percent),
+    Figure("437 MB", "memory of that run", lambda: result("before_after")["peak_bytes"], megabytes),
     Figure(
         "0.46 GB", "memory of LoRA on 3B", lambda: model_row("Qwen2.5-3B")["peak_MB"], gigabytes
     ),
