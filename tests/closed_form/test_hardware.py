@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from blockwalk.plan.placement import Codec
+from blockwalk.plan.words import duration
 from blockwalk.simulate import hardware
 from blockwalk.simulate.hardware import Link
 from blockwalk.system.card import Card, facts_of
@@ -238,3 +239,13 @@ def test_cards_of_8_gb_hold_8_gb() -> None:
     """Oracle: what 8 GiB are, less what a driver keeps."""
     for name in ("rtx-4060", "rtx-3060-8gb"):
         assert 7e9 < hardware.load(name).device_bytes < 8 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.0123, "0.0123 s"), (4.4, "4.4 s"), (1060, "18 minutes"), (20_000, "6 hours"),
+     (400_000, "5 days")],
+)  # fmt: skip
+def test_a_time_is_said_in_words(seconds: float, words: str) -> None:
+    """Closed form: the same time in the unit that it has two of."""
+    assert duration(seconds) == words

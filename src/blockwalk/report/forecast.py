@@ -17,7 +17,7 @@ from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.parsing import plain_values
 from blockwalk.plan.placement import NOBODY
 from blockwalk.plan.plan import Plan
-from blockwalk.plan.words import counted
+from blockwalk.plan.words import counted, duration
 from blockwalk.program.costs import Costs
 from blockwalk.program.program import Pool, Program, human_bytes
 from blockwalk.program.settling import BUDGET
@@ -117,14 +117,14 @@ class Forecast:
         if longest is None:
             yield "time    not known before blockwalk doctor has measured this machine, once"
             return
-        average = f", {usual.seconds:.3g} s on average" if usual else ""
+        average = f", {duration(usual.seconds)} on average" if usual else ""
         # the simulation of a shorter row may take longer than that of the longest
         at_most = max(longest.seconds, usual.seconds if usual else 0.0)
-        duration = _duration(steps * (usual or longest).seconds)
+        whole_run = _duration(steps * (usual or longest).seconds)
         total = (
-            f"; {counted(steps, 'step')}: about {duration}, evaluations left out" if steps else ""
+            f"; {counted(steps, 'step')}: about {whole_run}, evaluations left out" if steps else ""
         )
-        yield f"time    {at_most:.3g} s a step at most{average}{total}; {longest.bottleneck()}"
+        yield f"time    {duration(at_most)} a step at most{average}{total}; {longest.bottleneck()}"
 
     def rows(self) -> list[StateRow]:
         """Return the kinds of state, each on its tier."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from blockwalk.plan.words import duration
 from blockwalk.program.program import Pool, human_bytes
 from blockwalk.report.forecast import Forecast
 from blockwalk.simulate import process_memory, timeline
@@ -91,9 +92,9 @@ class StepForecast:
                 yield f"  {process_memory.GUESSED}"
         if self.simulation is not None and self.usual is not None:
             usual = self.usual
-            step_seconds = f"{max(self.simulation.seconds, usual.seconds):.3g} s a step at most"
+            step_seconds = f"{duration(max(self.simulation.seconds, usual.seconds))} a step at most"
             yield (
-                f"  foreseen: {step_seconds}, {usual.seconds:.3g} s on average;"
+                f"  foreseen: {step_seconds}, {duration(usual.seconds)} on average;"
                 f" {usual.bottleneck()}"
             )
 
