@@ -157,7 +157,13 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
     mark = "" if machine.measured else hardware.SIMULATED
 
     task = advice.task(
-        run.model, run.adapters, machine, shape, budget=run.plan.budget, micro_batches=steps
+        run.model,
+        run.adapters,
+        machine,
+        shape,
+        budget=run.plan.budget,
+        micro_batches=steps,
+        tokens=arguments.tokens,
     )
     trained = "every parameter" if run.adapters is None else str(run.adapters)
     nodes = "one device"
@@ -171,10 +177,12 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
         say(f"{mark} everything below, on a description: {machine.source}")
     ranking = planner.rank(task)
     say(*ranking.lines())
+    if arguments.explain:
+        say(*ranking.explanation())
     if arguments.largest_batch:
         say("-- most sequences of a micro-batch that fit")
-        for label, plan in planner.candidates(task):
-            say(f"{label:<34} {planner.largest_batch(task, plan):>8}")
+        for plan in (*ranking.ranked, *ranking.refused):
+            say(f"{plan.label:<34} {planner.largest_batch(task, plan.plan):>8}")
     best = ranking.best
     if best is None or best.simulation is None:
         raise DoesNotFit(

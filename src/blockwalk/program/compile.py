@@ -105,19 +105,35 @@ def most_graphs(lowered: Callable[[int], Program], blocks: int, budget: int | No
     """Return the program that keeps the most graphs and stays within the budget.
 
     All of them come first: they need no saved inputs, so they may fit where one less does not.
-    Below, the peak grows with their number."""
+    Below, the peak grows with their number, by as much for each: so the number is guessed from the
+    peaks at both ends of what is still open, and halved where a guess helps little."""
     keeps_all = lowered(blocks)
-    if not over_budget(keeps_all, budget):
+    if budget is None or not over_budget(keeps_all, budget):
         return keeps_all
+    best = lowered(0)
+    if over_budget(best, budget):
+        return best
     fits = 0
-    limit = blocks - 1
-    while fits < limit:
-        graphs = (fits + limit + 1) // 2
-        if over_budget(lowered(graphs), budget):
-            limit = graphs - 1
+    over = blocks
+    of_fits = best.peaks()[Pool.DEVICE]
+    of_over = keeps_all.peaks()[Pool.DEVICE]
+    guesses = 0
+    while over - fits > 1:
+        guess = (fits + over) // 2
+        if guesses % 3 < 2 and of_over > of_fits:
+            guess = fits + (budget - of_fits) * (over - fits) // (of_over - of_fits)
+            guess = min(max(guess, fits + 1), over - 1)
+        guesses += 1
+        program = lowered(guess)
+        peak = program.peaks()[Pool.DEVICE]
+        if over_budget(program, budget):
+            over = guess
+            of_over = peak
         else:
-            fits = graphs
-    return lowered(fits)
+            fits = guess
+            of_fits = peak
+            best = program
+    return best
 
 
 def compile_ranks(plan: Plan, model: ModelSpec, *step: Any, **inputs: Any) -> tuple[Program, ...]:

@@ -31,6 +31,7 @@ def task(
     *,
     budget: int | None,
     micro_batches: int = 1,
+    tokens: int = 0,
 ) -> Task:
     """Return the planner's task for a model's folder or ``config.json``: the model as it is cut,
     and costs that are measured as the planner asks for them, without padding.
@@ -44,7 +45,8 @@ def task(
     costs = UnitCosts(model, lora=lora, device=machine.device)
     may = machine.world > 1 and shape.sequence > planner.PARTS_FROM
     parts = may and _has_parts(model, lora)
-    return Task(model_spec(model, costs), costs, machine, shape, budget, micro_batches, parts)
+    spec = model_spec(model, costs)
+    return Task(spec, costs, machine, shape, budget, micro_batches, parts, tokens)
 
 
 def _has_parts(model: str, lora: Adapters | None) -> bool:

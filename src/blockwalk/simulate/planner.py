@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -21,89 +22,24 @@ from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import NOBODY
 from blockwalk.plan.plan import AUTO_TOGETHER, Plan
 from blockwalk.plan.tiers import TIERS
-from blockwalk.plan.words import duration
 from blockwalk.program.adaptive_cache import adapts
 from blockwalk.program.compile import compile_ranks, resident
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import COMPUTES, Lane, Pool, Program, Shape, StepKind, human_bytes
 from blockwalk.program.resident_blocks import settled
-from blockwalk.program.stages import cut, shares_sums
+from blockwalk.program.stages import cut
 from blockwalk.program.visits import counts
-from blockwalk.simulate.hardware import Hardware
+from blockwalk.simulate.axes import PARTS_FROM as PARTS_FROM
+from blockwalk.simulate.axes import label_of, plan_of
+from blockwalk.simulate.bounds import Bounds
+from blockwalk.simulate.candidate import ZEROTH_ORDER_STEPS
+from blockwalk.simulate.candidate import Candidate as Candidate
+from blockwalk.simulate.long_steps import lengthened, short_plans
+from blockwalk.simulate.search import Found, explained, search, whole_choices
 from blockwalk.simulate.seconds import CostModel
 from blockwalk.simulate.simulator import Simulation, simulate
+from blockwalk.simulate.task import Task as Task
 from blockwalk.system.process_memory import DIRTY_SHARE
-
-ZEROTH_ORDER_STEPS = 44
-"""Two-point steps that make the progress of one step with exact gradients, as measured:
-``benchmarks/zo_converge.py``, a small Llama on sentiment, batch 16, three seeds at the best of the
-learning rates that were tried. 500 steps of two-point SPSA brought the held-out loss from 0.87 to
-0.47; exact gradients (AdamW) were there, by interpolation, after 11."""
-
-PARTS_FROM = 2048
-"""Sequences of more tokens are looked at in parts over ranks as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A model to be trained, and the machine to train it on."""
-
-    model: ModelSpec
-    """Its parameters say which of them are trained."""
-    costs: Callable[[Plan, Shape], Costs]
-    """The cost of each kind of the model's units under a plan at the shape of a micro-batch; the
-    same answer each time."""
-    hardware: Hardware
-    shape: Shape
-    """One rank's micro-batch."""
-    budget: int | None = None
-    """Device bytes that a step may use, where that is less than the device has."""
-    micro_batches: int = 1
-    """The number of them in a step, of every plan that is looked at."""
-    in_parts: bool = False
-    """Whether ranks may hold parts of its sequences: the model's trial says so."""
-
-    @property
-    def room(self) -> int:
-        """Device bytes that a step may use."""
-        return min(self.hardware.usable_bytes, self.budget or self.hardware.usable_bytes)
-
-    @property
-    def adapters(self) -> bool:
-        """Whether the model's own weights are frozen."""
-        return self.model.numel(trainable=False) > 0
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One plan, what it takes, and why it is left out (empty: it is not)."""
-
-    plan: Plan
-    label: str
-    peaks: Counter[Pool]
-    simulation: Simulation | None = None
-    refused: str = ""
-
-    @property
-    def progress(self) -> float:
-        """Tokens per second, those of zeroth-order steps at their measured worth."""
-        if self.simulation is None:
-            return 0.0
-        steps = 1 if self.plan.estimator.facts.walks_back else ZEROTH_ORDER_STEPS
-        return self.simulation.tokens_per_second / steps
-
-    def line(self) -> str:
-        """Return the candidate as a row of a table."""
-        device, host = (human_bytes(self.peaks[pool]) for pool in (Pool.DEVICE, Pool.HOST))
-        memory = f"{self.label:<44} {device:>9} {host:>9}"
-        if self.simulation is None:
-            return f"{memory}  {self.refused}"
-        simulation = self.simulation
-        speed = (
-            f"{duration(simulation.seconds):>11} {simulation.tokens_per_second:>9,.0f} tok/s"
-            f" {100 * simulation.mfu:>5.1f}%"
-        )
-        return f"{memory} {speed}  {simulation.bottleneck()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +52,8 @@ class Ranking:
     larger: Candidate | None = None
     """The fastest streamed plan of zeroth order with the micro-batches a fetch that hide its link,
     see :func:`hides_link`."""
+    found: Found = field(default_factory=Found)
+    """The search over all axes of plans over ranks."""
 
     @property
     def ranked(self) -> tuple[Candidate, ...]:
@@ -155,21 +93,45 @@ class Ranking:
         if self.refused:
             yield "-- left out"
             yield from (candidate.line() for candidate in self.refused)
+        if self.found.waiting:
+            yield (
+                f"   and {len(self.found.waiting):,} plans over ranks, by the least that they need"
+                " (--explain)"
+            )
+
+    def explanation(self) -> Iterator[str]:
+        """Yield the fastest step with each value of each axis of plans over ranks, and why values
+        fell out."""
+        yield from explained(self.found)
 
 
 def candidates(task: Task) -> Iterator[tuple[str, Plan]]:
     """Yield every plan worth looking at: each row of the table, in the variants that its facts have
-    room for, labelled by them.
+    room for, labelled by them. Over ranks these are all values of all axes that fit by their bound.
 
     Frozen weights in 4 or 8 bits need adapters; rows that spread state need more ranks than one.
     """
+    yield from _beside_search(task)
+    for _, choice in whole_choices(task, Bounds(task), {}):
+        yield label_of(choice), plan_of(task, choice)
+
+
+def _beside_search(task: Task) -> Iterator[tuple[str, Plan]]:
+    """Yield the plans of one rank, and those of zeroth order over ranks."""
     for name, row in METHODS.items():
-        variants = _over_ranks if row().trainable.group != NOBODY else _on_one_rank
+        plan = row()
         steps: dict[str, Any] = {"gradient_accumulation_steps": task.micro_batches}
-        if task.micro_batches > 1 and row().estimator.facts.walks_back:
+        if task.micro_batches > 1 and plan.estimator.facts.walks_back:
             steps["together"] = AUTO_TOGETHER
-        for label, settings in variants(task, row()):
-            yield f"{name}{label}", method(name, **{**steps, **settings})
+        if plan.trainable.group == NOBODY:
+            for label, settings in _on_one_rank(task, plan):
+                yield f"{name}{label}", method(name, **{**steps, **settings})
+        elif plan.estimator.facts.shares_forwards and task.hardware.world > 1:
+            mesh = {
+                "world": task.hardware.world,
+                "ranks_per_node": task.hardware.devices_per_node,
+            }
+            yield name, method(name, mesh=mesh, **steps)
 
 
 def _on_one_rank(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -194,97 +156,6 @@ def _on_one_rank(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         for place, codec, prefetch in product(tiers, codecs, (1, 2)):
             placed = {"trainable": f"{place} × {codec}", "frozen": f"{place} × raw"}
             yield f", {place} × {codec}, prefetch {prefetch}", {"prefetch": prefetch, **placed}
-
-
-def _over_ranks(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield variants of a row that spreads state: optimizer states and activations elsewhere,
-    codecs where every use gathers what is kept, an adaptive cache, and groups of other sizes where
-    nothing is cached between two of them."""
-    node = task.hardware.devices_per_node
-    world = task.hardware.world
-    mesh = {"world": world, "ranks_per_node": node}
-    if world == 1:
-        return
-    if row.estimator.facts.shares_forwards:
-        yield "", {"mesh": mesh}
-        return
-    for prefetch in (0, 1, 2):
-        yield f", prefetch {prefetch}", {"prefetch": prefetch, "mesh": mesh}
-    for stages in _stages(task):
-        cut_up = {"mesh": {**mesh, "pipeline": stages}, "together": 1}
-        yield f", {stages} stages", cut_up
-        summed = {**cut_up, "pipeline.shared_sums": True}
-        if shares_sums(method(row.method, **summed)):
-            yield f", {stages} stages, shared sums", summed
-    if task.hardware.device == "cuda":
-        states = {"optimizer_state.tier": "host", "mesh": mesh}
-        yield ", activations on the host", {"activation": "host", "mesh": mesh}
-        yield ", states on the host", states
-        leanest = {"activation": "host", "prefetch": 0, **states}
-        yield ", activations and states on the host, prefetch 0", leanest
-    yield from _in_parts(task, mesh)
-    if row.trainable.group == row.optimizer_state.group:
-        for codec in reversed(CODECS.tried("gathered")) if task.adapters else ():
-            yield f", {codec}", {"frozen": f"device × {codec}", "mesh": mesh}
-    elif not row.cache.keeps:
-        for inner, outer in _groups(node, world):
-            yield f", over {inner} and {outer}", _spread_over(mesh, inner, outer)
-    if row.cache.off_device and task.budget is not None:
-        yield ", adaptive cache", {"mesh": mesh, "cache.threshold": 0.9, "budget": task.budget}
-
-
-def _stages(task: Task) -> Iterator[int]:
-    """Yield numbers of stages that a step's micro-batches fill, each stage a part of a node or
-    whole ones."""
-    node = task.hardware.devices_per_node
-    for stages in (2, 4, 8, 16):
-        ranks, rest = divmod(task.hardware.world, stages)
-        fills = stages <= min(task.micro_batches, len(task.model.blocks))
-        if fills and not rest and max(ranks, node) % min(ranks, node) == 0:
-            yield stages
-
-
-def _in_parts(task: Task, mesh: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield variants in which ranks of a node hold parts of long sequences, as many as eight. Each
-    step then has as many fewer sequences."""
-    parts = math.gcd(mesh["ranks_per_node"], 8)
-    if not task.in_parts or task.shape.sequence <= PARTS_FROM or parts == 1:
-        return
-    cut = {"mesh": {**mesh, "context": parts}}
-    yield f", sequences in {parts} parts", cut
-    if task.hardware.device == "cuda":
-        leanest = {"activation": "host", "prefetch": 0, "optimizer_state.tier": "host"}
-        yield f", sequences in {parts} parts, all on the host, prefetch 0", {**leanest, **cut}
-
-
-def _spread_over(mesh: dict[str, Any], inner: int, outer: int) -> dict[str, Any]:
-    """Return the settings that spread parameters and gradients over groups of ``inner`` ranks, and
-    optimizer states over groups of ``outer``."""
-    names = {mesh["ranks_per_node"]: "node", mesh["world"]: "world"}
-    groups = [f"group{size}={size}" for size in {inner, outer} - set(names)]
-    inner_group, outer_group = (names.get(size, f"group{size}") for size in (inner, outer))
-    return {
-        "mesh": {**mesh, "groups": groups},
-        "frozen": f"device × raw × {inner_group}",
-        "trainable": f"device × raw × {inner_group}",
-        "gradient": f"device × fp32 × {inner_group}",
-        "optimizer_state": f"device × fp32 × {outer_group}",
-    }
-
-
-def _groups(node: int, world: int) -> Iterator[tuple[int, int]]:
-    """Yield sizes of groups worth looking at, for parameters and gradients, and for optimizer
-    states: a part of a node, a node or two; everything or a few nodes."""
-    sizes = {2, node // 2, *(node << k for k in range(5))}
-    inner_sizes = sorted(n for n in sizes if 1 < n <= world and world % n == 0)
-    eight_nodes = 8 * node
-    outer_sizes = {world}
-    if node < eight_nodes < world and world % eight_nodes == 0:
-        outer_sizes.add(eight_nodes)
-    for inner, outer in product(inner_sizes, sorted(outer_sizes)):
-        nests_in_node = node % inner == 0 or inner % node == 0
-        if nests_in_node and outer % inner == 0:
-            yield inner, outer
 
 
 def steady(plan: Plan, model: ModelSpec) -> Pending:
@@ -336,8 +207,10 @@ def look_at(task: Task, label: str, plan: Plan) -> Candidate:
         refused += "; weights and states alone do not fit: stream, shard, or train adapters"
         return Candidate(plan, label, peaks, None, refused)
     # A run on an accelerator has a budget, and graphs fill what is left of it.
-    bounded = device != "cpu" and plan.budget is None and not plan.home.gathered
-    programs, costs = programs_of(task, replace(plan, budget=task.room) if bounded else plan)
+    bounded = device != "cpu" and plan.budget is None
+    full = replace(plan, budget=task.room) if bounded else plan
+    short = short_plans(full) if plan.home.gathered else None
+    programs, costs = programs_of(task, short[1] if short else full)
     peaks = programs[0].peaks()
     for of_stage in programs[1:] if plan.mesh.pipeline > 1 else ():
         peaks |= of_stage.peaks()
@@ -346,7 +219,42 @@ def look_at(task: Task, label: str, plan: Plan) -> Candidate:
             refused += "; fewer tokens a micro-batch would fit"
             refused += ", or recompute: all" if plan.recompute == "none" else ""
         return Candidate(plan, label, peaks, None, refused)
-    return Candidate(plan, label, peaks, simulate(programs, plan, task.model, task.hardware, costs))
+
+    def played(of_ranks: tuple[Program, ...], of_plan: Plan) -> Simulation:
+        return simulate(of_ranks, of_plan, task.model, task.hardware, costs)
+
+    if short is None:
+        return Candidate(plan, label, peaks, played(programs, plan))
+    first, second = short
+    shorter, _ = programs_of(task, first)
+    simulation = lengthened(full, played(shorter, first), played(programs, second))
+    return Candidate(plan, label, peaks, simulation)
+
+
+AHEAD = (2, 4)
+"""Numbers of blocks that are tried to be gathered ahead where a step waits for gathers."""
+
+WAITS = 0.02
+"""The share of a step's seconds from which on it waits for gathers."""
+
+
+def _look_over_ranks(task: Task, label: str, plan: Plan) -> Candidate:
+    """Return a plan over ranks with as many blocks gathered ahead as make it faster and the bytes
+    that are left hold; none ahead where one does not fit."""
+    best = look_at(task, label, plan)
+    if best.simulation is None:
+        lean = look_at(task, f"{label}, prefetch 0", replace(plan, prefetch=0))
+        return lean if lean.simulation else best
+    for prefetch in AHEAD:
+        critical = best.simulation.critical if best.simulation else {}
+        gathers = sum(seconds for words, seconds in critical.items() if ": gather" in words)
+        if gathers < WAITS * sum(critical.values()):
+            break
+        ahead = look_at(task, f"{label}, prefetch {prefetch}", replace(plan, prefetch=prefetch))
+        if ahead.a_token >= best.a_token:
+            break
+        best = ahead
+    return best
 
 
 def _of_together(task: Task, label: str, plan: Plan, count: int) -> Candidate:
@@ -368,10 +276,14 @@ def _seconds_a_token(candidate: Candidate) -> tuple[float, float]:
 
 
 def rank(task: Task) -> Ranking:
-    """Look at every candidate and rank them by tokens a second, exact gradients and zeroth order
-    apart."""
-    looked_at = [look_at(task, label, plan) for label, plan in candidates(task)]
-    fits = sorted((c for c in looked_at if c.simulation), key=_seconds_a_token)
+    """Look at every candidate that may be among the best, and rank them by tokens a second, exact
+    gradients and zeroth order apart."""
+    looked_at = [look_at(task, label, plan) for label, plan in _beside_search(task)]
+    found = search(task, partial(_look_over_ranks, task))
+    fits = sorted(
+        (c for c in (*looked_at, *found.best, *found.variants) if c.simulation),
+        key=_seconds_a_token,
+    )
     first_order = tuple(c for c in fits if c.plan.estimator.facts.walks_back)
     forwards_alone = tuple(c for c in fits if not c.plan.estimator.facts.walks_back)
     streamed = (c for c in forwards_alone if c.simulation and c.simulation.program.slots)
@@ -379,8 +291,9 @@ def rank(task: Task) -> Ranking:
     return Ranking(
         first_order,
         forwards_alone,
-        tuple(c for c in looked_at if c.simulation is None),
+        (*(c for c in looked_at if c.simulation is None), *found.refused),
         hides_link(task, fastest) if fastest else None,
+        found,
     )
 
 
@@ -419,6 +332,12 @@ def choose(task: Task, *, world: int = 1) -> Plan:
         if candidate.plan.mesh.world == world:
             return candidate.plan
     refused = [c for c in ranking.refused if c.plan.mesh.world == world]
+    if not refused:
+        raise ValueError(
+            f"no method fits {task.hardware.name}: over {world} ranks the leanest needs at least"
+            f" {human_bytes(int(ranking.found.leanest))} on each device, of which a plan may use"
+            f" {human_bytes(task.room)}"
+        )
     nearest = min(refused, key=lambda c: c.peaks[Pool.DEVICE])
     raise ValueError(
         f"no method fits {task.hardware.name}; the nearest, {nearest.label}, {nearest.refused}"
