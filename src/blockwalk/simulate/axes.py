@@ -83,6 +83,13 @@ def _parts(task: Task, _row: Plan, choice: Choice) -> Iterator[int]:
             yield parts
 
 
+def _ways(_task: Task, _row: Plan, choice: Choice) -> Iterator[str]:
+    """Yield ways in which parts attend: the one that sends fewer bytes, and keys of all parts."""
+    yield "auto"
+    if int(choice["parts"]) > 1:
+        yield "keys"
+
+
 def _is_free(row: Plan) -> bool:
     """Return whether a row's groups are its user's: where parameters lie over fewer ranks than
     states, and no cache keeps slices of them."""
@@ -229,6 +236,7 @@ AXES: tuple[Axis, ...] = (
         _usual("parts", 1, "sequences in {} parts"),
         is_layout=True,
     ),
+    Axis("way", _ways, _set("way", "context.way", "auto"), _usual("way", "auto", "by {}")),
     Axis("parameters", _over("trainable", ""), _nothing, _silent, shares_gap=True),
     Axis("gradients", _over("gradient", "parameters"), _nothing, _silent, shares_gap=True),
     Axis("states", _over("optimizer_state", "gradients"), _nothing, _spread_words, shares_gap=True),

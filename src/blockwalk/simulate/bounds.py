@@ -74,9 +74,9 @@ class Bounds:
         block = max(model.blocks, key=lambda unit: unit.numel())
         self.block = block.numel()
         self.trained_block = block.numel(trainable=True)
-        self._work: Callable[[str, int], _Work] = cache(self._measured)
+        self._work: Callable[[str, int, str], _Work] = cache(self._measured)
 
-    def _measured(self, name: str, parts: int) -> _Work:
+    def _measured(self, name: str, parts: int, way: str) -> _Work:
         """Return the work of a method's row with sequences in so many parts."""
         task = self.task
         hardware = task.hardware
@@ -85,7 +85,7 @@ class Bounds:
             "ranks_per_node": hardware.devices_per_node,
             "context": parts,
         }
-        plan = method(name, mesh=mesh)
+        plan = method(name, mesh=mesh, context={"way": way})
         shape = task.shape.part(parts)
         costs = task.costs(plan, shape)
         model = task.model
@@ -154,7 +154,7 @@ class Bounds:
         if walks > 1 and row.gradient.tier.facts.resident:
             held += 4 * trained / over["gradients"]
         held += (size * self.block if over["parameters"] > 1 else 0) + 4 * self.trained_block
-        work = self._work(name, parts)
+        work = self._work(name, parts, str(choice.get("way", "auto")))
         alive = self._alive(choice, steps)
         blocks = len(task.model.blocks) / stages
         inputs = min(work.hidden, work.graph) * blocks * alive

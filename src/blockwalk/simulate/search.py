@@ -34,6 +34,10 @@ ALIKE = 0.01
 """Steps that differ by a smaller share are alike, as far as can be foreseen: of plans whose steps
 are alike, the one that moves the fewest seconds over links comes first."""
 
+SAME = 0.02
+"""The share of the device that choices may hold more or less of and have as much room for
+graphs."""
+
 MOST_LOOKS = 16
 """Whole choices that are compiled and simulated."""
 
@@ -135,12 +139,19 @@ def search(task: Task, look: Look) -> Found:
     values: dict[str, dict[Value, Outcome]] = {}
     choices = list(whole_choices(task, Bounds(task), values))
     lowest = min((least.a_token for least, _ in choices), default=1.0)
-    beyond: dict[tuple[Value, ...], float] = {}  # of a kind, a step over its bound
+    beyond: dict[tuple[Value, ...], list[tuple[float, float]]] = {}
+
+    def expect(number: int) -> float:
+        """Return the seconds a token that are expected of a choice: those of its bound, and as many
+        more as a look at one of its kind took that holds no more of the device."""
+        least, choice = choices[number]
+        looks = beyond.get(kind_of(choice), ())
+        leaner = [ratio for nbytes, ratio in looks if nbytes <= least.device + SAME * task.room]
+        return least.a_token * min(leaner, default=1.0)
 
     def key(number: int) -> tuple[int, float, int]:
-        least, choice = choices[number]
-        expected = least.a_token * beyond.get(kind_of(choice), 1.0)
-        return (*_order(expected, lowest, least.moves / least.tokens), number)
+        least, _ = choices[number]
+        return (*_order(expect(number), lowest, least.moves / least.tokens), number)
 
     queue = [key(number) for number in range(len(choices))]
     heapify(queue)
@@ -154,7 +165,7 @@ def search(task: Task, look: Look) -> Found:
         if key(number) > entry:  # its kind was looked at since
             heappush(queue, key(number))
             continue
-        expected = least.a_token * beyond.get(kind_of(choice), 1.0)
+        expected = expect(number)
         if len(looked_at) >= MOST_LOOKS or _is_behind(expected, layout_of(choice), fastest):
             waiting.append((expected, choice))
             continue
@@ -162,7 +173,8 @@ def search(task: Task, look: Look) -> Found:
         looked_at.append(looked)
         if looked.candidate.simulation is None:
             continue
-        beyond[kind_of(choice)] = looked.a_token / least.a_token
+        ratio = looked.a_token / least.a_token
+        beyond.setdefault(kind_of(choice), []).append((least.device, ratio))
         own = fastest.get(layout_of(choice))
         if own is None or _comes_before(looked, own):
             fastest[layout_of(choice)] = looked

@@ -49,6 +49,8 @@ class Task:
         sequences in so many parts; 0 where the tokens of a step do not divide into them."""
         if not self.tokens:
             return self.micro_batches
-        shares = self.hardware.world // (stages * parts)
+        shares, uneven = divmod(self.hardware.world, stages * parts)
+        if uneven or not shares:
+            return 0
         steps, rest = divmod(self.tokens, self.shape.tokens * shares)
         return 0 if rest else steps
