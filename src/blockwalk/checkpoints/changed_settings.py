@@ -97,13 +97,13 @@ def by_cause(changes: Sequence[str], now: Mapping[str, Any]) -> list[str]:
             values = [value.get(part) if isinstance(value, Mapping) else None for value in values]
         if section in of_plan and values[0] == values[1]:
             follow.append(name)
-    rest = [name for name in texts if name not in ("method", *follow)]
-    of_mesh = [texts[name] for name in rest if name.startswith("mesh.")]
-    others = [texts[name] for name in rest if not name.startswith("mesh.")]
+    remaining = [name for name in texts if name not in ("method", *follow)]
+    of_mesh = [texts[name] for name in remaining if name.startswith("mesh.")]
+    unrelated = [texts[name] for name in remaining if not name.startswith("mesh.")]
     of_method = texts.get("method", "")
     if of_method and follow:
         of_method += f", and with it {', '.join(follow)}"
-    return list(filter(None, (of_method, ", ".join(of_mesh), ", ".join(others))))
+    return list(filter(None, (of_method, ", ".join(of_mesh), ", ".join(unrelated))))
 
 
 def _differing(

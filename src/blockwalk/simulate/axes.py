@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from blockwalk.plan.codecs import CODECS
-from blockwalk.plan.methods import METHODS, method
+from blockwalk.plan.methods import method
 from blockwalk.plan.placement import NODE, WORLD
 from blockwalk.plan.plan import Plan
 from blockwalk.simulate.task import Task
@@ -46,6 +47,14 @@ class Axis:
     for all values: they say where state lies, not what is computed when."""
 
 
+_row = cache(method)
+
+
+def row_of(choice: Choice) -> Plan:
+    """Return the row of a choice's method."""
+    return _row(str(choice["method"]))
+
+
 def stage_ranks(task: Task, choice: Choice) -> int:
     """Return the ranks of a stage."""
     return task.hardware.world // int(choice.get("stages", 1))
@@ -62,8 +71,8 @@ def _stages(task: Task, _row: Plan, _choice: Choice) -> Iterator[int]:
     node = task.hardware.devices_per_node
     yield 1
     for stages in (2, 3, 4, 6, 8, 12, 16):
-        ranks, rest = divmod(task.hardware.world, stages)
-        if rest or not ranks or max(ranks, node) % min(ranks, node):
+        ranks, remainder = divmod(task.hardware.world, stages)
+        if remainder or not ranks or max(ranks, node) % min(ranks, node):
             continue
         # More ranks to a sequence mean more micro-batches: parts decide whether a stage is idle.
         widest = math.gcd(node, 8) if _cuts_sequences(task) else 1
@@ -124,7 +133,7 @@ def _over(kind: str, inner: str) -> Callable[[Task, Plan, Choice], Iterator[int]
 def _spread(task: Task, choice: Choice) -> dict[str, Any]:
     """Return the settings of all three kinds of state; of a row with groups of its own the codec
     alone."""
-    row = METHODS[str(choice["method"])]()
+    row = row_of(choice)
     codec = choice["codec"]
     if not _is_free(row):
         return {} if codec == "raw" else {"frozen": f"device × {codec} × {row.frozen.group}"}
@@ -142,7 +151,7 @@ def _spread(task: Task, choice: Choice) -> dict[str, Any]:
 
 def _spread_words(choice: Choice) -> str:
     """Return the sizes of a free row's groups, those of equal ones once."""
-    if not _is_free(METHODS[str(choice["method"])]()):
+    if not _is_free(row_of(choice)):
         return ""
     parameters, gradients, states = (choice[axis] for axis in ("parameters", "gradients", "states"))
     inner = f"{parameters}" if parameters == gradients else f"{parameters}, {gradients}"

@@ -12,10 +12,10 @@ from functools import cache
 
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.mesh import between, gather_bytes, make_axes
-from blockwalk.plan.methods import METHODS, method
+from blockwalk.plan.methods import method
 from blockwalk.plan.placement import DTYPE_BYTES
 from blockwalk.program.costs import UnitCost
-from blockwalk.simulate.axes import Choice, stage_ranks
+from blockwalk.simulate.axes import Choice, row_of, stage_ranks
 from blockwalk.simulate.seconds import HOST_MEMORY, CostModel
 from blockwalk.simulate.task import Task
 
@@ -125,7 +125,7 @@ class Bounds:
         ranks = stage_ranks(task, choice)
         stages = int(choice.get("stages", 1))
         name = str(choice["method"])
-        row = METHODS[name]()
+        row = row_of(choice)
         over = {
             axis: int(choice.get(axis, ranks)) for axis in ("parameters", "gradients", "states")
         }
@@ -139,21 +139,23 @@ class Bounds:
         parameters = ((frozen if codes == "raw" else 0) + trained) * size / over["parameters"]
         if row.cache.off_device or (size == 4 and over["parameters"] == over["states"]):
             parameters = 0
-        held = parameters
+        device_bytes = parameters
         host = 0.0
         if memory in HOSTS_STATES:
             host += states
         else:
-            held += states
+            device_bytes += states
         if "parts" not in choice:
-            return Least(held, host, 0.0, 1)
+            return Least(device_bytes, host, 0.0, 1)
         parts = int(choice["parts"])
         steps = task.steps(stages, parts)
-        together = int(choice.get("together", 1))
-        walks = -(-steps // together)
+        joint = int(choice.get("together", 1))
+        walks = -(-steps // joint)
         if walks > 1 and row.gradient.tier.facts.resident:
-            held += 4 * trained / over["gradients"]
-        held += (size * self.block if over["parameters"] > 1 else 0) + 4 * self.trained_block
+            device_bytes += 4 * trained / over["gradients"]
+        device_bytes += (
+            size * self.block if over["parameters"] > 1 else 0
+        ) + 4 * self.trained_block
         work = self._work(name, parts, str(choice.get("way", "auto")))
         alive = self._alive(choice, steps)
         blocks = len(task.model.blocks) / stages
@@ -161,16 +163,16 @@ class Bounds:
         if memory in HOSTS_INPUTS:
             host += inputs
             inputs = 0
-        held += inputs + work.transient
+        device_bytes += inputs + work.transient
         tokens = task.shape.tokens * steps * task.hardware.world // (stages * parts)
         if "together" not in choice:
-            return Least(held, host, 0.0, tokens)
-        links = _link_seconds(task, choice, over, trained, frozen, steps // together)
-        seconds = max(self._seconds(choice, work, steps, over, task.room - held), *links)
+            return Least(device_bytes, host, 0.0, tokens)
+        links = _link_seconds(task, choice, over, trained, frozen, steps // joint)
+        seconds = max(self._seconds(choice, work, steps, over, task.room - device_bytes), *links)
         copied = 2 * steps * work.hidden * blocks * (memory in HOSTS_INPUTS)
         copied += 2 * states * (memory in HOSTS_STATES)
         moves = sum(links) + task.hardware.host_to_device.seconds(int(copied))
-        return Least(held, host, seconds, tokens, moves)
+        return Least(device_bytes, host, seconds, tokens, moves)
 
     def _alive(self, choice: Choice, steps: int) -> float:
         """Return micro-batches whose inputs the first stage keeps at once, a chunk's counted for

@@ -22,7 +22,16 @@ from blockwalk.plan.methods import METHODS
 from blockwalk.plan.placement import NOBODY
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import human_bytes
-from blockwalk.simulate.axes import AXES, Choice, Value, kind_of, label_of, layout_of, plan_of
+from blockwalk.simulate.axes import (
+    AXES,
+    Choice,
+    Value,
+    kind_of,
+    label_of,
+    layout_of,
+    plan_of,
+    row_of,
+)
 from blockwalk.simulate.bounds import Bounds, Least
 from blockwalk.simulate.candidate import Candidate
 from blockwalk.simulate.task import Task
@@ -118,7 +127,7 @@ def whole_choices(
             yield least, choice
             return
         axis = AXES[depth]
-        row = METHODS[str(choice["method"])]()
+        row = row_of(choice)
         for value in axis.values(task, row, choice):
             yield from grow({**choice, axis.name: value}, depth + 1)
 
@@ -175,19 +184,19 @@ def search(task: Task, look: Look) -> Found:
             continue
         ratio = looked.a_token / least.a_token
         beyond.setdefault(kind_of(choice), []).append((least.device, ratio))
-        own = fastest.get(layout_of(choice))
-        if own is None or _comes_before(looked, own):
+        leader = fastest.get(layout_of(choice))
+        if leader is None or _comes_before(looked, leader):
             fastest[layout_of(choice)] = looked
         for name, value in choice.items():
             noted = _noted(values, name, value)
             noted.seconds = min(noted.seconds, looked.a_token)
     best = sorted(fastest.values(), key=lambda looked: looked.a_token)
     chosen = [looked.candidate for looked in best]
-    others = [looked.candidate for looked in looked_at if looked.candidate not in chosen]
+    variants = [looked.candidate for looked in looked_at if looked.candidate not in chosen]
     return Found(
         tuple(chosen),
-        tuple(candidate for candidate in others if not candidate.simulation),
-        tuple(candidate for candidate in others if candidate.simulation),
+        tuple(candidate for candidate in variants if not candidate.simulation),
+        tuple(candidate for candidate in variants if candidate.simulation),
         tuple(waiting),
         values,
     )
@@ -217,10 +226,10 @@ def _is_behind(
 ) -> bool:
     """Return whether a step of so many seconds a token is alike or slower than the fastest of its
     configuration, or than all that are kept."""
-    own = fastest.get(layout)
-    known = sorted(looked.a_token for looked in fastest.values())
-    enough = known[KEPT - 1] if len(known) >= KEPT else math.inf
-    limit = min(enough, own.a_token if own else math.inf)
+    leader = fastest.get(layout)
+    seconds = sorted(looked.a_token for looked in fastest.values())
+    enough = seconds[KEPT - 1] if len(seconds) >= KEPT else math.inf
+    limit = min(enough, leader.a_token if leader else math.inf)
     return expected >= limit * (1 - ALIKE)
 
 

@@ -52,5 +52,5 @@ class Task:
         shares, uneven = divmod(self.hardware.world, stages * parts)
         if uneven or not shares:
             return 0
-        steps, rest = divmod(self.tokens, self.shape.tokens * shares)
-        return 0 if rest else steps
+        steps, remainder = divmod(self.tokens, self.shape.tokens * shares)
+        return 0 if remainder else steps
