@@ -199,10 +199,10 @@ def _note_modules(ledger: str) -> None:
     from blockwalk.checkpoints.ledger import MODULES, NAME, read_ledger
     from blockwalk.models.hub import file_of
 
-    here = row_modules.stamps()
-    names = {row_modules.name_of(stamp): stamp for stamp in here}
+    loaded = row_modules.stamps()
+    names = {row_modules.name_of(stamp): stamp for stamp in loaded}
     for stamp in read_ledger(file_of(ledger, NAME))[0].get(MODULES, ()):
-        if stamp in here:
+        if stamp in loaded:
             continue
         name = row_modules.name_of(str(stamp))
         state = f"here it is {names[name]}" if name in names else f"--import {name} brings them"

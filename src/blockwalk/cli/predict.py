@@ -98,8 +98,8 @@ def _encoded(
     from blockwalk.data.encode import encode_choices
 
     # which class is right plays no part in the scores of all
-    first = {run.data.label_field: template.words[0]}
-    labelled = [replace(record, fields={**record.fields, **first}) for record in records]
+    label = {run.data.label_field: template.words[0]}
+    labelled = [replace(record, fields={**record.fields, **label}) for record in records]
     return encode_choices(labelled, tokenizer, template, max_length=run.data.max_length)
 
 

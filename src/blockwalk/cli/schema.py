@@ -111,19 +111,20 @@ def _of_rows(name: str, words: Schema) -> Schema:
     """Return the values of a setting that names a row: a name, and for rows with settings of their
     own a name with these."""
     table = config.row_tables()[name]
-    own = table.own_settings()
-    if not own:
+    row_settings = table.own_settings()
+    if not row_settings:
         return words
     rows = [row for row in table if table.settings_of(row) is not None]
     parts = {
-        field: _own_values(next(iter(owners.values())), field) for field, owners in own.items()
+        field: _own_values(next(iter(owners.values())), field)
+        for field, owners in row_settings.items()
     }
     if name.endswith(".name"):  # the settings stand beside the name
         return {"anyOf": [words, {"type": "string", "pattern": _with_brackets(rows)}]}
     row = {"enum": [*table]}
     properties = {"name": row, **parts}
-    whole = {"type": "object", "properties": properties, "additionalProperties": False}
-    return {"anyOf": [words, whole, {"type": "string", "pattern": _with_brackets(rows)}]}
+    mapping = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {"anyOf": [words, mapping, {"type": "string", "pattern": _with_brackets(rows)}]}
 
 
 def _with_brackets(rows: Sequence[str]) -> str:

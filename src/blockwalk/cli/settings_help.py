@@ -145,15 +145,15 @@ def settings_of(names: str) -> Iterator[str]:
     parts."""
     parts = tuple(f"{placement}." for placement in config.PLACEMENTS)
     all_names = config.setting_names()
-    own = [name for name in all_names if config.owners_of(name)]
-    listed = [name for name in all_names if not name.startswith(parts) and name not in own]
+    of_rows = [name for name in all_names if config.owners_of(name)]
+    listed = [name for name in all_names if not name.startswith(parts) and name not in of_rows]
     for pattern in names.split():
         matches = fnmatch.filter(listed, pattern)
         yield from matches
         sections = {f"{name.partition('.')[0]}." for name in matches if "." in pattern}
         yield from (
             name
-            for name in own
+            for name in of_rows
             if name.startswith(tuple(sections))
             or any(name.startswith(f"{match}.") for match in matches)
         )

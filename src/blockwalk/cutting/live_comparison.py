@@ -303,8 +303,8 @@ class _Control:
             return (watched, *output[1:]) if isinstance(output, tuple | list) else watched
 
         stack.callback(bound.close)
-        first = layer.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
-        stack.callback(first.remove)
+        hook = layer.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
+        stack.callback(hook.remove)
         stack.callback(layer.register_forward_hook(ends).remove)
 
     def _keep_seed(self, figures: _Figures, unit: int, gradient: Tensor) -> None:
@@ -656,8 +656,8 @@ class _Walk:
         """Note the loss, as a walk computes it from the last block's output."""
         cut = self.cut
         unit = cut.epilogue_index
-        last = self.given.answers[unit - 1, "the output"]
-        hidden_BSD = self._leaf(last)
+        output = self.given.answers[unit - 1, "the output"]
+        hidden_BSD = self._leaf(output)
         bound = self._bind(unit)
         seed = SEED + unit
         if cut.head.custom:

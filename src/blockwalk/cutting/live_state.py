@@ -79,8 +79,8 @@ def code_of(function: Any) -> Any:
 
 def _copied(buffer: Tensor) -> Tensor:
     copy = buffer.detach().clone()
-    narrow = copy.is_floating_point() and copy.dtype.itemsize == 2
-    return copy.float() if narrow else copy
+    in_16_bits = copy.is_floating_point() and copy.dtype.itemsize == 2
+    return copy.float() if in_16_bits else copy
 
 
 def _note(owner: Any, attributes: dict[int, Any], contents: dict[int, Any]) -> None:

@@ -39,12 +39,12 @@ def _network(
 ) -> npt.NDArray[np.uint64]:
     """Return numbers of 2 × ``half`` bits after all rounds."""
     mask = (np.uint64(1) << half) - np.uint64(1)
-    high = numbers >> half
-    low = numbers & mask
+    upper = numbers >> half
+    lower = numbers & mask
     for round_key in round_keys:
-        mixed = (low ^ round_key) * _MULTIPLIER
+        mixed = (lower ^ round_key) * _MULTIPLIER
         mixed = (mixed ^ (mixed >> np.uint64(29))) * _MULTIPLIER
-        exchanged = high ^ (mixed >> np.uint64(32) & mask)
-        high = low
-        low = exchanged
-    return high << half | low
+        exchanged = upper ^ (mixed >> np.uint64(32) & mask)
+        upper = lower
+        lower = exchanged
+    return upper << half | lower

@@ -124,8 +124,8 @@ def refusals(plan: Any) -> Iterator[str]:
     for setting, words in CHOICES.items():
         name = operator.attrgetter(setting)(plan)
         if name not in words:
-            known = f"{setting} is {name!r}; it must be one of {', '.join(words)}"
-            yield words.unknown(name) if isinstance(words, Table) else known
+            text = f"{setting} is {name!r}; it must be one of {', '.join(words)}"
+            yield words.unknown(name) if isinstance(words, Table) else text
     for setting, least in LEAST.items():
         number = operator.attrgetter(setting)(plan)
         if number < least:

@@ -168,8 +168,8 @@ def complete(cls: type, row: str, place: str, values: Mapping[str, Any]) -> Any:
 
 def unknown(setting: str, value: Any, row: str, names: list[str]) -> str:
     """Return the message about a setting that a row has not got."""
-    near = difflib.get_close_matches(setting.rpartition(".")[2], names, 1, LEAST_SIMILAR)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    similar = difflib.get_close_matches(setting.rpartition(".")[2], names, 1, LEAST_SIMILAR)
+    hint = f"; did you mean {similar[0]!r}?" if similar else ""
     has = f"it has {', '.join(names)}" if names else "it has none"
     return f"unknown setting {setting!r} ({value!r}): {row} has no such setting, {has}{hint}"
 

@@ -238,12 +238,12 @@ def load(name_or_path: str | Path) -> Hardware:
     shipped = SHIPPED / f"{name_or_path}.yaml"
     path = HERE if name_or_path == "here" else shipped if shipped.is_file() else Path(name_or_path)
     if not path.is_file():
-        near = difflib.get_close_matches(str(name_or_path).lower(), names(), n=1, cutoff=LOOSE)
-        similar = near[0] if near else "the most similar of these"
+        matches = difflib.get_close_matches(str(name_or_path).lower(), names(), n=1, cutoff=LOOSE)
+        similar = matches[0] if matches else "the most similar of these"
         raise ValueError(
             f"unknown hardware {str(name_or_path)!r}: for another card take {similar} with its"
-            f" memory, --hardware {near[0] if near else 'NAME'} --budget SIZE; a file, or one of"
-            f" {', '.join(names())}"
+            f" memory, --hardware {matches[0] if matches else 'NAME'} --budget SIZE; a file, or one"
+            f" of {', '.join(names())}"
         )
     if path.suffix == ".json":
         return with_facts(described_as(cards.read(path).name), cards.read(path))

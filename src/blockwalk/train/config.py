@@ -86,8 +86,8 @@ def setting_names() -> list[str]:
         for name, cls in _SECTIONS.items()
         for f in dataclasses.fields(cls)
     ]
-    own = plan_settings.own_names({METHOD: METHODS})
-    return [*_OWN, "lora", *sections, *PLACEMENTS, *plan_settings.setting_names(), *own]
+    of_methods = plan_settings.own_names({METHOD: METHODS})
+    return [*_OWN, "lora", *sections, *PLACEMENTS, *plan_settings.setting_names(), *of_methods]
 
 
 @functools.cache
@@ -297,8 +297,8 @@ def _with_rows(method_name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     beginnings = tuple(f"{name}." for name in tables)
     of_rows = {k: v for k, v in settings.items() if k in names or k.startswith(beginnings)}
     base = method(method_name) if method_name in METHODS else Plan()
-    others = {k: v for k, v in settings.items() if k not in of_rows}
-    return {**others, **with_rows(of_rows, tables, base)}
+    of_run = {k: v for k, v in settings.items() if k not in of_rows}
+    return {**of_run, **with_rows(of_rows, tables, base)}
 
 
 def _lora(settings: dict[str, Any]) -> tuple[LoraSettings, bool | None]:
