@@ -167,7 +167,7 @@ _HOSTS = {
         "activations and states on the host",
     ),
 }
-"""What lies in host memory behind an accelerator: settings and words by name."""
+"""State in host memory behind an accelerator: settings and words by name."""
 
 
 def _memory(task: Task, _row: Plan, _choice: Choice) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a plan over ranks needs at the least, in closed form: bytes of the device and the host, and
+"""The least that a plan over ranks needs, in closed form: bytes of the device and the host, and
 seconds of a step. A search leaves out what these exclude, and compiles no program for it.
 
 N trained parameters and F frozen ones of a stage, D hidden size. A choice that is not whole yet is
@@ -27,12 +27,12 @@ host."""
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What the blocks of a model and its ends compute for one micro-batch, in seconds, and hold."""
+    """The seconds that blocks of a model and its ends compute for one micro-batch, in seconds, and hold."""
 
     forwards: float
-    """Of all blocks, forwards and backwards of kept graphs."""
+    """Seconds of all blocks, forwards and backwards of kept graphs."""
     again: float
-    """Of all blocks, what is computed again without their graphs."""
+    """Seconds of all blocks to compute again what no graph has."""
     ends: float
     graph: float
     """Bytes of a block's graph, on average."""

@@ -64,10 +64,10 @@ class Left:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the choices with one value of an axis."""
+    """The outcome of the choices with one value of an axis."""
 
     seconds: float = math.inf
-    """Of the fastest simulated step with it, for the tokens of a step of the best plan."""
+    """Seconds a token of the fastest simulated step with it."""
     least: float = math.inf
     """The lowest bound of those that fit by their bound."""
     nbytes: float = math.inf
@@ -76,7 +76,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search has found."""
+    """The findings of a search."""
 
     best: tuple[Candidate, ...] = ()
     """The fastest plan of each configuration that was looked at and fits, fastest first."""
@@ -88,7 +88,7 @@ class Found:
     """Choices that fit by their bound, whose least seconds a token spoke against them, with these,
     the least first."""
     values: dict[str, dict[Value, Outcome]] = field(default_factory=dict)
-    """What became of each value, by the axis's name."""
+    """The outcome of each value, by the axis's name."""
 
     @property
     def leanest(self) -> float:

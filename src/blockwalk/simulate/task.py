@@ -1,4 +1,4 @@
-"""What a planner is asked: a model, its costs, a machine, and the tokens of a step. No torch."""
+"""The task of a planner: a model, its costs, a machine, and the tokens of a step. No torch."""
 
 from __future__ import annotations
 
