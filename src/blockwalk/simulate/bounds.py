@@ -27,7 +27,7 @@ host."""
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The seconds that blocks of a model and its ends compute for one micro-batch, in seconds, and hold."""
+    """Seconds that blocks of a model and its ends compute for one micro-batch, and their bytes."""
 
     forwards: float
     """Seconds of all blocks, forwards and backwards of kept graphs."""

@@ -67,7 +67,7 @@ class Outcome:
     """The outcome of the choices with one value of an axis."""
 
     seconds: float = math.inf
-    """Seconds a token of the fastest simulated step with it."""
+    """The least seconds a token of a simulated step with it."""
     least: float = math.inf
     """The lowest bound of those that fit by their bound."""
     nbytes: float = math.inf
