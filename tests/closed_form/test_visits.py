@@ -108,7 +108,6 @@ def test_gpt_30b_has_a_first_order_plan_on_two_nodes_of_eight_a40s() -> None:
     of_row = [(label, plan) for label, plan in candidates(task) if plan.method == "fcdp"]
     found = {label: look_at(task, label, plan) for label, plan in of_row}
     assert look_at(task, "fcdp", method("fcdp", mesh=MESH, gradient_accumulation_steps=4)).refused
-    assert "fcdp" not in found
     on_host = found["fcdp, states on the host, 4 micro-batches together"]
     assert on_host.simulation is not None
     assert on_host.plan.together == 4

@@ -188,9 +188,10 @@ def _thresholds(task: Task, row: Plan, _choice: Choice) -> Iterator[str]:
 
 
 def _chunks(task: Task, _row: Plan, choice: Choice) -> Iterator[int]:
-    """Yield numbers of chunks of a stage."""
+    """Yield numbers of chunks of a stage: several where micro-batches go in whole rounds."""
     stages = int(choice["stages"])
-    for chunks in (1, 2, 4) if stages > 1 else (1,):
+    in_rounds = task.steps(stages, int(choice["parts"])) % stages == 0
+    for chunks in (1, 2, 4) if stages > 1 and in_rounds else (1,):
         if chunks == 1 or stages * chunks <= len(task.model.blocks):
             yield chunks
 
