@@ -70,6 +70,8 @@ class Outcome:
     """The least seconds a token of a simulated step with it."""
     least: float = math.inf
     """The lowest bound of those that fit by their bound."""
+    expected: float = math.inf
+    """The least seconds a token that are expected of those that fit and were not looked at."""
     nbytes: float = math.inf
     """The least device bytes of those that do not."""
 
@@ -177,6 +179,9 @@ def search(task: Task, look: Look) -> Found:
         expected = expect(number)
         if len(looked_at) >= MOST_LOOKS or _is_behind(expected, layout_of(choice), fastest):
             waiting.append((expected, choice))
+            for name, value in choice.items():
+                noted = _noted(values, name, value)
+                noted.expected = min(noted.expected, expected)
             continue
         looked = _Looked(look(label_of(choice), plan_of(task, choice)), choice, least)
         looked_at.append(looked)
@@ -262,7 +267,8 @@ def explained(found: Found) -> Iterator[str]:
             if outcome.seconds < math.inf:
                 words = f"{outcome.seconds * tokens:.4g} s"
             elif outcome.least < math.inf:
-                words = f"left out: {outcome.least * tokens:.4g} s at the least"
+                words = f"left out: {outcome.expected * tokens:.4g} s are expected of it"
+                words += f", {outcome.least * tokens:.4g} at the least"
             else:
                 words = f"left out: {human_bytes(int(outcome.nbytes))} a device at the least"
             yield f"      {value!s:<10} {words}"
