@@ -951,6 +951,19 @@ int sim_devices() { return kDevices; }
 void sim_pin(void* place, size_t nbytes) { pin(place, nbytes); }
 void sim_unpin(void* place) { unpin(place); }
 void sim_manual_seed(uint64_t seed, int device) { generator(device).set_current_seed(seed); }
+
+// The state of a device's generator, copied to ``bytes`` where there are any; how many bytes it has.
+size_t sim_rng_state(int device, void* bytes) {
+  const at::Tensor state = generator(device).get_state();
+  if (bytes != nullptr) std::memcpy(bytes, state.const_data_ptr(), state.nbytes());
+  return state.nbytes();
+}
+
+void sim_set_rng_state(int device, const void* bytes) {
+  at::Tensor state = generator(device).get_state();
+  std::memcpy(state.mutable_data_ptr(), bytes, state.nbytes());
+  generator(device).set_state(state);
+}
 void sim_reset_counts() {
   Lock lock;
   g_counts = {};

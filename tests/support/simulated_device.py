@@ -122,6 +122,11 @@ def load() -> ctypes.CDLL:
     library.sim_waits.restype = ctypes.c_char_p
     library.sim_seed.argtypes = [ctypes.c_uint64]
     library.sim_manual_seed.argtypes = [ctypes.c_uint64, ctypes.c_int]
+    library.sim_rng_state.argtypes = library.sim_set_rng_state.argtypes = [
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
+    library.sim_rng_state.restype = ctypes.c_size_t
     library.sim_pin.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.sim_unpin.argtypes = [ctypes.c_void_p]
     torch.utils.rename_privateuse1_backend("sim")
@@ -141,6 +146,18 @@ def module_of(library: ctypes.CDLL) -> types.ModuleType:
     def manual_seed(seed: int, index: int = -1) -> None:
         library.sim_manual_seed(seed % 2**64, index)
 
+    def number(device: torch.device | str | int) -> int:
+        index = device if isinstance(device, int) else torch.device(device).index
+        return int(library.sim_device()) if index is None else index
+
+    def rng_state(device: torch.device | str | int = "sim") -> torch.Tensor:
+        state = torch.empty(library.sim_rng_state(number(device), None), dtype=torch.uint8)
+        library.sim_rng_state(number(device), state.data_ptr())
+        return state
+
+    def set_rng_state(state: torch.Tensor, device: torch.device | str | int = "sim") -> None:
+        library.sim_set_rng_state(number(device), state.data_ptr())
+
     facts = {
         "is_available": lambda: bool(library.sim_is_available()),
         "is_initialized": lambda: True,  # torch asks from 2.14 on
@@ -150,7 +167,8 @@ def module_of(library: ctypes.CDLL) -> types.ModuleType:
         "synchronize": torch.accelerator.synchronize,
         "manual_seed": manual_seed,
         "manual_seed_all": lambda seed: [manual_seed(seed, index) for index in range(DEVICES)],
-        "get_rng_state": lambda device="sim": torch.sim.default_generator(device).get_state(),
+        "get_rng_state": rng_state,
+        "set_rng_state": set_rng_state,
         "_is_in_bad_fork": lambda: False,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "Stream": torch.Stream,
