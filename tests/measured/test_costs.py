@@ -95,10 +95,9 @@ def test_predicted_peak_and_flops_are_those_of_real_steps(kind: str, dtype: str,
     ids = torch.randint(3, 3000, (rows, tokens))
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
 
-    scratch._SHARED.arena = (
-        scratch.ScratchArena()
-    )  # what earlier tests decoded into would not be seen
     with Walker(model, plan, lora=lora) as walker:
+        # what earlier tests, and the comparison at the start, decoded into would not be seen
+        scratch._SHARED.arena = scratch.ScratchArena()
         program: Program = compile(
             plan, walker.spec, StepKind.TRAIN, shape, costs=costs, page_cache=1 << 30
         )
@@ -136,8 +135,8 @@ def test_predicted_peak_of_an_evaluation_of_several_batches(
     model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype))
     ids = torch.randint(3, 3000, (16, 64))
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
-    scratch._SHARED.arena = scratch.ScratchArena()
     with Walker(model, plan, lora=lora) as walker:
+        scratch._SHARED.arena = scratch.ScratchArena()
         program = compile(plan, walker.spec, StepKind.EVALUATE, shape, costs=costs, batches=4)
         with Meter() as meter:
             for _ in range(2):  # buffers that are kept are there from the first one's end

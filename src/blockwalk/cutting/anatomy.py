@@ -48,6 +48,9 @@ class Anatomy:
     hands_on: bool = False
     """Whether blocks hand tensors to later ones in a dictionary among their arguments, as shared
     keys and values."""
+    drops_entries: bool = False
+    """Whether blocks add entries to such a dictionary that no block reads: they go with the
+    call."""
     against_tiles: str = "it was not tried"
     """The reason for which something is not computed by tiles of the sequence: the first that was
     found; empty: all of it is."""

@@ -408,7 +408,7 @@ class CutModel(BoundUnits):
         watched = call.watched(arguments)
         before = call.writes(arguments, watched)
         dictionaries = {}
-        if not call.is_plain:
+        if self.anatomy.hands_on or self.anatomy.drops_entries:
             dictionaries = {key: dict(arguments[key]) for key in call.dictionaries}
         out: Any = self._by_tiles(call, arguments, reads_answer=reads_answer, uses_up=uses_up)
         if out is None:
@@ -417,11 +417,10 @@ class CutModel(BoundUnits):
             with self._modes(call, hidden_BSD, seed):
                 out = self._call_block(call.module, args, kwargs)
         handed: list[Tensor] = []
-        # Entries that no later block reads go with the call.
-        entries = call.handed if self.anatomy.hands_on else Handed()
+        entries = Handed() if self.anatomy.drops_entries else call.handed
         for key, items in dictionaries.items():
             tensors = entries.take(call.unit, key, arguments[key], items)
-            handed += tensors if self.anatomy.hands_on else []
+            handed += [] if self.anatomy.drops_entries else tensors
         if call.writes(arguments, watched) != before:
             raise ValueError(
                 f"block {call.unit} ({self._units.layers[call.unit - 1].canonical}) writes into"

@@ -199,13 +199,15 @@ def _dissected(model: Any, batch: Mapping[str, Tensor]) -> Anatomy:
     for handle in handles:
         handle.remove()
     anatomy = dissect(model, candidates, trace)
-    return replace(anatomy, hands_on=_hands_on(model, anatomy, batch))
+    return _with_entries(model, anatomy, batch)
 
 
-def _hands_on(model: Any, anatomy: Anatomy, batch: Mapping[str, Tensor]) -> bool:
-    """Return whether a later block reads an entry that a block adds to a dictionary: whether the
-    blocks fail, or answer otherwise, where nobody hands the entries on. Gemma 4 without shared keys
-    adds entries for an assistant model, and reads none."""
+def _with_entries(model: Any, anatomy: Anatomy, batch: Mapping[str, Tensor]) -> Anatomy:
+    """Return an anatomy that says whether blocks add entries to a dictionary, and later ones read
+    them: these fail, or answer otherwise, where nobody hands the entries on. Gemma 4 without shared
+    keys adds entries for an assistant model, and reads none."""
+    handing = replace(anatomy, hands_on=True)
+    dropping = replace(anatomy, drops_entries=True)
 
     def through(cut: CutModel) -> tuple[Tensor, Prologue]:
         prologue = cut.prologue(batch)
@@ -215,17 +217,17 @@ def _hands_on(model: Any, anatomy: Anatomy, batch: Mapping[str, Tensor]) -> bool
         return hidden_BSD, prologue
 
     with torch.no_grad():
-        handed_BSD, prologue = through(CutModel(model, replace(anatomy, hands_on=True)))
+        handed_BSD, prologue = through(CutModel(model, handing))
         if not prologue.calls[0].handed.entries:
-            return False
+            return anatomy
         try:
-            dropped_BSD, _ = through(CutModel(model, replace(anatomy, hands_on=False)))
+            dropped_BSD, _ = through(CutModel(model, dropping))
         # whatever a block raises without an entry, it asked for it
         except Exception as error:
             if isinstance(error, OSError | ImportError) or is_out_of_memory(error):
                 raise
-            return True
-    return not torch.equal(handed_BSD, dropped_BSD)
+            return handing
+    return dropping if torch.equal(handed_BSD, dropped_BSD) else handing
 
 
 def require_borders(folder: str | Path) -> None:
