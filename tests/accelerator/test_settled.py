@@ -14,7 +14,6 @@ import torch
 
 from blockwalk.cli import main
 from blockwalk.plan.settings import override
-from blockwalk.plan.sizes import LIBRARY_WORKSPACE
 from blockwalk.program import settling
 from blockwalk.report import capacity, machine
 from blockwalk.system.process_memory import Limit
@@ -53,9 +52,6 @@ def test_a_plan_that_does_not_fit_the_card_is_refused_before_anything_runs(
     """With what is needed, what is there, and another plan; whether or not somebody gave a
     budget."""
     monkeypatch.chdir(tmp_path)
-    # the simulated card's library sets no memory aside, as kept costs of a card say
-    monkeypatch.setitem(LIBRARY_WORKSPACE, "cuda", 0)
-    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
     free(monkeypatch, 900_000)
     arguments = [
         "train",

@@ -207,8 +207,8 @@ def test_every_command_that_is_named_is_one(capsys: pytest.CaptureFixture[str]) 
     helps: dict[str, str] = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        found = re.findall(r"`blockwalk ([a-z]+)\b([^`]*)`", text) + re.findall(
-            r"^ {4,}blockwalk ([a-z]+)\b(.*)$", text, re.MULTILINE
+        found = re.findall(r"`blockwalk ([a-z][a-z-]*)([^`]*)`", text) + re.findall(
+            r"^ {4,}blockwalk ([a-z][a-z-]*)(.*)$", text, re.MULTILINE
         )
         for command, rest in found:
             if command not in helps:

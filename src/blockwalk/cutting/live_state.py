@@ -39,7 +39,7 @@ def put_back(model: nn.Module) -> Iterator[None]:
     python_state = random.getstate()
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
-    kind = accelerators[0].type if accelerators else "cuda"
+    kind = accelerators[0].type if accelerators else "cpu"
     try:
         with own_draws(), torch.random.fork_rng(accelerators, device_type=kind):
             copies: dict[int, Tensor] = {}

@@ -21,7 +21,7 @@ LIBRARY_WORKSPACE = {"cuda": 32 << 20}
 """Bytes that torch sets aside, among its tensors, for a library's products, once for each thread
 that multiplies: those of a card of compute capability 9, a fourth of them on older ones. Other
 devices have none. Five peaks of LoRA on an H200 were foreseen too low by whole numbers of these,
-within 3 MB (dev/LOG.md)."""
+within 3 MB (dev/LOG.md); those of zeroth order by 12 MB, so that none is counted there."""
 
 LOSS_BUDGET = ByDevice(cpu=16 << 20, cuda=256 << 20)
 """Bytes of scratch that the loss's chunk sizes aim at, one chunk of the head included."""

@@ -550,7 +550,7 @@ def _final_norm(bench: _Bench, prologue: Prologue, tile: slice | None) -> _Norm:
 
 def _scratch(bench: _Bench, device: str) -> int:
     """Return bytes of the buffers that are kept from op to op: what weights are decoded or
-    perturbed into, the largest range of any, under zeroth order the loss's and the update's, and a
+    perturbed into, the largest range of any, under zeroth order the loss's and the update's, else a
     library's own."""
     spec = bench.cut.spec()
     size = bench.dtype.itemsize
@@ -563,10 +563,8 @@ def _scratch(bench: _Bench, device: str) -> int:
     drawn = traits.shaped or not (noise.elementwise or noise.in_place)
     if traits.shaped or (drawn and not noise.beside):
         largest += 2 * largest * 4 // size
-    workspace = LIBRARY_WORKSPACE.get(device, 0)
     if bench.backprop:
-        return largest + 2 * workspace  # autograd's thread multiplies too
-    largest += workspace
+        return largest + 2 * LIBRARY_WORKSPACE.get(device, 0)  # autograd's thread multiplies too
     if traits.copied:  # a block's trainables whole, under a perturbation
         largest += max(unit.numel(trainable=True) * size for unit in spec.blocks)
     if traits.scales:
