@@ -27,7 +27,7 @@ from blockwalk.simulate import hardware
 from blockwalk.simulate.simulator import simulate
 from blockwalk.system import load
 from blockwalk.system.load import OtherLoad
-from blockwalk.walk import timed_units, unit_costs
+from blockwalk.walk import timed_units, timed_walk, unit_costs
 from blockwalk.walk.unit_costs import UnitCosts
 from tests.support.messages import refused
 
@@ -50,6 +50,15 @@ LORA = LoraSettings(rank=4)
 def others(monkeypatch: pytest.MonkeyPatch, threads: Callable[[], float]) -> None:
     """Let other processes compute with so many threads."""
     monkeypatch.setattr(load, "computing", lambda own: threads())
+
+
+@pytest.mark.parametrize("learnt", [0.001, 0.02, 0.5, 1.0])
+def test_a_step_that_is_timed_learns_something(learnt: float) -> None:
+    """Closed form: the share, and one token of a row. Of label words 1 token in 40 is learnt, and
+    none was left of a row of 16."""
+    for length in (2, 16, 40):
+        labels_BS = timed_walk.labels_of(torch.ones(3, length, dtype=torch.int64), learnt)
+        assert (labels_BS == 1).sum(1).tolist() == [max(round(learnt * length), 1)] * 3
 
 
 def test_every_op_that_computes_is_timed_once(

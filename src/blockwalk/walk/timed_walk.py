@@ -102,6 +102,15 @@ def _adapters(adapters: Any) -> Any:
     return PeftConfig.from_pretrained(os.fspath(adapters))
 
 
+def labels_of(ids_BS: torch.Tensor, learnt: float) -> torch.Tensor:
+    """Return labels [B, S] of tokens, of which the last are learnt: so large a share of them, and
+    one of each row at the least."""
+    length = ids_BS.shape[1]
+    labels_BS = ids_BS.clone()
+    labels_BS[:, : length - max(round(learnt * length), 1)] = IGNORE
+    return labels_BS
+
+
 def _steps(walker: Walker, request: Request, timed: Collection[OpKind]) -> Iterator[TimedStep]:
     """Take steps, and yield the seconds of each kind of op in one: of all but the first, which
     finds nothing as a long run does."""
@@ -109,9 +118,7 @@ def _steps(walker: Walker, request: Request, timed: Collection[OpKind]) -> Itera
     shape = request.shape
     rows = shape.batch * plan.cuts
     ids = torch.randint(3, walker.spec.vocab_size, (rows, shape.sequence))
-    labels = ids.clone()
-    labels[:, : round((1 - request.learnt) * shape.sequence)] = IGNORE
-    batch = {"input_ids": ids, "labels": labels}
+    batch = {"input_ids": ids, "labels": labels_of(ids, request.learnt)}
     walker.step(batch)
     began = time.monotonic()
     steps = 0
