@@ -19,8 +19,9 @@ MEASURE = re.compile(r"\d[\d.,]*(\s?(B|kB|MB|GB|s|ms|min)\b)?")
 
 
 def shape(line: str) -> str:
-    """Return a line with every number, and the unit behind it, as #."""
-    return MEASURE.sub("#", " ".join(line.split()))
+    """Return a line with every number, and the unit behind it, as #; so is what binds a step, which
+    is the machine's."""
+    return MEASURE.sub("#", re.sub(r"(?<=% computing )\w+", "#", " ".join(line.split())))
 
 
 def pictured() -> list[str]:
@@ -51,4 +52,7 @@ def test_the_picture_of_a_terminal_shows_todays_lines(
     command = "$ blockwalk train examples/quickstart.yaml"
     lines = [line for line in pictured() if line not in ("blockwalk", command, "...")]
     assert len(lines) > 15
-    assert [line for line in lines if shape(line) not in printed] == []
+    # a long line is cut at the picture's edge
+    assert [
+        line for line in lines if not any(whole.startswith(shape(line)) for whole in printed)
+    ] == []
