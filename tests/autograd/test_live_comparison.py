@@ -20,6 +20,13 @@ from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.engine import model_weights
 from tests.models import tiny_model
 from tests.support.messages import refused
+from tests.support.owners_changes import (
+    disable_adapter,
+    embedding_class,
+    freeze_factors,
+    loss_function,
+    scale_adapter,
+)
 
 EXACT = {"compute_dtype": "float32", "optimizer.max_grad_norm": 0.0}
 COPIED = method("mebp", frozen="disk × raw", **EXACT)
@@ -50,17 +57,6 @@ def _activation(model: Any) -> None:
 
 def _eps(model: Any) -> None:
     model.model.layers[1].input_layernorm.variance_epsilon *= 10
-
-
-class _Scaled(nn.Embedding):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(ids) * 7
-
-
-def _embedding(model: Any) -> None:
-    embedding = _Scaled(101, 32)
-    embedding.weight = model.model.embed_tokens.weight
-    model.model.embed_tokens = embedding
 
 
 def _scaling(model: Any) -> None:
@@ -96,30 +92,8 @@ def _head_hook(model: Any) -> None:
     model.lm_head.register_forward_hook(lambda _module, _args, out: out / 3)
 
 
-def _loss_function(model: Any) -> None:
-    model.loss_function = lambda logits, labels, vocab_size, **_: F.cross_entropy(
-        logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1), label_smoothing=0.3
-    )
-
-
 def _merged(model: Any) -> None:
     model.merge_adapter()
-
-
-def _scaled(model: Any) -> None:
-    for module in model.modules():
-        if hasattr(module, "scale_layer"):
-            module.scale_layer(3.0)
-
-
-def _disabled(model: Any) -> None:
-    model.base_model.disable_adapter_layers()
-
-
-def _frozen(model: Any) -> None:
-    for name, param in model.named_parameters():
-        if "lora_A" in name:
-            param.requires_grad_(False)
 
 
 def _made_anew(model: Any, dtype: torch.dtype) -> Any:
@@ -148,7 +122,7 @@ LOST = {
 KINDS: dict[str, tuple[Callable[[Callable[[Any], Any]], Any], Callable[[Any], Any], str, str]] = {
     "activation": (_plain, _activation, "copy", "model.layers.1 output"),
     "eps by 10": (_plain, _eps, "copy", "model.layers.1 output"),
-    "embedding class": (_plain, _embedding, "copy", "model.embed_tokens output"),
+    "embedding class": (_plain, embedding_class, "copy", "model.embed_tokens output"),
     "scaling": (_plain, _scaling, "copy", "model.layers.1 output"),
     "patched forward": (_plain, _patched, "copy", "model.layers.1 output"),
     "hook on a weight's input": (_plain, _weight_hook, "copy", "model.layers.1 output"),
@@ -160,11 +134,11 @@ KINDS: dict[str, tuple[Callable[[Callable[[Any], Any]], Any], Callable[[Any], An
         "gradient model.layers.0.mlp.up_proj.weight",
     ),
     "hook on the head": (_plain, _head_hook, "head", "lm_head loss"),
-    "loss_function": (_plain, _loss_function, "head", "lm_head loss"),
+    "loss_function": (_plain, loss_function, "head", "lm_head loss"),
     "merged": (_adapted, _merged, "copy", "model.layers.0 output"),
-    "scaled": (_adapted, _scaled, "copy", "model.layers.0 output"),
-    "disabled": (_adapted, _disabled, "copy", "lora_A.weight trained"),
-    "frozen": (_adapted, _frozen, "copy", "lora_A.weight trained"),
+    "scaled": (_adapted, scale_adapter, "copy", "model.layers.0 output"),
+    "disabled": (_adapted, disable_adapter, "copy", "lora_A.weight trained"),
+    "frozen": (_adapted, freeze_factors, "copy", "lora_A.weight trained"),
 }
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from blockwalk import Walker, method
 from tests.models import random_batch, tiny_model
 from tests.support.messages import refused
+from tests.support.owners_changes import embedding_class, loss_function
 
 EXACT = {"compute_dtype": "float32", "optimizer.max_grad_norm": 0.0}
 
@@ -76,23 +76,6 @@ def _eps(model: Any) -> None:
         layer.input_layernorm.variance_epsilon *= 1e6
 
 
-class _Scaled(nn.Embedding):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(ids) * 7
-
-
-def _embedding(model: Any) -> None:
-    embedding = _Scaled(101, 32)
-    embedding.weight = model.model.embed_tokens.weight
-    model.model.embed_tokens = embedding
-
-
-def _loss_function(model: Any) -> None:
-    model.loss_function = lambda logits, labels, vocab_size, **_: F.cross_entropy(
-        logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1), label_smoothing=0.3
-    )
-
-
 def _head_hook(model: Any) -> None:
     model.lm_head.register_forward_hook(lambda _m, _i, out: out / 3)
 
@@ -124,8 +107,8 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     function.__name__.strip("_"): function
     for function in (
         _hook, _patch_by_closure, _before_layers, _after_layers, _another_module, _first_position,
-        _activation, _scale, _eps, _embedding,
-        _loss_function, _head_hook, _patched_model, _head_class,
+        _activation, _scale, _eps, embedding_class,
+        loss_function, _head_hook, _patched_model, _head_class,
     )
 }  # fmt: skip
 

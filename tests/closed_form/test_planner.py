@@ -115,8 +115,7 @@ def test_what_does_not_fit_is_left_out_with_figures() -> None:
 
 
 def test_405b_on_1024_devices_is_answered_in_few_calls_and_without_torch() -> None:
-    """Oracle: the interpreter's count of function calls, which is the same on any machine: three
-    seconds of a quiet one."""
+    """Oracle: the interpreter's count of function calls, which is the same on any machine."""
     cluster = dataclasses.replace(hardware.load("a100-80gb"), devices_per_node=8, nodes=128)
     profile = cProfile.Profile()
     found = profile.runcall(rank, Task(LLAMA_405B, costs(LLAMA_405B), cluster, Shape(1, 4096)))

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from blockwalk import Walker, method
 from tests.models import random_batch, tiny_model
 from tests.support.messages import refused
+from tests.support.owners_changes import disable_adapter, freeze_factors, scale_adapter
 
 LORA = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "down_proj"]}
 
@@ -43,22 +44,6 @@ def _loss(model: Any, batch: dict[str, torch.Tensor]) -> float:
         return float(model.eval()(**batch).loss)
 
 
-def _scaled(model: Any) -> None:
-    for module in model.modules():
-        if hasattr(module, "scale_layer"):
-            module.scale_layer(3.0)
-
-
-def _disabled(model: Any) -> None:
-    model.base_model.disable_adapter_layers()
-
-
-def _half_frozen(model: Any) -> None:
-    for name, param in model.named_parameters():
-        if "lora_A" in name:
-            param.requires_grad_(False)
-
-
 def _layer_frozen(model: Any) -> None:
     for name, param in model.named_parameters():
         if "layers.0" in name:
@@ -77,7 +62,7 @@ def _hooked(model: Any) -> None:
 
 STATES: dict[str, Callable[[Any], None]] = {
     function.__name__.strip("_"): function
-    for function in (_scaled, _half_frozen, _layer_frozen, _second_of_two, _hooked)
+    for function in (scale_adapter, freeze_factors, _layer_frozen, _second_of_two, _hooked)
 }
 
 
@@ -116,7 +101,7 @@ def test_the_state_of_an_adapter_is_followed(
 def test_a_disabled_adapter_answers_nothing(name: str) -> None:
     batch = random_batch()
     model = _adapted()
-    _disabled(model)
+    disable_adapter(model)
     with Walker(model, _plan(name), training=False) as walker:
         assert walker.evaluate(batch).loss == pytest.approx(
             _loss(tiny_model("llama"), batch), abs=2e-6
@@ -139,7 +124,7 @@ def test_an_adapter_on_rounded_weights_keeps_its_scale() -> None:
 
 def test_zeroth_order_leaves_frozen_factors_alone(tmp_path: Path) -> None:
     model = _adapted()
-    _half_frozen(model)
+    freeze_factors(model)
     before = {n: p.clone() for n, p in model.named_parameters() if "lora_" in n}
     with Walker(model, _plan("zo2")) as walker:
         walker.step(random_batch())

@@ -161,7 +161,10 @@ COMMANDS = (
                 type=int,
                 default=0,
             ),
-            _switch("--largest_batch", "with --hardware: the most sequences that fit, by method"),
+            _switch(
+                "--largest_batch",
+                "with --hardware: the most sequences that fit each ranked or refused plan",
+            ),
             _value("--trace", "FILE", "with --hardware: the best plan's timeline, for Perfetto"),
         ),
         takes_settings=True,

@@ -151,9 +151,8 @@ class Slack:
 
 def _anonymous_bytes() -> int:
     """Return bytes of resident memory that no file stands behind."""
-    fd = os.open(
-        "/proc/self/statm", os.O_RDONLY
-    )  # a file object costs twice as much, at each block
+    # a file object costs twice as much, and this is asked at each block
+    fd = os.open("/proc/self/statm", os.O_RDONLY)
     try:
         _, resident, shared, *_ = os.read(fd, 128).split()
     finally:
