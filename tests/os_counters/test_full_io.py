@@ -113,8 +113,8 @@ def test_what_graphs_write_to_file_maps_and_read_there_is_in_the_program(
 ) -> None:
     """Updates at the turn: 24 bytes a parameter are written beside graphs, which hold the
     trainables in bfloat16. A graph that is kept is read again; no page is read only to be
-    overwritten. The kernel counts large pages whole, which is 1 MB more for each graph on
-    average."""
+    overwritten, which would be 108 MB more. The kernel counts large pages whole: up to 2 MB at
+    either end of a graph, which are 1 MB each on average."""
     settings = {"frozen": "disk × raw", "recompute": recompute}
     found = moved(tmp_path, "mebp", settings, ROOM_OF_GRAPHS)
     assert found["said to write"] > 26 * found["parameters"], found
@@ -123,6 +123,7 @@ def test_what_graphs_write_to_file_maps_and_read_there_is_in_the_program(
             found
         )
     said = found["said to write"]
-    assert 0.98 * said <= found["written"] <= 1.02 * said + LAYERS * 2**20, found
+    of_large_pages = LAYERS * 2 * 2**20
+    assert 0.98 * said <= found["written"] <= 1.02 * said + of_large_pages, found
     said = found["said to read"]
-    assert said - ROOM_OF_GRAPHS <= found["read"] <= 1.05 * said, found
+    assert said - ROOM_OF_GRAPHS <= found["read"] <= 1.02 * said + of_large_pages, found
