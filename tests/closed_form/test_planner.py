@@ -17,7 +17,8 @@ from blockwalk.plan.choices import AUTO
 from blockwalk.plan.methods import method
 from blockwalk.program.program import Lane, Pool, Shape
 from blockwalk.simulate import hardware
-from blockwalk.simulate.axes import label_of
+from blockwalk.simulate.axes import label_of, plan_of
+from blockwalk.simulate.bounds import Bounds
 from blockwalk.simulate.hardware import Link
 from blockwalk.simulate.planner import (
     Candidate,
@@ -30,6 +31,7 @@ from blockwalk.simulate.planner import (
     programs_of,
     rank,
 )
+from blockwalk.simulate.search import whole_choices
 from tests.given import costs, decoder
 from tests.support.messages import refused
 
@@ -286,3 +288,23 @@ def test_long_sequences_are_put_in_parts_where_nothing_else_fits() -> None:
     assert rank(whole).first_order == ()
     short = dataclasses.replace(task, shape=Shape(1, 512))
     assert all(plan.mesh.context == 1 for _, plan in candidates(short))
+
+
+@pytest.mark.parametrize("lora_rank", [None, 8])
+def test_no_bound_of_stages_is_above_what_their_programs_take(lora_rank: int | None) -> None:
+    """Oracle: peaks and simulated seconds of the compiled programs. A bound above either would
+    leave out a plan that fits, or that is the fastest."""
+    model = decoder(layers=10, hidden=1024, wide=2816, keys=256, vocab=32_000, lora_rank=lora_rank)
+    machine = dataclasses.replace(hardware.load("a40-48gb-x8-eth10"), nodes=2, devices_per_node=4)
+    task = Task(model, costs(model), machine, Shape(1, 512), micro_batches=8)
+    choices = whole_choices(task, Bounds(task), {})
+    staged = [(least, choice) for least, choice in choices if int(choice["stages"]) > 1]
+    assert len(staged) > 100
+    nearest: list[float] = []
+    for least, choice in staged[:: len(staged) // 12]:
+        looked = look_at(task, label_of(choice), plan_of(task, choice))
+        assert looked.simulation is not None
+        assert least.device <= looked.peaks[Pool.DEVICE], looked.label
+        assert least.seconds <= looked.simulation.seconds, looked.label
+        nearest.append(least.seconds / looked.simulation.seconds)
+    assert max(nearest) > 0.7

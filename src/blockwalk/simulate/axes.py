@@ -22,6 +22,9 @@ from blockwalk.simulate.task import Task
 PARTS_FROM = 2048
 """Sequences of more tokens are looked at in parts over ranks as well."""
 
+CHUNKS = (1, 2, 4)
+"""Numbers of chunks of a stage that are looked at."""
+
 Value = int | str
 Choice = Mapping[str, Value]
 """Values by the name of their axis, in the order of the table."""
@@ -47,12 +50,12 @@ class Axis:
     for all values: they say where state lies, not what is computed when."""
 
 
-_row = cache(method)
+_method = cache(method)
 
 
 def row_of(choice: Choice) -> Plan:
     """Return the row of a choice's method."""
-    return _row(str(choice["method"]))
+    return _method(str(choice["method"]))
 
 
 def stage_ranks(task: Task, choice: Choice) -> int:
@@ -92,11 +95,26 @@ def _parts(task: Task, _row: Plan, choice: Choice) -> Iterator[int]:
             yield parts
 
 
-def _ways(_task: Task, _row: Plan, choice: Choice) -> Iterator[str]:
-    """Yield ways in which parts attend: the one that sends fewer bytes, and keys of all parts."""
-    yield "auto"
-    if int(choice["parts"]) > 1:
-        yield "keys"
+_WAYS = ("auto", "keys")
+
+
+def _ways(task: Task, _row: Plan, choice: Choice) -> Iterator[str]:
+    """Yield ways in which parts attend: the one that sends fewer bytes, and keys of all parts where
+    that is another."""
+    yield _WAYS[0]
+    parts = int(choice["parts"])
+    if parts == 1:
+        return
+    mesh = {
+        "mesh.world": task.hardware.world,
+        "mesh.ranks_per_node": task.hardware.devices_per_node,
+        "mesh.context": parts,
+    }
+    plans = [_method(str(choice["method"]), **mesh, **{"context.way": way}) for way in _WAYS]
+    costs = [task.costs(plan, task.shape.part(parts)) for plan in plans]
+    for way, cost in zip(_WAYS[1:], costs[1:], strict=True):
+        if cost.units != costs[0].units:
+            yield way
 
 
 def _is_free(row: Plan) -> bool:
@@ -191,7 +209,7 @@ def _chunks(task: Task, _row: Plan, choice: Choice) -> Iterator[int]:
     """Yield numbers of chunks of a stage: several where micro-batches go in whole rounds."""
     stages = int(choice["stages"])
     in_rounds = task.steps(stages, int(choice["parts"])) % stages == 0
-    for chunks in (1, 2, 4) if stages > 1 and in_rounds else (1,):
+    for chunks in CHUNKS if stages > 1 and in_rounds else (1,):
         if chunks == 1 or stages * chunks <= len(task.model.blocks):
             yield chunks
 

@@ -15,7 +15,7 @@ from blockwalk.plan.mesh import between, gather_bytes, make_axes
 from blockwalk.plan.methods import method
 from blockwalk.plan.placement import DTYPE_BYTES
 from blockwalk.program.costs import UnitCost
-from blockwalk.simulate.axes import Choice, row_of, stage_ranks
+from blockwalk.simulate.axes import CHUNKS, Choice, row_of, stage_ranks
 from blockwalk.simulate.seconds import HOST_MEMORY, CostModel
 from blockwalk.simulate.task import Task
 
@@ -33,7 +33,8 @@ class _Work:
     """Seconds of all blocks, forwards and backwards of kept graphs."""
     again: float
     """Seconds of all blocks to compute again what no graph has."""
-    ends: float
+    prologue: float
+    epilogue: float
     graph: float
     """Bytes of a block's graph, on average."""
     hidden: int
@@ -109,13 +110,13 @@ class Bounds:
                 forwards += sent(cost) + hardware.intra.seconds(cost.backward_sent)
             again += priced.work_seconds(cost.again) + sent(cost)
             graph += cost.graph(kept=True).nbytes / len(model.blocks)
-        ends = sum(
+        prologue, epilogue = (
             priced.work_seconds(by_kind[unit.kind].forward + by_kind[unit.kind].backward)
             for unit in (model.prologue, model.epilogue)
         )
         transient = max(cost.forward_transient for cost in by_kind.values())
         hidden = shape.tokens * model.hidden_size * size
-        return _Work(forwards, again, ends, graph, hidden, transient)
+        return _Work(forwards, again, prologue, epilogue, graph, hidden, transient)
 
     def least(self, choice: Choice) -> Least:
         """Return the least that a choice needs. Each bound is of the program that would be
@@ -153,9 +154,14 @@ class Bounds:
         walks = -(-steps // joint)
         if walks > 1 and row.gradient.tier.facts.resident:
             device_bytes += 4 * trained / over["gradients"]
-        device_bytes += (
-            size * self.block if over["parameters"] > 1 else 0
-        ) + 4 * self.trained_block
+        # a chunk's parameters stay in their slots for the next micro-batch, and shared sums on the
+        # device: some chunk has no fewer blocks than the average
+        of_chunk = 0 if stages == 1 else -(-len(task.model.blocks) // stages // _chunks(choice))
+        if over["parameters"] > 1:
+            kept = self.block if codes == "raw" else self.trained_block
+            device_bytes += size * (self.block + of_chunk * kept)
+        shared = choice.get("sums") == "shared" and over["gradients"] > 1
+        device_bytes += 4 * self.trained_block * max(of_chunk * shared, 1)
         work = self._work(name, parts, str(choice.get("way", "auto")))
         alive = self._alive(choice, steps)
         blocks = len(task.model.blocks) / stages
@@ -206,10 +212,26 @@ class Bounds:
         if task.hardware.device == "cuda":
             grows = max(work.graph - work.hidden, 1.0) * self._alive(choice, steps) * blocks
             again = min(max(1 - max(left, 0.0) / grows, 0.0), 1.0)
-        computes = steps * (work.forwards + again * work.again + work.ends) / stages
-        computes *= 1 + (stages - 1) / (chunks * steps)
+        a_block = (work.forwards + again * work.again) / len(task.model.blocks)
+        on_average = (a_block * len(task.model.blocks) + work.prologue + work.epilogue) / stages
+        computes = max(
+            on_average * (steps + (stages - 1) / chunks),
+            steps * self._slowest_stage(stages, chunks, a_block, work),
+        )
         updates = self._update_seconds(choice, self.trained / stages / over["states"])
         return computes + updates
+
+    def _slowest_stage(self, stages: int, chunks: int, a_block: float, work: _Work) -> float:
+        """Return the least seconds of the slowest stage for one micro-batch. Blocks are whole, and
+        the stage that ends in the loss has one of them in each of its chunks at the least."""
+        count = len(self.task.model.blocks)
+        if stages == 1:
+            return count * a_block + work.prologue + work.epilogue
+        fewest = min(chunks, count)
+        return a_block * min(
+            max(blocks + work.epilogue / a_block, -(-(count - blocks) // (stages - 1)))
+            for blocks in range(fewest, max(fewest, count // stages) + 1)
+        )
 
     def _update_seconds(self, choice: Choice, elements: float) -> float:
         """Return seconds of updating so many elements in one place."""
@@ -218,6 +240,11 @@ class Bounds:
         if choice["memory"] in HOSTS_STATES:
             return touched / HOST_MEMORY
         return touched / hardware.memory_bandwidth
+
+
+def _chunks(choice: Choice) -> int:
+    """Return the chunks of a stage, the most that it may have where they are not chosen yet."""
+    return int(choice.get("chunks", max(CHUNKS)))
 
 
 def _link_seconds(
