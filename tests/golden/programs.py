@@ -264,10 +264,24 @@ def whole(program: Program) -> Iterator[str]:
 
 def _op(op: Op) -> Iterator[str]:
     yield f"{op.index:3} {op.lane:<10} {op.kind} {op.unit}"
-    for field in dataclasses.fields(op):
-        value = getattr(op, field.name)
-        if field.name not in ("index", "lane", "kind", "unit") and value != field.default:
-            yield f"{field.name}={_value(value)}"
+    defaults = {field.name: field.default for field in dataclasses.fields(op)}
+    for name, default in defaults.items():
+        value = getattr(op, name)
+        if name == "passes":
+            yield from _passes(op.passes)
+        elif name == "slot" and op.buffer >= 0:
+            continue
+        elif name not in ("index", "lane", "kind", "unit") and value != default:
+            yield f"{name}={_value(value)}"
+        if name == "sent" and op.buffer >= 0:
+            yield f"buffer={op.buffer}"
+
+
+def _passes(passes: range) -> Iterator[str]:
+    if passes.start:
+        yield f"forward_pass={passes.start}"
+    if len(passes) > 1:
+        yield f"passes={len(passes)}"
 
 
 def _value(value: object) -> str:

@@ -219,7 +219,7 @@ class _Backprop:
             unit,
             Lane.COMPUTE,
             deps,
-            buffer=self.reductions.buffer(unit),
+            slot=self.reductions.buffer(unit),
             micro_batch=micro_batch,
             last=micro_batch == self.final,
             flops=forward_flops + cost.backward_flops if unit else 0,
@@ -362,9 +362,8 @@ class _Backprop:
     ) -> int:
         """Hand the file maps that a block's graph was written to over to the disk, or bring their
         pages back."""
-        details = {"part": StateKind.ACTIVATION, "micro_batch": micro_batch, "of_graph": True}
         graph = self.b.cost(unit).graph(kept=unit in self.keep)
-        return self.b.op(kind, unit, lane, after, nbytes=graph.nbytes, **details)
+        return self.b.op(kind, unit, lane, after, micro_batch=micro_batch, nbytes=graph.nbytes)
 
     def _moves_input(
         self, kind: OpKind, lane: Lane, unit: int, micro_batch: int, *after: int, takes: Bytes = ()

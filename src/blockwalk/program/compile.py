@@ -156,7 +156,7 @@ def compile_ranks(plan: Plan, model: ModelSpec, *step: Any, **inputs: Any) -> tu
         program = compile(plan, model, *step, coordinates=coordinates, **inputs)
         ops = program.ops
         if plan.mesh.pipeline == 1:
-            ops = tuple(replace(op, micro_batch=0, forward_pass=0) for op in ops)
+            ops = tuple(replace(op, micro_batch=0, passes=range(len(op.passes))) for op in ops)
         programs.setdefault(ops, program)
     return tuple(programs.values())
 

@@ -25,6 +25,9 @@ COMPUTES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKin
 """The kinds of op that compute with a unit's parameters, for one micro-batch in one forward
 pass."""
 
+_IN_BUFFERS = (OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD, OpKind.REDUCE)
+"""The kinds of op whose slot is a gradient buffer."""
+
 
 class Lane(StrEnum):
     """A queue of work: a CUDA stream or a thread."""
@@ -126,24 +129,23 @@ class Op:
     lane: Lane
     deps: tuple[int, ...] = ()
     part: StateKind | None = None
-    """The kind of state that it moves or changes."""
+    """The kind of state that it moves or changes. What a graph holds is none: a SAVE or LOAD of it
+    has no part."""
     nbytes: int = 0
     """Bytes that cross the lane's link."""
     flops: int = 0
     micro_batch: int = 0
-    forward_pass: int = 0
-    """The number of the forward in a zeroth-order step: one for each perturbed copy of the
-    weights."""
-    passes: int = 1
-    """Forwards that it computes as one batch, from that number on."""
+    passes: range = range(1)
+    """The forwards of a zeroth-order step that it computes as one batch: one for each perturbed
+    copy of the weights."""
     slot: int = -1
+    """The place that it fills, reads or empties: a slot of parameters, the place in host memory
+    that gradients come to, or the gradient buffer of a backward op or a REDUCE. -1: none."""
     axes: tuple[str, ...] = ()
     """The axes of the mesh that it is a collective over, innermost first: a GATHER's slices come
     from there, a REDUCE's sums go there, and every rank's scalars are exchanged."""
     sent: tuple[Sent, ...] = ()
     """Bytes that blocks exchange over these axes while it computes, beside ``nbytes``."""
-    buffer: int = -1
-    """The gradient buffer that a backward op fills and a REDUCE empties."""
     device_slice: bool = False
     """True where the node slice that the adaptive cache keeps on the device is written (CACHE),
     read (GATHER) or freed (EVICT)."""
@@ -152,8 +154,6 @@ class Op:
     keep_graph: bool = False
     """True for a FORWARD whose activations stay for its BACKWARD, and for a BACKWARD that need not
     recompute."""
-    of_graph: bool = False
-    """True for a SAVE or LOAD of what a block's graph holds in file maps, in place of its input."""
     last: bool = False
     """The last of its micro-batches: gradients are complete after it."""
     takes: Bytes = ()
@@ -162,6 +162,22 @@ class Op:
     """Memory given back when it ends."""
     transient: int = 0
     """Device bytes held only while it runs."""
+
+    @property
+    def forward_pass(self) -> int:
+        """The number of the first of its passes."""
+        return self.passes.start
+
+    @property
+    def buffer(self) -> int:
+        """The gradient buffer that a backward op fills and a REDUCE empties; -1 for others."""
+        return self.slot if self.kind in _IN_BUFFERS else -1
+
+    @property
+    def of_graph(self) -> bool:
+        """True for a SAVE or LOAD of what a block's graph holds in file maps, in place of its
+        input."""
+        return self.kind in (OpKind.SAVE, OpKind.LOAD) and self.part is None
 
     @property
     def refreshes(self) -> bool:
@@ -328,9 +344,8 @@ def _detail(op: Op) -> str:
     words = (
         op.part.value if op.part else "",
         f"µ{op.micro_batch}" if of_batch else "",
-        f"pass {op.forward_pass}" if of_batch and op.forward_pass and op.passes == 1 else "",
-        f"passes {op.forward_pass} to {op.forward_pass + op.passes - 1}" if op.passes > 1 else "",
-        f"slot {op.slot}" if op.slot >= 0 else "",
+        _passes(op.passes) if of_batch else "",
+        f"slot {op.slot}" if op.slot >= 0 and op.kind not in _IN_BUFFERS else "",
         f"over {', '.join(op.axes)}" if op.axes else "",
         f"buffer {op.buffer}" if op.buffer >= 0 else "",
         "on device" if op.device_slice else "",
@@ -339,6 +354,12 @@ def _detail(op: Op) -> str:
         "graph" if op.of_graph else "",
     )
     return " ".join(word for word in words if word)
+
+
+def _passes(passes: range) -> str:
+    if len(passes) > 1:
+        return f"passes {passes[0]} to {passes[-1]}"
+    return f"pass {passes[0]}" if passes[0] else ""
 
 
 def human_bytes(nbytes: float) -> str:

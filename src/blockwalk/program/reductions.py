@@ -83,7 +83,7 @@ class Reductions:
                 [gradients],
                 part=StateKind.GRADIENT,
                 axes=names_of(axes),
-                buffer=buffer if reads_buffer else -1,
+                slot=buffer if reads_buffer else -1,
                 nbytes=times * gather_bytes(axes, 4 * numel // inner),
                 last=complete and k == len(pieces) - 1,
             )

@@ -44,7 +44,6 @@ def forwards(b: Builder, pieces: Sequence[Piece], pending: Pending = Pending()) 
     """Return the turns of a walk in which every unit computes these pieces, after the updates that
     wait for it."""
     kinds = {0: OpKind.PROLOGUE, b.places.last: OpKind.LOSS}
-    singly = [(forward_pass, micro_batch, 1) for forward_pass, micro_batch in pieces]
 
     def work(unit: int, after: tuple[int, ...]) -> list[int]:
         cost = b.cost(unit)
@@ -57,14 +56,13 @@ def forwards(b: Builder, pieces: Sequence[Piece], pending: Pending = Pending()) 
                 Lane.COMPUTE,
                 [*after, *updates[:1]],
                 micro_batch=micro_batch,
-                forward_pass=forward_pass,
                 passes=passes,
-                flops=passes * cost.forward_flops,
-                transient=passes * cost.forward_transient,
+                flops=len(passes) * cost.forward_flops,
+                transient=len(passes) * cost.forward_transient,
                 **b.exchanges(unit, cost.forward_sent),
             )
-            for forward_pass, micro_batch, passes in (
-                batches(b, unit, pieces) if kind is OpKind.FORWARD else singly
+            for passes, micro_batch in (
+                batches(b, unit, pieces) if kind is OpKind.FORWARD else singly(pieces)
             )
         ]
         return updates + computed
@@ -72,19 +70,25 @@ def forwards(b: Builder, pieces: Sequence[Piece], pending: Pending = Pending()) 
     return [Turn(unit, partial(work, unit)) for unit in range(b.places.last + 1)]
 
 
-def batches(b: Builder, unit: int, pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
-    """Return the batches, (first pass, micro-batch, passes), in which a block computes these
-    pieces: consecutive passes on a micro-batch, where all its trainables are matrices and
-    vectors."""
+def batches(b: Builder, unit: int, pieces: Sequence[Piece]) -> list[tuple[range, int]]:
+    """Return the batches, (passes, micro-batch), in which a block computes these pieces:
+    consecutive passes on a micro-batch, where all its trainables are matrices and vectors."""
     trained = b.places.model.units[unit].part(True)
     batch = b.places.plan.passes_together(b.shape.tokens)
     if batch == 1 or b.pieces or any(len(p.shape) > 2 for p in trained):
-        return [(forward_pass, micro_batch, 1) for forward_pass, micro_batch in pieces]
+        return singly(pieces)
     passes, cuts = (list(dict.fromkeys(numbers)) for numbers in zip(*pieces, strict=True))
     starts = range(0, len(passes), batch)
     return [
-        (passes[start], cut, min(batch, len(passes) - start)) for start in starts for cut in cuts
+        (range(passes[start], passes[start] + min(batch, len(passes) - start)), cut)
+        for start in starts
+        for cut in cuts
     ]
+
+
+def singly(pieces: Sequence[Piece]) -> list[tuple[range, int]]:
+    """Return these pieces as batches of one pass, (passes, micro-batch)."""
+    return [(range(p, p + 1), micro_batch) for p, micro_batch in pieces]
 
 
 def _apply_pending(b: Builder, unit: int, pending: Pending, after: Sequence[int]) -> list[int]:

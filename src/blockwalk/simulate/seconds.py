@@ -170,7 +170,7 @@ class CostModel:
         if self._draws(op):
             trained = [param for param in params if param.trainable]
             matrices = sum(param.quantizable for param in trained)
-            starts += op.passes * (LAZY_STARTS * matrices + len(trained) - matrices)
+            starts += len(op.passes) * (LAZY_STARTS * matrices + len(trained) - matrices)
         return starts
 
     def _between_ranks(self, lane: Lane, nbytes: int) -> float:
@@ -280,7 +280,7 @@ class CostModel:
         cost = self.costs.of(self.model.units[op.unit].kind)
         match op.kind:
             case OpKind.PROLOGUE | OpKind.FORWARD:
-                return cost.forward * op.passes
+                return cost.forward * len(op.passes)
             case OpKind.BACKWARD if op.keep_graph:
                 return cost.backward
             case OpKind.BACKWARD:
@@ -380,9 +380,10 @@ class CostModel:
         are on the device."""
         if op.unit in self._landed and op.part in (StateKind.TRAINABLE, StateKind.GRADIENT):
             return ""
-        if self.plan.home.gathered and op.part is not StateKind.ACTIVATION:
+        part = StateKind.ACTIVATION if op.of_graph else op.part
+        if self.plan.home.gathered and part is not StateKind.ACTIVATION:
             return ""
-        kind = "optimizer_state" if op.part is StateKind.OPTIMIZER else op.part or "trainable"
+        kind = "optimizer_state" if part is StateKind.OPTIMIZER else part or "trainable"
         tier = getattr(self.plan, kind).tier.facts
         return None if tier.resident else str(tier.link)
 

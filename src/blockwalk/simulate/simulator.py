@@ -342,7 +342,8 @@ def _words(op: Op, model_of: CostModel) -> str:
     if op.lane is Lane.COMPUTE or op.kind is OpKind.UPDATE:
         return op.kind.facts.doing
     noun = op.kind.facts.noun or op.kind.lower()
-    return f"waiting for {_link(op, model_of)}: {noun} of {_STATE.get(op.part, 'state')}"
+    state = "graphs" if op.of_graph else _STATE.get(op.part, "state")
+    return f"waiting for {_link(op, model_of)}: {noun} of {state}"
 
 
 def _link(op: Op, model_of: CostModel) -> str:

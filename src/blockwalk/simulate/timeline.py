@@ -61,7 +61,8 @@ def events(
 
 def name(program: Program, op: Op) -> str:
     """Return ``FETCH block 3 frozen``."""
-    part = f" {op.part}" if op.part is not None else ""
+    state = "graph" if op.of_graph else op.part
+    part = f" {state}" if state is not None else ""
     return f"{op.kind} {program.unit_names[op.unit]}{part}"
 
 

@@ -7,6 +7,8 @@ as in every other program."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from blockwalk.plan.placement import StateKind
 from blockwalk.program.lower import Builder
 from blockwalk.program.program import Lane, OpKind, StepKind
@@ -22,14 +24,14 @@ def turns(b: Builder, step: Step) -> None:
         _in_place(b, OpKind.REPLAY, entries=step.pending.entries)
         return
     for p in range(2):
-        _in_place(b, OpKind.PERTURB, forward_pass=p)
+        _in_place(b, OpKind.PERTURB, passes=range(p, p + 1))
         b.walk(forwards(b, local_pieces(b, [p])))
-    _in_place(b, OpKind.PERTURB, forward_pass=2)
+    _in_place(b, OpKind.PERTURB, passes=range(2, 3))
     exchange(b)
     _in_place(b, OpKind.UPDATE_ALL)
 
 
-def _in_place(b: Builder, kind: OpKind, **details: int) -> int:
+def _in_place(b: Builder, kind: OpKind, **details: Any) -> int:
     """Return an op on the trainables of all units: beside them a whole parameter's draw, and its
     product with the scale."""
     drawn = 2 * max((p.nbytes for p in b.places.model.params(trainable=True)), default=0)

@@ -210,7 +210,7 @@ class ZerothOrder:
 
     @torch.no_grad()
     def _forward(self, op: Op, state: StepState) -> None:
-        keys = [(op.micro_batch, op.forward_pass + i) for i in range(op.passes)]
+        keys = [(op.micro_batch, forward_pass) for forward_pass in op.passes]
         if len(keys) == 1 or op.unit in self._alone or not self._forward_together(op, keys, state):
             for key, values in zip(keys, self._values(op, state), strict=True):
                 self.engine.cut.bind(op.unit, values)
@@ -241,8 +241,7 @@ class ZerothOrder:
 
     def _values(self, op: Op, state: StepState) -> list[dict[str, Value]]:
         """Return a unit's trainables under the perturbation of each pass of an op."""
-        passes = range(op.forward_pass, op.forward_pass + op.passes)
-        perturbations = [self.arithmetic.perturbation(p, state) for p in passes]
+        perturbations = [self.arithmetic.perturbation(p, state) for p in op.passes]
         copies = self.plan.copies_blocks
         return self.arithmetic.units.values(op.unit, perturbations, copies=copies)
 
