@@ -1,6 +1,6 @@
 """Oracle: the host tier, bit for bit, for residences that live in this file alone: parameters that
-are streamed through zlib on the host, and optimizer states of which some units' lie on the device
-and the others' on the host.
+are streamed through zlib on the host by a mover of their own, and optimizer states of which some
+units' lie on the device and the others' on the host.
 
 Both are whole between the imports and the first test: rows, and a memory."""
 
@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from blockwalk import LoraSettings
+from blockwalk.engine import movers
+from blockwalk.engine.home import Job
 from blockwalk.plan.methods import method
 from blockwalk.plan.placement import StateKind, Tier
 from blockwalk.plan.tiers import TIERS, TierFacts
 from blockwalk.program.placements import Placements
-from blockwalk.program.program import Bytes, Pool
+from blockwalk.program.program import Bytes, Op, OpKind, Pool
 from blockwalk.program.residence import RESIDENCES, STREAMED
 from blockwalk.program.resident_bytes import resident_bytes
 from blockwalk.program.unit_sizes import UnitSizes
@@ -73,7 +75,16 @@ def held_packed(sizes: UnitSizes, unit: int, kind: StateKind, tier: Tier) -> Byt
     return ((Pool.HOST, sizes.part_bytes(sizes.model.units[unit], kind) // RATIO),)
 
 
-COMPRESSED = replace(STREAMED, held=held_packed, over_ranks="", as_copies="")
+MOVED: list[tuple[OpKind, int]] = []
+"""The ops that the mover answered: kind and unit."""
+
+
+def moved(home: Any, op: Op) -> Job:
+    MOVED.append((op.kind, op.unit))
+    return movers.streamed(home, op)
+
+
+COMPRESSED = replace(STREAMED, held=held_packed, mover=moved, over_ranks="", as_copies="")
 SPLIT = TierFacts(pool="host", shares=(("device", 0.4), ("host", 0.6)))
 
 
@@ -139,6 +150,20 @@ def test_a_run_trains_on_a_residence_from_outside(
     assert other["state"].keys() == host["state"].keys()
     assert all(torch.equal(t, other["state"][key]) for key, t in host["state"].items())
     assert bool(memories) == (RUNS[name][3] == "compressed")
+
+
+@visited_host()
+def test_a_row_names_what_moves_it(memories: list[Packed], tmp_path: Path) -> None:
+    """Every block of a step is fetched, stored and evicted by the row's mover, in this order of its
+    own; a tied embedding that stays is not."""
+    MOVED.clear()
+    blocks = range(1, run("zo2", "compressed", tmp_path)["places"].last)
+    of_block = [[kind for kind, unit in MOVED if unit == block] for block in blocks]
+    moves = [OpKind.FETCH, OpKind.STORE, OpKind.EVICT]
+    assert all(set(kinds) == set(moves) for kinds in of_block)
+    first_step = [kind for kind in of_block[0] if kind is not OpKind.STORE][:2]
+    assert first_step == [OpKind.FETCH, OpKind.EVICT]
+    assert not [unit for kind, unit in MOVED if kind is OpKind.FETCH and unit not in blocks]
 
 
 @visited_host()

@@ -36,7 +36,7 @@ from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import Codec, StateKind
 from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.placements import Placements
-from blockwalk.program.program import Op, OpKind
+from blockwalk.program.program import Op
 from blockwalk.ranks.ranks import Ranks
 from blockwalk.system.atomic_files import discard
 from blockwalk.tiers.block_store.store import BlockStore, StoredParam, StoredUnit
@@ -180,15 +180,16 @@ class Buckets:
 
     # ---- residency -------------------------------------------------------------------------------
 
-    def prepare(self, op: Op) -> Job:
-        """FETCH, GATHER, STORE: a unit, or this process's slice of it. EVICT: its slot is free."""
-        match op.kind:
-            case OpKind.FETCH:
-                return partial(self.fetch, op.unit, op.slot)
-            case OpKind.GATHER:
-                return partial(self.gather, op.unit)
-            case OpKind.STORE:
-                return partial(self.store, op.unit)
+    def bring(self, op: Op) -> Job:
+        return partial(self.fetch, op.unit, op.slot)
+
+    def write_back(self, op: Op) -> Job:
+        return partial(self.store, op.unit)
+
+    def complete(self, op: Op) -> Job:
+        return partial(self.gather, op.unit)
+
+    def leave(self, op: Op) -> Job:
         return partial(self.vacate, op.slot)
 
     def values(self, unit: int) -> dict[str, Value]:

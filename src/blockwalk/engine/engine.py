@@ -1,9 +1,9 @@
 """The state that a walk works on: an opened model, and a home for each part of its state.
 
-The engine answers the ops that move state by asking the home of the part that they name, and binds
-what estimators compute with. It never decides when something happens: the program does. Nor does it
-choose its homes: it is handed them (:mod:`blockwalk.engine.homes`), and does not ask which they
-are."""
+The engine answers the ops that move state by the mover of the residence of what they name
+(:mod:`blockwalk.engine.movers`), and binds what estimators compute with. It never decides when
+something happens: the program does. Nor does it choose its homes: it is handed them
+(:mod:`blockwalk.engine.homes`), and does not ask which they are."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from blockwalk.cutting.saved_adapters import save_adapter
 from blockwalk.engine.home import Brief, Home, Job
 from blockwalk.engine.homes import Homes
 from blockwalk.engine.model_handle import ModelHandle
+from blockwalk.engine.movers import Mover
 from blockwalk.engine.slots import Slots, saved_by_place
 from blockwalk.numerics.codecs.weights import DenseWeight, Value, Weight
 from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import StateKind
+from blockwalk.plan.table import resolved
+from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind, Shape
 from blockwalk.system.heap import Slack, give_back
 from blockwalk.tiers.memories import Memories
@@ -68,6 +71,11 @@ class Engine:
             StateKind.TRAINABLE: homes.trainable,
         }
         """The home of each part, as far as its parameters come and go."""
+        places = Placements(self.plan, self.spec, self.device.type)
+        self._movers: dict[tuple[int, StateKind], Mover] = {
+            key: resolved(places.mover(*key)) for key in places.residences
+        }
+        """The mover of each kind of state of each unit."""
         self.trained = homes.trained
         """The home of the trainables, as far as they outlive a step."""
         self.gradients = homes.gradients
@@ -123,10 +131,11 @@ class Engine:
             if op.kind is OpKind.GATHER and op.part is StateKind.GRADIENT:
                 return self.gradients.gather(op)
         if op.part is not None:  # gradients and optimizer states are with the trainables
-            return self.homes.get(op.part, self.homes[StateKind.TRAINABLE]).prepare(op)
+            home = self.homes.get(op.part, self.homes[StateKind.TRAINABLE])
+            return self._movers[op.unit, op.part](home, op)
         if self._slack is not None and self.plan.mesh.world == 1:
             self._slack.bound(anew=op.unit == 0 and self._leaves_holes)
-        evictions = [home.prepare(op) for home in self.homes.values()]
+        evictions = [self._movers[op.unit, part](home, op) for part, home in self.homes.items()]
 
         def evict_both() -> None:
             for evict in evictions:

@@ -25,10 +25,10 @@ from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec, StateKind
 from blockwalk.program.placements import Placements
-from blockwalk.program.program import Op, OpKind
+from blockwalk.program.program import Op
 from blockwalk.ranks.ranks import Ranks
 from blockwalk.tiers.memories import Memories
-from blockwalk.tiers.protocols import UnitTier
+from blockwalk.tiers.protocols import UnitTier, WeightSource
 from blockwalk.tiers.unit_buckets import Staged
 
 
@@ -46,6 +46,9 @@ class Frozen:
         self._group = group
         plan = model.plan
         self._facts = plan.frozen.tier.facts
+        self._reads_files = self._facts.mapped
+        """True where a unit is read from the model's files at each visit; of a tier in memory
+        hardly a page of them is there."""
         self._places = places = Placements(plan, model.spec, model.device.type)
         self._reads = model.reads[False]
         self._stored = [
@@ -77,6 +80,12 @@ class Frozen:
                         param, whole=unit not in places.sizes.kept
                     )
             model.cut.bind(unit, {p.name: self.bound[p.name] for p in params})
+
+    @property
+    def _source(self) -> WeightSource:
+        source = self._model.source
+        assert source is not None, "frozen parameters that travel have a source"
+        return source
 
     def _own(self, bytes_P: Tensor) -> Tensor:
         """Return the bytes of a unit (uint8 [P]) that this process keeps and fetches: its slice, or
@@ -130,9 +139,8 @@ class Frozen:
         """Return the buckets where they stay between their turns: in the model's own files, where
         the tier's bytes are files, or in its memory."""
         model = self._model
-        source = model.source
-        assert source is not None, "frozen parameters that travel have a source"
-        if self._facts.mapped:
+        source = self._source
+        if self._reads_files:
             from_source = _FromSource(model, self._buckets)
             return (
                 from_source if is_cpu(model.device) else Staged(from_source, largest, model.device)
@@ -175,31 +183,45 @@ class Frozen:
         self._model.cut.bind(unit, arriving)
         return bytes_P
 
-    def prepare(self, op: Op) -> Job:
-        """FETCH: make the pages of a unit resident, and copy what visits, or this process's slice
-        of it, to its slot, which GATHER completes. EVICT: give the pages back."""
-        source = self._model.source
-        names = self._stored[op.unit]
-        if source is None:
+    def bring(self, op: Op) -> Job:
+        """FETCH: copy what visits, or this process's slice of it, to its slot."""
+        if self._reads_files:
+            return self.will_need(op)
+        if op.unit not in self._buckets:  # all that it has came in memory
             return NO_JOB
-        if op.kind is OpKind.EVICT:
-            release = partial(source.release, names)  # of a tier in memory hardly a page is there
-            return release if self._facts.mapped else Brief(release)
-        if op.kind is OpKind.GATHER:
-            assert self.slots is not None
-            slot_P = self.slots.of(op.unit, self._buckets[op.unit].nbytes)
-            return partial(self._group.gather_, slot_P, self._ranks)
+        bytes_P = self._arrive(op.unit, op.slot)
+        return on_bytes(bytes_P.nbytes, self._copy, op.unit, bytes_P)
+
+    def will_need(self, op: Op) -> Job:
+        """FETCH: make the pages of a unit resident, and put together in its slot what no file has
+        whole."""
         bytes_P = self._arrive(op.unit, op.slot) if op.unit in self._buckets else None
+        return partial(self._read, op.unit, bytes_P)
 
-        def work() -> None:
-            if self._facts.mapped:
-                source.prefetch(names)
-            if bytes_P is not None and self._tier is not None:
-                self._tier.read_unit(op.unit, self._own(bytes_P))
+    def _read(self, unit: int, bytes_P: Tensor | None) -> None:
+        self._source.prefetch(self._stored[unit])
+        if bytes_P is not None:
+            self._copy(unit, bytes_P)
 
-        if self._facts.mapped:
-            return work
-        return on_bytes(0 if bytes_P is None else bytes_P.nbytes, work)
+    def _copy(self, unit: int, bytes_P: Tensor) -> None:
+        assert self._tier is not None
+        self._tier.read_unit(unit, self._own(bytes_P))
+
+    def complete(self, op: Op) -> Job:
+        """GATHER: complete a unit in its slot from the slices of the other ranks."""
+        assert self.slots is not None
+        slot_P = self.slots.of(op.unit, self._buckets[op.unit].nbytes)
+        return partial(self._group.gather_, slot_P, self._ranks)
+
+    def leave(self, op: Op) -> Job:
+        """EVICT: give the pages of a unit back."""
+        release = partial(self._source.release, self._stored[op.unit])
+        return release if self._reads_files else Brief(release)
+
+    def write_back(self, op: Op) -> Job:
+        raise AssertionError(f"frozen parameters are not written: {op}")
+
+    dont_need = write_back
 
     def values(self, unit: int) -> Mapping[str, Value]:
         return {}  # bound for good, or when they were fetched

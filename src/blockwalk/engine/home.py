@@ -66,15 +66,12 @@ def on_bytes(nbytes: int, work: Callable[..., None], *arguments: Any) -> Job:
 
 
 class Home(Protocol):
-    """The residency of one part of a model's state."""
+    """The residency of one part of a model's state. What moves it, movers ask of it
+    (:mod:`blockwalk.engine.movers`)."""
 
     @property
     def slots(self) -> Slots | None:
         """The device buffers that its units visit; None where nothing visits."""
-
-    def prepare(self, op: Op) -> Job:
-        """Return the work of an op that moves this part (FETCH, GATHER, CACHE, STORE, EVICT); where
-        it moves to is settled now."""
 
     def values(self, unit: int) -> Mapping[str, Value]:
         """Return the parameters that a turn of a unit binds afresh, by name."""

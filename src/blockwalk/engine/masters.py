@@ -20,9 +20,9 @@ from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.updates import UPDATE_CHUNK
 from blockwalk.plan.placement import StateKind
 from blockwalk.program.placements import Placements
-from blockwalk.program.program import Op, OpKind, Pool
+from blockwalk.program.program import Op, Pool
 from blockwalk.tiers.memories import Memories
-from blockwalk.tiers.memory import Shapes, total_bytes
+from blockwalk.tiers.memory import Memory, Shapes, total_bytes
 
 
 class Masters:
@@ -160,38 +160,61 @@ class Masters:
 
     # ---- residency -------------------------------------------------------------------------------
 
-    def prepare(self, op: Op) -> Job:
-        """FETCH: make the pages of a unit's masters, optimizer states or gradients resident. STORE:
-        hand them, written in place, to the kernel. Behind an accelerator FETCH copies masters to
-        the device, and STORE gradients from there."""
+    def bring(self, op: Op) -> Job:
+        """FETCH: copy the masters of a unit that the host updates to the device. A processor works
+        on others where they lie."""
         if self._copies is not None and op.unit in self._copied:
-            if op.kind is OpKind.FETCH:
-                return self._copies.fetch(op.unit, op.slot)
-            if op.kind is OpKind.STORE:
-                names = [p.name for p in self._model.spec.units[op.unit].part(True)]
-                return partial(self.gradients.land, names, op.slot)
-            return NO_JOB
-        if op.part is StateKind.GRADIENT and op.kind in (OpKind.FETCH, OpKind.STORE):
-            return partial(self._move_gradients, op)
-        part = StateKind.OPTIMIZER if op.part is StateKind.OPTIMIZER else StateKind.TRAINABLE
-        memory = self._memories[op.unit, part]
-        group = (part, op.unit)
-        nbytes = self._bytes[part][op.unit]
-        if op.kind is OpKind.FETCH:
-            return on_bytes(nbytes, memory.will_need, group)
-        return on_bytes(nbytes, memory.dont_need, group) if op.kind is OpKind.STORE else NO_JOB
+            return self._copies.fetch(op.unit, op.slot)
+        return self.will_need(op)
 
-    def _move_gradients(self, op: Op) -> None:
-        """Bring the gradients that a turn of a unit adds to, or hand them to the kernel."""
-        names = [p.name for p in self._reads[op.unit]]
-        groups = self._gradient_groups
-        assert groups is not None
-        if op.kind is OpKind.FETCH:
-            groups.will_need(names)
-            return
+    def land(self, op: Op) -> Job:
+        """STORE: copy the gradients of such a unit from the device to their place."""
+        names = [p.name for p in self._model.spec.units[op.unit].part(True)]
+        return partial(self.gradients.land, names, op.slot)
+
+    def will_need(self, op: Op) -> Job:
+        """FETCH: make the pages of a unit's masters, optimizer states or gradients resident."""
+        if op.part is StateKind.GRADIENT:
+            return partial(self._gradients_in_maps.will_need, self._read_by(op.unit))
+        group, memory, nbytes = self._group_of(op)
+        return on_bytes(nbytes, memory.will_need, group)
+
+    def write_back(self, op: Op) -> Job:
+        """STORE: hand over masters that a processor changed where they lie."""
+        return self.dont_need(op)
+
+    def dont_need(self, op: Op) -> Job:
+        """STORE: hand them, written in place, to their memory."""
+        if op.part is StateKind.GRADIENT:
+            return partial(self._hand_over_gradients, op)
+        group, memory, nbytes = self._group_of(op)
+        return on_bytes(nbytes, memory.dont_need, group)
+
+    def leave(self, _op: Op) -> Job:
+        """EVICT: nothing; the pages went when they were stored."""
+        return NO_JOB
+
+    def _group_of(self, op: Op) -> tuple[tuple[StateKind, int], Memory, int]:
+        """Return the group of the masters or optimizer states that an op names, its memory, and its
+        bytes."""
+        assert op.part is not None
+        group = (op.part, op.unit)
+        return group, self._memories[op.unit, op.part], self._bytes[op.part][op.unit]
+
+    @property
+    def _gradients_in_maps(self) -> GradientGroups:
+        assert self._gradient_groups is not None
+        return self._gradient_groups
+
+    def _read_by(self, unit: int) -> list[str]:
+        """Return the trainables that a turn of a unit adds gradients to, by name."""
+        return [p.name for p in self._reads[unit]]
+
+    def _hand_over_gradients(self, op: Op) -> None:
+        """Hand the gradients that a turn of a unit added to, to the kernel."""
         if op.last:
             self.gradients.put_away(p.name for p in self._model.spec.units[op.unit].part(True))
-        groups.dont_need(names)
+        self._gradients_in_maps.dont_need(self._read_by(op.unit))
 
     def values(self, unit: int) -> dict[str, Tensor]:
         if unit in self._joined:

@@ -41,7 +41,7 @@ from blockwalk.program.flat_layout import (
     width_in,
     written_as,
 )
-from blockwalk.program.program import Lane, Op, OpKind
+from blockwalk.program.program import Lane, Op
 from blockwalk.program.slicing import Run
 from blockwalk.ranks.groups import Completion, Groups
 from blockwalk.tiers.memories import Memories
@@ -152,23 +152,24 @@ class ShardedPart:
 
     # ---- residency -------------------------------------------------------------------------------
 
-    def prepare(self, op: Op) -> Job:
-        match op.kind:
-            case OpKind.GATHER:
-                return self._gather(op)
-            case OpKind.FETCH:  # a node slice from the host into its place in a slot
-                node, slot_P = self._node_in_slot(op)
-                return partial(_copy, slot_P, node)
-            case OpKind.CACHE:  # and back, or to where it stays for the rest of the step
-                node, slot_P = self._node_in_slot(op)
-                if op.device_slice:
-                    node = self._kept[op.unit] = torch.empty_like(slot_P)
-                return self._cache(node, slot_P)
-            case OpKind.EVICT if op.device_slice:
-                self._kept.pop(op.unit, None)
+    def bring(self, op: Op) -> Job:
+        """FETCH: copy a node slice from the host into its place in a slot."""
+        node, slot_P = self._node_in_slot(op)
+        return partial(_copy, slot_P, node)
+
+    def write_back(self, op: Op) -> Job:
+        raise AssertionError(f"slices of masters change, and no slot: {op}")
+
+    def leave(self, op: Op) -> Job:
+        """EVICT: forget a slice that stayed on the device, after its last use."""
+        if op.device_slice:
+            self._kept.pop(op.unit, None)
         return lambda: None
 
-    def _cache(self, node: Tensor, slot_P: Tensor) -> Job:
+    def keep(self, op: Op) -> Job:
+        """CACHE: copy a node slice from a slot to where it stays for the rest of the step."""
+        _, slot_P = self._node_in_slot(op)
+        node = self._kept[op.unit] = torch.empty_like(slot_P)
         begin = None if is_cpu(self._model.device) else recorded(self._model.device)
 
         def work() -> None:
@@ -179,8 +180,9 @@ class ShardedPart:
 
         return work
 
-    def _gather(self, op: Op) -> Job:
-        """Complete a slice over a group of ranks, in a slot or, to refresh a node slice, there."""
+    def complete(self, op: Op) -> Job:
+        """GATHER: complete a slice over a group of ranks, in a slot or, to refresh a node slice,
+        where that lies."""
         slices = self.units[op.unit]
         axes = self.groups.named(op.axes)
         inner, outer = reach(axes)

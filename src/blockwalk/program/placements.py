@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.table import Reference
 from blockwalk.program.flat_layout import NO_BUFFERS, PARTS, Buffers, buffer_pools
 from blockwalk.program.program import Bytes, Pool
 from blockwalk.program.residence import (
@@ -63,6 +64,11 @@ class Placements:
     def residence(self, unit: int, kind: StateKind) -> ResidenceFacts:
         """Return the row of the residence of a kind of state of a unit."""
         return self.residences[unit, kind].facts
+
+    def mover(self, unit: int, kind: StateKind) -> Reference:
+        """Return the mover of a kind of state of a unit."""
+        of_updater = None if kind is StateKind.FROZEN else self.updaters[unit].mover
+        return of_updater or self.residence(unit, kind).mover
 
     def parts(self, unit: int) -> list[StateKind]:
         """Return the parts of a unit that arrive when its turn comes."""

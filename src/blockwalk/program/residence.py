@@ -35,7 +35,7 @@ from functools import cache
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind, Tier
 from blockwalk.plan.plan import Plan
-from blockwalk.plan.table import Table
+from blockwalk.plan.table import Reference, Table
 from blockwalk.program.arrive import Residency, Ways, fetched, gathered, mapped, sliced
 from blockwalk.program.flat_layout import PARTS, accumulates, has_node_slice, hosts_node_slice
 from blockwalk.program.program import Bytes, Draft, Lane, Pool
@@ -85,6 +85,9 @@ class ResidenceFacts:
     refilled: Callable[[Plan], bool] = lambda plan: False
     """Whether a graph may refer to parameters in a slot that is filled again before the backward
     turn."""
+    mover: Reference = "blockwalk.engine.movers:stays"
+    """The work of these ops: a function of the home and an op
+    (:data:`blockwalk.engine.movers.Mover`)."""
     over_ranks: str = ""
     """The row of a part that ranks hold together; empty: no ranks do."""
     as_copies: str = ""
@@ -151,6 +154,7 @@ MAPPED = ResidenceFacts(
     held=_held_in_file,
     pool=Pool.MAPPED,
     arrive=mapped,
+    mover="blockwalk.engine.movers:mapped",
     visits=_is_assembled,
     in_slot=_assembled,
     leaves=_pages,
@@ -183,10 +187,17 @@ STREAMED = ResidenceFacts(
     in_slot=_whole_in_slot,
     stored=_written,
     pending=lambda entries: entries,
+    mover="blockwalk.engine.movers:streamed",
     over_ranks="sliced",
     as_copies="copied",
 )
-COPIED = ResidenceFacts(held=_held_on_tier, arrive=fetched, visits=_always, in_slot=_whole_in_slot)
+COPIED = ResidenceFacts(
+    held=_held_on_tier,
+    arrive=fetched,
+    mover="blockwalk.engine.movers:landed",
+    visits=_always,
+    in_slot=_whole_in_slot,
+)
 """Copies of masters, which stay on the tier and are updated there."""
 
 
@@ -207,6 +218,7 @@ def _slices_in_slot(sizes: UnitSizes, unit: int, kind: StateKind) -> int:
 SLICED = ResidenceFacts(
     held=_held_slice,
     arrive=sliced,
+    mover="blockwalk.engine.movers:sliced",
     visits=_always,
     in_slot=_slices_in_slot,
     stored=_written,
@@ -267,6 +279,7 @@ GATHERED = ResidenceFacts(
     held=_held_slices,
     pool=Pool.DEVICE,
     arrive=gathered,
+    mover="blockwalk.engine.movers:gathered",
     visits=_always,
     in_slot=lambda sizes, unit, kind: sizes.layout(unit, kind).nbytes,
     refilled=lambda plan: not plan.frozen.codec.encoded,
@@ -319,6 +332,9 @@ class UpdaterFacts:
     landing: Callable[[UnitSizes, int], int] = lambda sizes, unit: 0
     """Bytes of the place in host memory that a unit's gradients come to; 0: they are used on the
     device."""
+    mover: Reference | None = None
+    """The mover of masters, optimizer states and gradients, in place of their residences'; None:
+    theirs."""
 
 
 def _undo(sizes: UnitSizes, unit: int, _residences: Residences) -> Bytes:
@@ -347,6 +363,7 @@ UPDATERS = Table(
             Lane.UPDATE,
             _behind_accelerator,
             lambda sizes, unit: 4 * sizes.model.units[unit].numel(trainable=True),
+            "blockwalk.engine.movers:landed",
         ),
     },
 )
