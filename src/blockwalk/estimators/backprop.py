@@ -42,8 +42,8 @@ from blockwalk.numerics.rule_mask import RuleMask
 from blockwalk.numerics.updates import clip_coefficient, exact_parts
 from blockwalk.plan.mesh import holders
 from blockwalk.plan.placement import StateKind
-from blockwalk.program.program import Op, OpKind, Shape
-from blockwalk.program.state_sizes import maps_graphs
+from blockwalk.program.program import Op, OpKind, Pool, Shape
+from blockwalk.program.residence import of_graphs
 from blockwalk.ranks.forward_sharing import ForwardSharing
 from blockwalk.ranks.ranks import Ranks
 from blockwalk.tiers.activations import Activations, SavedTensors
@@ -131,7 +131,8 @@ class Backprop:
         self.saved: dict[tuple[int, int], SavedTensors] = {}
         """Tensors that graphs save in file maps: those of kept graphs by :meth:`_place`, those of
         recomputed ones, which follow each other, under one key."""
-        self._maps_graphs = maps_graphs(engine.plan, engine.device.type)
+        graphs = of_graphs(engine.plan, engine.device.type)
+        self._maps_graphs = graphs.pool is Pool.MAPPED
         self._pause: threading.Timer | None = None
         """The clock of the time since the last step."""
         self._alive = plan.visit * engine.stage.alive(len(plan.walks))

@@ -118,12 +118,15 @@ class _Backprop:
     """The backwards that used one."""
     complete: dict[int, int] = field(default_factory=dict)
     """The op after which each unit's gradients are complete."""
+    graphs_in_maps: bool = field(init=False)
+    """Whether what graphs save is written to file maps, instead of staying on the device."""
     leaving: list[tuple[int, int]] = field(default_factory=list)
     """Units whose complete gradients are to leave the device for host memory, each with the op
     after which they may."""
 
     def __post_init__(self) -> None:
         self.reductions = Reductions(self.b)
+        self.graphs_in_maps = self.b.places.graph_pool is Pool.MAPPED
 
     def forward(self, unit: int, group: Sequence[int], after: Sequence[int]) -> list[int]:
         """Emit the forwards of a unit for a group of micro-batches, and return them."""
@@ -153,7 +156,7 @@ class _Backprop:
             )
             forwards.append(self.hidden[m])
             self.handover.passed(unit, m, self.hidden[m])
-            if unit in self.keep and b.places.maps_graphs:
+            if unit in self.keep and self.graphs_in_maps:
                 self.saves[unit, m] = self._moves_graph(
                     OpKind.SAVE, Lane.STORE, unit, m, self.hidden[m]
                 )
@@ -202,7 +205,7 @@ class _Backprop:
         if block:
             forward_flops = 0 if kept else cost.again.flops
         sent = cost.backward_sent + (0 if kept else cost.forward_sent)
-        beside_graph = block and (kept or places.maps_graphs)
+        beside_graph = block and (kept or self.graphs_in_maps)
         transient = cost.backward_transient
         if beside_graph:
             transient = cost.graph(kept=kept).transient
@@ -229,7 +232,7 @@ class _Backprop:
         self.handover.passed(unit, micro_batch, backward, backwards=True)
         if comes_back:
             self.backwards.append(backward)
-        if block and not kept and places.maps_graphs:  # the graph was made again, in file maps
+        if block and not kept and self.graphs_in_maps:  # the graph was made again, in file maps
             self._moves_graph(OpKind.SAVE, Lane.STORE, unit, micro_batch, backward)
         return backward
 
@@ -355,7 +358,7 @@ class _Backprop:
     def _comes_back(self, unit: int) -> bool:
         """Return True where a block's backward needs something that was saved: its input, or its
         graph in file maps."""
-        return unit not in self.keep or self.b.places.maps_graphs
+        return unit not in self.keep or self.graphs_in_maps
 
     def _moves_graph(
         self, kind: OpKind, lane: Lane, unit: int, micro_batch: int, *after: int
@@ -390,9 +393,8 @@ class _Backprop:
 
     def _graph(self, unit: int) -> Bytes:
         """Return the memory of a block's kept graph."""
-        pool = Pool.MAPPED if self.b.places.maps_graphs else Pool.DEVICE
         nbytes = self.b.cost(unit).graph(kept=True).nbytes
-        return ((pool, nbytes),) if unit in self.keep and nbytes else ()
+        return ((self.b.places.graph_pool, nbytes),) if unit in self.keep and nbytes else ()
 
 
 def _kept_graphs(b: Builder, graphs: int, lowest: int) -> frozenset[int]:
@@ -405,10 +407,11 @@ def _kept_graphs(b: Builder, graphs: int, lowest: int) -> frozenset[int]:
     plan = b.places.plan
     places = b.places
     blocks = [u for u in sorted(b.stage.units) if max(lowest, 1) <= u < places.last]
-    unbounded = plan.budget is None and not places.maps_graphs
+    in_maps = places.graph_pool is Pool.MAPPED
+    unbounded = plan.budget is None and not in_maps
     if plan.recompute == "all" or (plan.recompute == "auto" and unbounded):
         return frozenset()
-    room = b.page_cache if plan.recompute == "auto" and places.maps_graphs else None
+    room = b.page_cache if plan.recompute == "auto" and in_maps else None
     kept: set[int] = set()
     for block in reversed(blocks[max(len(blocks) - graphs, 0) :]):
         if kept and not places.outlives_slot(block):

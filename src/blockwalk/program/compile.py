@@ -95,7 +95,8 @@ def compile(
         keeps = kept_slices(plan, places.model, program)
         return lowered(graphs, keeps) if keeps else program
 
-    fills_budget = plan.recompute == "auto" and plan.budget is not None and not places.maps_graphs
+    on_device = places.graph_pool is Pool.DEVICE
+    fills_budget = plan.recompute == "auto" and plan.budget is not None and on_device
     if not step_kind.trains or not fills_budget:
         return lowered(len(model.blocks))
     return most_graphs(lowered, len(model.blocks), plan.budget)

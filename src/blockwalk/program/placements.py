@@ -8,7 +8,7 @@ from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.table import Reference
-from blockwalk.program.flat_layout import NO_BUFFERS, PARTS, Buffers, buffer_pools
+from blockwalk.program.flat_layout import NO_BUFFERS, PARTS, Buffers
 from blockwalk.program.program import Bytes, Pool
 from blockwalk.program.residence import (
     UPDATERS,
@@ -16,10 +16,11 @@ from blockwalk.program.residence import (
     ResidenceFacts,
     UpdaterFacts,
     landed,
+    of_graphs,
     resolve,
     updater,
 )
-from blockwalk.program.state_sizes import compute_dtype, maps_graphs
+from blockwalk.program.state_sizes import compute_dtype, pool_of
 from blockwalk.program.unit_sizes import UnitSizes
 
 
@@ -41,6 +42,8 @@ class Placements:
     """The row of the way in which each unit's masters are updated."""
     landed: list[int] = field(init=False)
     """The units whose gradients come to host memory."""
+    graph_pool: Pool = field(init=False)
+    """The memory in which what a block's graph saves lies until its backward turn."""
     pools: Buffers = field(init=False)
     """The slots and gradient buffers of a plan that gathers; none of another."""
     _parts: list[list[StateKind]] = field(init=False)
@@ -53,7 +56,10 @@ class Placements:
         self.residences = resolve(self.sizes)
         self.updaters = [UPDATERS[updater(self.sizes, u)] for u in range(self.last + 1)]
         self.landed = landed(plan, self.model, self.device)
-        self.pools = buffer_pools(plan, self.model) if self.sizes.home.gathered else NO_BUFFERS
+        self.graph_pool = of_graphs(plan, self.device).pool or Pool.DEVICE
+        rows = {id(residence.facts): residence.facts for residence in self.residences.values()}
+        buffers = (row.buffers(plan, self.model) for row in rows.values())
+        self.pools = next((shared for shared in buffers if shared.slots), NO_BUFFERS)
         self._parts = [
             [part for part in PARTS if self.residence(unit, part).arrive is not None]
             for unit in range(self.last + 1)
@@ -100,7 +106,7 @@ class Placements:
         nbytes = [self.landing(unit) for unit in self.landed]
         kinds = (StateKind.TRAINABLE, StateKind.OPTIMIZER)
         tiers = {self.residences[unit, kind].tier for unit in self.landed for kind in kinds}
-        if any(tier.facts.mapped for tier in tiers):
+        if any(pool_of(tier) is Pool.DISK for tier in tiers):
             return [max(nbytes)] * min(len(nbytes), self.at_once + 1)
         return nbytes
 
@@ -119,12 +125,6 @@ class Placements:
             StateKind.OPTIMIZER: self.sizes.state_bytes(unit),
         }
         return {kind: self.residence(unit, kind).brought(n) for kind, n in nbytes.items()}
-
-    @property
-    def maps_graphs(self) -> bool:
-        """True where what a graph saves is written to file maps, instead of staying on the
-        device."""
-        return maps_graphs(self.plan, self.device)
 
     def outlives_slot(self, unit: int) -> bool:
         """Return True where a unit's graph can be kept while its parameters leave their slot: they

@@ -37,7 +37,15 @@ from blockwalk.plan.placement import DTYPE_BYTES, StateKind, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.table import Reference, Table
 from blockwalk.program.arrive import Residency, Ways, fetched, gathered, mapped, sliced
-from blockwalk.program.flat_layout import PARTS, accumulates, has_node_slice, hosts_node_slice
+from blockwalk.program.flat_layout import (
+    NO_BUFFERS,
+    PARTS,
+    Buffers,
+    accumulates,
+    buffer_pools,
+    has_node_slice,
+    hosts_node_slice,
+)
 from blockwalk.program.program import Bytes, Draft, Lane, Pool
 from blockwalk.program.state_sizes import compute_dtype, pool_of
 from blockwalk.program.unit_sizes import UnitSizes, evenly
@@ -57,6 +65,10 @@ def _nothing(_sizes: UnitSizes, _unit: int, _kind: StateKind, _tier: Tier) -> By
 
 def _none(_sizes: UnitSizes, _unit: int, _kind: StateKind) -> int:
     return 0
+
+
+def _link_of_tier(tier: Tier) -> str | None:
+    return None if tier.facts.resident else tier.facts.link
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +97,15 @@ class ResidenceFacts:
     refilled: Callable[[Plan], bool] = lambda plan: False
     """Whether a graph may refer to parameters in a slot that is filled again before the backward
     turn."""
+    within: StateKind | None = None
+    """The kind of state in whose bucket it lies, and with which it comes."""
+    link: Callable[[Tier], str | None] = _link_of_tier
+    """The name of the link between host memory and its bytes on a tier: empty where they lie in
+    host memory, None where they are on the device."""
+    crosses: Callable[[Tier, str], bool] = lambda tier, device: False
+    """Whether what an update reads and writes comes from the device to a tier, and goes back."""
+    buffers: Callable[[Plan, ModelSpec], Buffers] = lambda plan, model: NO_BUFFERS
+    """The slots and gradient buffers that all its units share."""
     mover: Reference = "blockwalk.engine.movers:stays"
     """The work of these ops: a function of the home and an op
     (:data:`blockwalk.engine.movers.Mover`)."""
@@ -283,6 +304,9 @@ GATHERED = ResidenceFacts(
     visits=_always,
     in_slot=lambda sizes, unit, kind: sizes.layout(unit, kind).nbytes,
     refilled=lambda plan: not plan.frozen.codec.encoded,
+    link=lambda tier: "",  # of host memory: what it is kept on beyond that, updates read
+    crosses=lambda tier, device: device != "cpu" and not tier.facts.resident,
+    buffers=buffer_pools,
 )
 
 RESIDENCES = Table(
@@ -295,7 +319,7 @@ RESIDENCES = Table(
         "sliced": SLICED,
         "copied": COPIED,
         "gathered": GATHERED,
-        "inside": ResidenceFacts(),
+        "inside": ResidenceFacts(within=StateKind.TRAINABLE),
     },
 )
 """Residences by name."""
@@ -408,6 +432,11 @@ def tier_of(tier: Tier, unit: int, units: int) -> Tier:
     return Tier(remainder)
 
 
+def device_tier() -> Tier:
+    """Return the tier of the device's own memory."""
+    return next(tier for tier in Tier if tier.facts.resident)
+
+
 # ---- which state lives how -----------------------------------------------------------------------
 
 
@@ -439,6 +468,15 @@ def resolve(sizes: UnitSizes) -> dict[tuple[int, StateKind], Residence]:
         resolved[unit, StateKind.GRADIENT] = residence(gradient, plan.gradient.tier)
         resolved[unit, StateKind.OPTIMIZER] = residence(state, states)
     return resolved
+
+
+def of_graphs(plan: Plan, device: str) -> ResidenceFacts:
+    """Return the row of what the blocks' graphs hold: in file maps where activations are, on a
+    processor. A compiled block keeps its own graph, and so does one whose parameters are
+    gathered."""
+    in_maps = plan.activation.tier.facts.maps(device)
+    stays = plan.compile or plan.home.gathered
+    return RESIDENCES["resident" if stays or not in_maps else "mapped"]
 
 
 def _refuse_shares(sizes: UnitSizes) -> None:
@@ -491,8 +529,7 @@ def _tiers_beside(sizes: UnitSizes, unit: int) -> tuple[Tier, Tier]:
             f" set optimizer_state: {plan.trainable.tier} × fp32, or trainable: device × raw"
         )
     if not by_host:
-        on_device = next(tier for tier in Tier if tier.facts.resident)
-        return on_device, on_device
+        return device_tier(), device_tier()
     if sizes.few:
         in_memory = next(tier for tier in Tier if tier.facts.host)
         return in_memory, in_memory

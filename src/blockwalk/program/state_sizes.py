@@ -83,10 +83,3 @@ def stages_inputs(plan: Plan, device: str) -> bool:
     """Return whether a block's input goes to its tier, and comes back, by way of device buffers:
     ``prefetch`` + 1 for all blocks."""
     return device != "cpu" and activation_pool(plan, device) is not Pool.DEVICE
-
-
-def maps_graphs(plan: Plan, device: str) -> bool:
-    """Return whether what a graph saves goes to file maps: where activations do, on a CPU; a
-    compiled block keeps its own, and so does one whose parameters are gathered."""
-    in_maps = activation_pool(plan, device) is Pool.MAPPED
-    return in_maps and not plan.compile and not plan.home.gathered

@@ -11,8 +11,8 @@ from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import OpKind, Pool
+from blockwalk.program.residence import of_graphs
 from blockwalk.program.resident_bytes import bytes_in_maps
-from blockwalk.program.state_sizes import maps_graphs
 from blockwalk.report.forecast import Forecast
 from blockwalk.report.state_rows import StateRow
 
@@ -108,7 +108,7 @@ def scratch_bytes(run: RunConfig, forecast: Forecast) -> int:
 def _graph_bytes(forecast: Forecast) -> int:
     """Return bytes of the file maps that graphs are written to: of those that are kept, and of one
     that is made again."""
-    if not maps_graphs(forecast.plan, forecast.device):
+    if of_graphs(forecast.plan, forecast.device).pool is not Pool.MAPPED:
         return 0
     forwards = [op for op in forecast.program.ops if op.kind is OpKind.FORWARD]
     kept = sum(nbytes for op in forwards for pool, nbytes in op.takes if pool is Pool.MAPPED)

@@ -9,8 +9,8 @@ from pathlib import Path
 from blockwalk.checkpoints import run_checkpoint, sweeping
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.words import counted
-from blockwalk.program.program import human_bytes
-from blockwalk.program.state_sizes import maps_graphs
+from blockwalk.program.program import Pool, human_bytes
+from blockwalk.program.residence import of_graphs
 from blockwalk.report.disk_bytes import (
     result_bytes,
     scratch_bytes,
@@ -38,7 +38,7 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int, data_maps: int =
     folder = Path(run.output_dir)
     scratch_folder = folder / run_checkpoint.SCRATCH
     state_files = scratch_bytes(run, forecast)
-    maps_files = state_files > 0 or maps_graphs(run.plan, forecast.device)
+    maps_files = state_files > 0 or of_graphs(run.plan, forecast.device).pool is Pool.MAPPED
     if maps_files and not has_shared_maps(scratch_folder):
         raise ValueError(
             f"{scratch_folder} is on a file system without shared file maps, which activations and"

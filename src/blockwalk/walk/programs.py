@@ -9,8 +9,8 @@ from blockwalk.engine.engine import Engine
 from blockwalk.plan.mesh import Piece
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs, Pending
-from blockwalk.program.program import Program, Shape, StepKind
-from blockwalk.program.state_sizes import maps_graphs
+from blockwalk.program.program import Pool, Program, Shape, StepKind
+from blockwalk.program.residence import of_graphs
 from blockwalk.ranks.ranks import Ranks
 from blockwalk.system.process_memory import page_cache
 
@@ -78,7 +78,8 @@ class Programs:
             batches: micro-batches of an evaluation.
             pieces: as :func:`blockwalk.program.compile.compile` takes them.
         """
-        graphs = self.plan.recompute == "auto" and not maps_graphs(self.plan, self.device)
+        on_device = of_graphs(self.plan, self.device).pool is Pool.DEVICE
+        graphs = self.plan.recompute == "auto" and on_device
         spends = self.plan.budget is not None and (graphs or self.plan.cache.threshold > 0)
         costs = self.costs(shape) if step_kind.trains and (foresee or spends) else Costs()
         pending = self._pending(step_kind, waiting)
