@@ -38,6 +38,9 @@ class HomeFacts:
     slices_streams: bool = False
     """True where ranks of a machine may hold one copy of the streamed units together, each a
     slice."""
+    link: str | None = None
+    """The name of the link between host memory and what is fetched and stored; empty where that is
+    host memory itself, None where it is the link of its tier."""
     refuses: Refusals = nothing
 
 
@@ -119,7 +122,7 @@ HOMES = Table(
             "blockwalk.engine.homes:masters", kinds_apart=True, refuses=_against_masters
         ),
         "gathered": HomeFacts(
-            "blockwalk.engine.homes:gathered", gathered=True, refuses=_against_gathered
+            "blockwalk.engine.homes:gathered", gathered=True, link="", refuses=_against_gathered
         ),
         "buckets": HomeFacts(
             "blockwalk.engine.homes:buckets",

@@ -67,10 +67,6 @@ def _none(_sizes: UnitSizes, _unit: int, _kind: StateKind) -> int:
     return 0
 
 
-def _link_of_tier(tier: Tier) -> str | None:
-    return None if tier.facts.resident else tier.facts.link
-
-
 @dataclass(frozen=True, slots=True)
 class ResidenceFacts:
     """One way to live and to come."""
@@ -99,9 +95,6 @@ class ResidenceFacts:
     turn."""
     within: StateKind | None = None
     """The kind of state in whose bucket it lies, and with which it comes."""
-    link: Callable[[Tier], str | None] = _link_of_tier
-    """The name of the link between host memory and its bytes on a tier: empty where they lie in
-    host memory, None where they are on the device."""
     crosses: Callable[[Tier, str], bool] = lambda tier, device: False
     """Whether what an update reads and writes comes from the device to a tier, and goes back."""
     buffers: Callable[[Plan, ModelSpec], Buffers] = lambda plan, model: NO_BUFFERS
@@ -304,7 +297,6 @@ GATHERED = ResidenceFacts(
     visits=_always,
     in_slot=lambda sizes, unit, kind: sizes.layout(unit, kind).nbytes,
     refilled=lambda plan: not plan.frozen.codec.encoded,
-    link=lambda tier: "",  # of host memory: what it is kept on beyond that, updates read
     crosses=lambda tier, device: device != "cpu" and not tier.facts.resident,
     buffers=buffer_pools,
 )
@@ -435,6 +427,11 @@ def tier_of(tier: Tier, unit: int, units: int) -> Tier:
 def device_tier() -> Tier:
     """Return the tier of the device's own memory."""
     return next(tier for tier in Tier if tier.facts.resident)
+
+
+def link_of_tier(tier: Tier) -> str | None:
+    """Return the name of the link between host memory and a tier; None of the device's own."""
+    return None if tier.facts.resident else tier.facts.link
 
 
 # ---- which state lives how -----------------------------------------------------------------------

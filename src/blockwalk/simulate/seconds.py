@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 from blockwalk.plan.losses import LossCall
 from blockwalk.plan.mesh import make_axes, named, ranks_over, reach
 from blockwalk.plan.model_spec import ModelSpec, UnitSpec
-from blockwalk.plan.placement import DTYPE_BYTES, StateKind
+from blockwalk.plan.placement import DTYPE_BYTES, StateKind, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.work import NOTHING, Work
 from blockwalk.program.costs import Costs, TimedOp
 from blockwalk.program.flat_layout import hosts_node_slice
 from blockwalk.program.handover import RECEIVES, SENDS
 from blockwalk.program.program import COMPUTES, Bytes, Lane, Op, OpKind, Pool, Program
-from blockwalk.program.residence import landed
+from blockwalk.program.residence import Residence, landed, link_of_tier, resolve, tier_of
 from blockwalk.program.state_sizes import compute_dtype, epilogue_reads
+from blockwalk.program.unit_sizes import UnitSizes
 from blockwalk.simulate.hardware import BLOCK_OPS, Hardware, Link
 
 NO_COSTS = Costs()
@@ -71,6 +72,10 @@ class CostModel:
     """Seconds in which a reduction, by its number, brings what host memory behind an accelerator
     has of its sum, and takes it there again."""
 
+    _resolved: dict[tuple[int, StateKind], Residence] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """The residences, once one was asked for."""
     _landed: frozenset[int] = field(init=False, repr=False)
     """Units whose masters the processor behind an accelerator updates."""
 
@@ -79,7 +84,10 @@ class CostModel:
         object.__setattr__(self, "_landed", frozenset(units))
         if self.program is not None and self.hardware.device == "cpu":
             object.__setattr__(self, "_lost", self._losses(self.program))
-        if self.program is not None and self._accumulates_on_host:
+        trained = (u for u, unit in enumerate(self.model.units) if unit.numel(trainable=True))
+        if self.program is not None and any(
+            self._crosses(unit, StateKind.GRADIENT) for unit in trained
+        ):
             object.__setattr__(self, "_accumulated", self._sums_on_host(self.program))
         object.__setattr__(self, "_timed", dict(self.costs.timed))
 
@@ -93,10 +101,17 @@ class CostModel:
         rate = self.hardware.host_to_device.bandwidth
         return {unit: nbytes / rate / turns[unit] for unit, nbytes in copied.items() if turns[unit]}
 
-    @property
-    def _accumulates_on_host(self) -> bool:
-        off_device = not self.plan.gradient.tier.facts.resident
-        return self.plan.home.gathered and off_device and self.hardware.device != "cpu"
+    def _residence(self, unit: int, kind: StateKind) -> Residence:
+        """Return the residence of a kind of state of a unit."""
+        if not self._resolved:
+            sizes = UnitSizes(self.plan, self.model, self.hardware.device)
+            self._resolved.update(resolve(sizes))
+        return self._resolved[unit, kind]
+
+    def _crosses(self, unit: int, kind: StateKind) -> bool:
+        """Return whether an update's gradients or states cross the link of the host."""
+        residence = self._residence(unit, kind)
+        return residence.facts.crosses(residence.tier, self.hardware.device)
 
     def _sums_on_host(self, program: Program) -> dict[int, float]:
         """Return the seconds of :attr:`_accumulated`: the first sum of a unit goes there, the last
@@ -262,7 +277,7 @@ class CostModel:
         tier = self.plan.optimizer_state.tier.facts
         if op.lane is Lane.UPDATE:
             return hw.idle_seconds + (copied + self._touched(elements)) / HOST_MEMORY
-        if self.plan.home.gathered and not tier.resident and hw.device != "cpu":
+        if self._crosses(op.unit, StateKind.OPTIMIZER):
             seconds = hw.idle_seconds + (copied + self._touched(elements)) / HOST_MEMORY
             seconds += hw.device_to_host.seconds(4 * elements)  # gradients
             seconds += hw.host_to_device.seconds(DTYPE_BYTES[self.dtype] * elements)
@@ -380,12 +395,13 @@ class CostModel:
         are on the device."""
         if op.unit in self._landed and op.part in (StateKind.TRAINABLE, StateKind.GRADIENT):
             return ""
-        part = StateKind.ACTIVATION if op.of_graph else op.part
-        if self.plan.home.gathered and part is not StateKind.ACTIVATION:
-            return ""
-        kind = "optimizer_state" if part is StateKind.OPTIMIZER else part or "trainable"
-        tier = getattr(self.plan, kind).tier.facts
-        return None if tier.resident else str(tier.link)
+        if op.of_graph or op.part is StateKind.ACTIVATION:
+            return link_of_tier(self.plan.activation.tier)
+        if self.plan.home.link is not None:
+            return self.plan.home.link
+        kind = "optimizer_state" if op.part is StateKind.OPTIMIZER else op.part or "trainable"
+        tier: Tier = getattr(self.plan, kind).tier
+        return link_of_tier(tier_of(tier, op.unit, len(self.model.units)))
 
     def _moves(self, op: Op, link: Link, slow: Callable[[str], Link]) -> float:
         """Return seconds of a copy between the device and its tier. To a processor the page cache
@@ -406,19 +422,21 @@ class CostModel:
         return not self._is_bucket(op) and self._stored() <= self.hardware.host_bytes // 2
 
     def _is_bucket(self, op: Op) -> bool:
-        return self.plan.home.states_inside and op.part is StateKind.TRAINABLE
+        part = self._residence(op.unit, StateKind.OPTIMIZER).facts.within
+        return part is not None and part is op.part
 
     def _stored(self) -> int:
-        plan = self.plan
-        parameters = sum(
-            unit.nbytes(plan.frozen.codec, trainable=False) + unit.nbytes(trainable=True)
-            for unit in self.model.units
-        )
-        if not plan.home.kinds_apart:
-            return parameters
-        copies = len(plan.update_rule.states) * plan.optimizer_state.tier.facts.mapped
-        copies += plan.gradient.tier.facts.mapped and not plan.update.at_turn
-        return parameters + 4 * copies * self.model.numel(trainable=True)
+        sizes = UnitSizes(self.plan, self.model, self.hardware.device)
+        nbytes = 0
+        for number, unit in enumerate(self.model.units):
+            nbytes += unit.nbytes(self.plan.frozen.codec, trainable=False)
+            nbytes += unit.nbytes(trainable=True)
+            states = self._residence(number, StateKind.OPTIMIZER)
+            held = states.facts.held(sizes, number, StateKind.OPTIMIZER, states.tier)
+            nbytes += _of_pool(held, Pool.MAPPED)
+            gradients = self._residence(number, StateKind.GRADIENT).facts
+            nbytes += gradients.brought(4 * unit.numel(trainable=True))
+        return nbytes
 
     def _rounds(self, op: Op) -> int:
         """Return rounds of a collective after the first: as many as a tree over its ranks has."""
