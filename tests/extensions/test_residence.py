@@ -24,11 +24,15 @@ from blockwalk.engine.home import Job
 from blockwalk.plan.methods import method
 from blockwalk.plan.placement import StateKind, Tier
 from blockwalk.plan.tiers import TIERS, TierFacts
+from blockwalk.program.compile import compile
 from blockwalk.program.placements import Placements
-from blockwalk.program.program import Bytes, Op, OpKind, Pool
+from blockwalk.program.program import Bytes, Op, OpKind, Pool, Shape, StepKind
 from blockwalk.program.residence import RESIDENCES, STREAMED
 from blockwalk.program.resident_bytes import resident_bytes
 from blockwalk.program.unit_sizes import UnitSizes
+from blockwalk.report.state_rows import state_rows
+from blockwalk.simulate.hardware import load
+from blockwalk.simulate.seconds import CostModel
 from blockwalk.tiers.memory import Shapes
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
@@ -187,6 +191,31 @@ def test_states_are_split_by_units(memories: list[Packed], tmp_path: Path) -> No
     for unit, tier in enumerate(tiers):
         of_units[tier] += 8 * places.model.units[unit].numel(trainable=True)
     assert resident_bytes(places)[Pool.HOST] == of_units["host"]
+
+
+def test_shares_are_priced_and_counted_where_each_lies() -> None:
+    """By hand: of the moments on shares of disk and host those on the disk wear it, and cross its
+    link; the others are worked on where they lie."""
+    model = specification()
+    shares = TierFacts(pool="host", shares=(("disk", 0.4), ("host", 0.6)))
+    with registered(TIERS, "shares", shares):
+        plan = method("mebp", optimizer_state="shares", trainable="disk", recompute="all")
+        tiers = [
+            str(Placements(plan, model, "cpu").residences[unit, StateKind.OPTIMIZER].tier)
+            for unit in range(len(model.units))
+        ]
+        assert {*tiers} == {"disk", "host"}
+        program = compile(plan, model, StepKind.TRAIN, Shape(1, 8))
+        (moments,) = (
+            row for row in state_rows(plan, model, program, "cpu") if row.kind == "optimizer"
+        )
+        costs = CostModel(plan, model, replace(load("h200"), device="cpu"))
+        links = [costs.link_of(op) for op in program.ops if op.part is StateKind.OPTIMIZER]
+        numels = [unit.numel(trainable=True) for unit in model.units]
+        on_disk = [numel for numel, tier in zip(numels, tiers, strict=True) if tier == "disk"]
+        assert moments.nbytes == 8 * sum(numels)
+        assert moments.in_files == 8 * sum(on_disk)
+        assert {*links} == {"disk"}
 
 
 @pytest.mark.parametrize(

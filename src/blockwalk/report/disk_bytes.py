@@ -52,12 +52,6 @@ def checkpoint_bytes(run: RunConfig, forecast: Forecast) -> int:
     return 0 if weights_are_checkpoint(run.plan, states) else trained_bytes(states)
 
 
-def _master_bytes(plan: Plan, forecast: Forecast) -> int:
-    """Return bytes of float32 masters of slices, which lie in files beside the states."""
-    in_files = plan.home.gathered and plan.optimizer_state.tier.facts.mapped
-    return 4 * forecast.model.numel(trainable=True) if in_files else 0
-
-
 def step_bytes(forecast: Forecast) -> int:
     """Return the most bytes that one optimizer step writes to the disk: trained parameters and
     optimizer states that lie there, what an update at the block's turn keeps to go back to, float32
@@ -65,10 +59,9 @@ def step_bytes(forecast: Forecast) -> int:
     plan = forecast.plan
     states = states_of(forecast)
     kinds = ("trainable", "optimizer", "activation")
-    rows = [states[kind] for kind in kinds if kind in states]
-    nbytes = sum(row.nbytes for row in rows if row.placement.tier.facts.mapped)
+    nbytes = sum(states[kind].in_files for kind in kinds if kind in states)
     undo = trained_bytes(states) if plan.update.at_turn and forecast.device == "cpu" else 0
-    return nbytes + _master_bytes(plan, forecast) + undo
+    return nbytes + undo
 
 
 def written_bytes(run: RunConfig, forecast: Forecast, steps: int) -> int:
@@ -91,18 +84,18 @@ def scratch_bytes(run: RunConfig, forecast: Forecast) -> int:
     pack = pack_bytes(run, states)
     if weights_are_checkpoint(plan, states):
         return pack + 2 * trained_bytes(states)
-    mapped = [
-        row for row in states.values() if row.placement.tier.facts.mapped and row.kind != "frozen"
-    ]
-    nbytes = pack + _master_bytes(plan, forecast)
+    kinds = states.keys() - {"frozen"}
+    nbytes = pack
     if forecast.device != "cpu":
-        # of one process, gradients lie on the device there, and adapters in host memory
-        mapped = [row for row in mapped if row.kind == "activation" or plan.home.gathered]
-        nbytes += bytes_in_maps(Placements(plan, forecast.model, forecast.device))
+        places = Placements(plan, forecast.model, forecast.device)
+        nbytes += bytes_in_maps(places)
+        if not places.pools.slots:
+            # of one process, gradients lie on the device there, and adapters in host memory
+            kinds = {"activation"} & kinds
     else:
         nbytes += trained_bytes(states) if plan.update.at_turn else 0
         nbytes += _graph_bytes(forecast)
-    return nbytes + sum(row.nbytes for row in mapped)
+    return nbytes + sum(states[kind].in_files for kind in kinds)
 
 
 def _graph_bytes(forecast: Forecast) -> int:

@@ -13,8 +13,10 @@ from blockwalk.plan.plan import Plan
 from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import OpKind, Pool, Program
+from blockwalk.program.residence import device_tier
+from blockwalk.program.state_sizes import pool_of
 
-_RESIDENT = next(tier for tier in Tier if tier.facts.resident)
+_DEVICE = device_tier()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +27,15 @@ class StateRow:
     placement: Placement
     nbytes: int
     note: str = ""
+    in_files: int = 0
+    """Those of its bytes, with float32 masters of slices, that lie in files on the disk."""
 
 
 def state_rows(plan: Plan, model: ModelSpec, program: Program, device: str) -> Iterator[StateRow]:
     """Yield each kind of state of a step, in the order of the forecast's table."""
     places = Placements(plan, model, device)
     frozen = f"{model.numel(trainable=False):,} parameters"
-    yield StateRow("frozen", plan.frozen, _stored(model, plan.frozen, trainable=False), frozen)
+    yield _row("frozen", plan.frozen, _stored(model, plan.frozen, trainable=False), frozen)
     trainable = _trainable(plan, model, places)
     yield trainable
     if plan.estimator.facts.walks_back:
@@ -41,7 +45,16 @@ def state_rows(plan: Plan, model: ModelSpec, program: Program, device: str) -> I
         saves = (op for op in program.ops if op.kind is OpKind.SAVE)
         nbytes = sum(size for op in saves for _, size in op.takes)
         note = "activation checkpoints of one step"
-        yield StateRow("activation", plan.activation, nbytes, note)
+        yield _row("activation", plan.activation, nbytes, note)
+
+
+def _row(kind: str, placement: Placement, nbytes: int, note: str) -> StateRow:
+    """Return a kind of state that lies on one tier."""
+    return StateRow(kind, placement, nbytes, note, _in_files(placement.tier, nbytes))
+
+
+def _in_files(tier: Tier, nbytes: int) -> int:
+    return nbytes if pool_of(tier) is Pool.DISK else 0
 
 
 def _stored(model: ModelSpec, placement: Placement, *, trainable: bool) -> int:
@@ -52,10 +65,10 @@ def _trainable(plan: Plan, model: ModelSpec, places: Placements) -> StateRow:
     placement = plan.trainable
     note = f"{model.numel(trainable=True):,} parameters"
     if _stays(places):
-        placement = replace(placement, tier=_RESIDENT, group=NOBODY)
+        placement = replace(placement, tier=_DEVICE, group=NOBODY)
         note += f", fewer than a block's: they stay there, not on the {plan.trainable.tier}"
     nbytes = _stored(model, plan.trainable, trainable=True)
-    return StateRow("trainable", placement, nbytes, note)
+    return _row("trainable", placement, nbytes, note)
 
 
 def _stays(places: Placements) -> bool:
@@ -63,7 +76,7 @@ def _stays(places: Placements) -> bool:
     for they are few."""
     sizes = places.sizes
     rows = (places.residence(unit, StateKind.TRAINABLE) for unit in sizes.trained)
-    off_device = not sizes.plan.trainable.tier.facts.resident
+    off_device = sizes.plan.trainable.tier != _DEVICE
     return off_device and sizes.few and all(row.pool is Pool.DEVICE for row in rows)
 
 
@@ -71,24 +84,34 @@ def _gradient(plan: Plan, model: ModelSpec, places: Placements) -> StateRow:
     """Return float32 gradients; one that is used at its block's turn is at most one unit's."""
     placement = plan.gradient
     if not places.pools.gradients and places.gradient_pool is Pool.DEVICE:
-        placement = replace(placement, tier=_RESIDENT)
+        placement = replace(placement, tier=_DEVICE)
     elements = model.numel(trainable=True)
     note = "accumulated to the step's end"
     if plan.update.at_turn:
         elements = max(unit.numel(trainable=True) for unit in model.units)
         note = "of one unit: used at its turn"
-    return StateRow("gradient", placement, 4 * elements, note)
+    return _row("gradient", placement, 4 * elements, note)
 
 
 def _optimizer(plan: Plan, model: ModelSpec, places: Placements, trainable: Placement) -> StateRow:
-    """Return the update rule's states: those of a bucket travel with the trainables in it."""
+    """Return the update rule's states: those of a bucket travel with the trainables in it. Of a
+    tier that is made of shares the units' lie on several."""
     trained = model.numel(trainable=True)
-    placement = plan.optimizer_state
-    nbytes = 4 * len(plan.update_rule.states) * trained
-    if plan.home.states_inside:
+    name = plan.optimizer.name
+    residences = [places.residences[unit, StateKind.OPTIMIZER] for unit in places.sizes.trained]
+    if any(residence.facts.within for residence in residences):
         codecs = [codec for codec, _ in states_beside(plan.zo, plan.optimizer).values()]
         placement = replace(trainable, codec=next(iter(codecs), Codec.FP32))
         nbytes = sum(encoded_nbytes((trained,), "float32", codec) for codec in codecs)
-    elif places.sizes.few and places.landings:
-        placement = replace(placement, tier=places.residences[0, StateKind.OPTIMIZER].tier)
-    return StateRow("optimizer", placement, nbytes, plan.optimizer.name)
+        return _row("optimizer", placement, nbytes, name)
+    tiers = {residence.tier for residence in residences}
+    placement = plan.optimizer_state
+    if len(tiers) == 1:
+        placement = replace(placement, tier=tiers.pop())
+    copies = len(plan.update_rule.states)
+    beside = 1 if places.pools.slots else 0  # masters of slices lie with their states
+    in_files = sum(
+        _in_files(residence.tier, 4 * (copies + beside) * model.units[unit].numel(trainable=True))
+        for unit, residence in zip(places.sizes.trained, residences, strict=True)
+    )
+    return StateRow("optimizer", placement, 4 * copies * trained, name, in_files)
