@@ -21,6 +21,7 @@ OWNERS = {
     "plan/codecs.py",
     "plan/estimators.py",
     "plan/losses.py",
+    "plan/objectives.py",
     "plan/methods.py",
     "plan/noise_kinds.py",
     "plan/placement.py",
@@ -45,7 +46,10 @@ SETTINGS = {"tier", "codec", "loss", "noise", "target", "objective", "estimator"
 OF_A_PLAN = {"plan", "zo", "cache", "frozen", "trainable", "gradient", "optimizer_state"}
 """What such an attribute is read from; ``activation`` and others are found by ``tier`` and
 ``codec``."""
-TABLES = {"NOISES", "RULES", "KINDS", "LOSSES", "TIERS", "CODECS", "METHODS", "ESTIMATORS"}
+TABLES = {
+    *("NOISES", "RULES", "KINDS", "LOSSES", "OBJECTIVES"),
+    *("TIERS", "CODECS", "METHODS", "ESTIMATORS"),
+}
 
 
 def _last(node: ast.AST) -> str:

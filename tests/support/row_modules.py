@@ -11,6 +11,7 @@ from blockwalk.plan.estimators import ESTIMATORS, HOMES
 from blockwalk.plan.losses import LOSSES
 from blockwalk.plan.methods import METHODS
 from blockwalk.plan.noise_kinds import NOISES
+from blockwalk.plan.objectives import OBJECTIVES
 from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.table import Table
 from blockwalk.plan.tiers import TIERS
@@ -19,7 +20,8 @@ from blockwalk.plan.zeroth_order_kinds import KINDS, TARGETS
 from blockwalk.system import row_modules
 
 TABLES: tuple[Table, ...] = (  # type: ignore[type-arg]
-    *(CODECS, ESTIMATORS, HOMES, KINDS, LOSSES, METHODS, NOISES, RULES, SCHEDULES, TARGETS, TIERS),
+    *(CODECS, ESTIMATORS, HOMES, KINDS, LOSSES, METHODS, NOISES, OBJECTIVES),
+    *(RULES, SCHEDULES, TARGETS, TIERS),
 )
 
 

@@ -36,6 +36,7 @@ from blockwalk.plan.estimators import (
 from blockwalk.plan.losses import LOSSES, LossFacts
 from blockwalk.plan.mesh import group_sizes, make_axes
 from blockwalk.plan.noise_kinds import NOISES, NoiseFacts
+from blockwalk.plan.objectives import OBJECTIVES, SFT, ObjectiveFacts
 from blockwalk.plan.placement import NOBODY, Codec, Placement
 from blockwalk.plan.refusal import must_be
 from blockwalk.plan.sizes import LEAST_TILE, SEQUENCE_TILE, THIN_TOGETHER, TOGETHER, Tiling
@@ -114,6 +115,8 @@ class Plan:
     short). auto takes the checkpoint's own. Backpropagation takes bfloat16 in place of float16."""
     loss: str = "chunked"
     """The loss: {choices}."""
+    objective: str = SFT
+    """The measure that training improves: {choices}."""
     neftune_noise_alpha: float = 0.0
     """NEFTune: the strength of uniform noise that training adds to embeddings; 0: none. It goes up
     to alpha / √(S·D) for S tokens of width D (Jain et al. 2023)."""
@@ -158,6 +161,7 @@ class Plan:
         yield from self.target.refuses(self)
         yield from self.update_rule.refuses(self)
         yield from self.loss_facts.refuses(self)
+        yield from self.objective_facts.refuses(self)
         yield from _tiles(self)
         yield from _together(self)
 
@@ -261,6 +265,11 @@ class Plan:
     def loss_facts(self) -> LossFacts:
         """The row of ``loss``."""
         return LOSSES[self.loss]
+
+    @property
+    def objective_facts(self) -> ObjectiveFacts:
+        """The row of ``objective``."""
+        return OBJECTIVES[self.objective]
 
     def tiling(self, device: str) -> Tiling | None:
         """Return how long sequences are computed by tiles on a device; None where they are not."""

@@ -11,6 +11,7 @@ from typing import Any
 from blockwalk.plan.choices import AUTO, MeshSettings
 from blockwalk.plan.losses import LOSSES
 from blockwalk.plan.noise_kinds import NOISES
+from blockwalk.plan.objectives import OBJECTIVES
 from blockwalk.plan.placement import Placement
 from blockwalk.plan.row_settings import MOST
 from blockwalk.plan.schedules import SCHEDULES
@@ -22,6 +23,7 @@ CHOICES: dict[str, Collection[str]] = {
     "recompute": ("auto", "all", "none"),
     "compare": ("auto", "never"),
     "loss": LOSSES,
+    "objective": OBJECTIVES,
     "compute_dtype": ("auto", "float32", "bfloat16", "float16"),
     "optimizer.name": RULES,
     "optimizer.decay": ("matrices", "all"),
