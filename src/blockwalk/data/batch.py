@@ -3,28 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from blockwalk.plan.losses import IGNORE
+from blockwalk.plan.objectives import PREFIX
 from blockwalk.plan.row_order import RowOrder
 from blockwalk.plan.words import counted
 
 Batch = Mapping[str, Tensor]
 """``input_ids``, ``attention_mask`` and ``labels``, each int64 [B, S]; labels are −100 where
 nothing is learnt. Packed rows have ``position_ids`` in place of the mask: where these restart a
-document begins, and transformers lets no attention cross."""
+document begins, and transformers lets no attention cross. What an objective reads beside them has
+names that begin with ``objective.``: numbers of rows, [B], or of labels, [B, S]."""
 
 COLUMNS = ("input_ids", "attention_mask", "position_ids", "labels")
 """Names of the tensors of a batch that a walk follows."""
 
 
+def is_of_objective(name: str) -> bool:
+    """Return whether an entry of a batch is a number that an objective reads."""
+    return name.startswith(PREFIX)
+
+
+@dataclass(frozen=True, slots=True)
+class LearntCounts:
+    """Counts of what a step learns, over all of its micro-batches and ranks."""
+
+    tokens: int = 0
+    """Labels that count."""
+    sequences: int = 0
+    """Sequences with such a label."""
+    chosen_tokens: int = 0
+    """Labels that count of the first sequence of each example."""
+
+
+def without_numbers(batch: Batch) -> dict[str, Tensor]:
+    """Return the tensors of a batch that a walk follows, without an objective's numbers."""
+    return {name: tensor for name, tensor in batch.items() if not is_of_objective(name)}
+
+
+def numbers_of(batch: Batch) -> dict[str, Tensor]:
+    """Return an objective's numbers of a batch by name, without the prefix."""
+    return {
+        name.removeprefix(PREFIX): tensor for name, tensor in batch.items() if is_of_objective(name)
+    }
+
+
+def sequences_of(batch: Batch) -> Tensor:
+    """Return the number of the sequence that each token belongs to, int64 [B, S]: of its row, or of
+    its document where a batch is one row of several."""
+    rows, length = batch["input_ids"].shape
+    if _is_one_row_of_documents(batch):
+        return (batch["position_ids"].to("cpu") == 0).cumsum(1) - 1
+    return torch.arange(rows).unsqueeze(1).expand(rows, length)
+
+
+def learnt_counts(batch: Batch, group: int) -> LearntCounts:
+    """Return the counts of a batch whose examples are so many neighbouring sequences."""
+    learnt_BS = batch["labels"][:, 1:].to("cpu") != IGNORE
+    if not _is_one_row_of_documents(batch):
+        chosen_BS = learnt_BS[::group]
+        return LearntCounts(int(learnt_BS.sum()), int(learnt_BS.any(1).sum()), int(chosen_BS.sum()))
+    sequences_N = sequences_of(batch)[:, 1:][learnt_BS]
+    chosen = int((sequences_N % group == 0).sum())
+    return LearntCounts(len(sequences_N), len(set(sequences_N.tolist())), chosen)
+
+
+def _is_one_row_of_documents(batch: Batch) -> bool:
+    return len(batch["input_ids"]) == 1 and "position_ids" in batch
+
+
+def require_groups(rows: int, group: int) -> None:
+    """Raise ValueError for a batch that does not have whole examples of so many rows."""
+    if rows % group:
+        raise ValueError(
+            f"the batch has {counted(rows, 'row')}, and an example of the objective is {group}"
+            " neighbouring rows: give whole ones, the chosen answer before the rejected"
+        )
+
+
 def require_columns(names: Iterable[str]) -> None:
     """Raise ValueError for a tensor of a batch that a walk would not follow: models take some more
-    than :data:`COLUMNS`, and pass over others."""
-    if unknown := [name for name in names if name not in COLUMNS]:
+    than :data:`COLUMNS`, and pass over others. What an objective reads passes."""
+    if unknown := [name for name in names if name not in COLUMNS and not is_of_objective(name)]:
         raise ValueError(
             f"the batch has {', '.join(unknown)}, which a walk does not follow; it takes"
             f" {', '.join(COLUMNS)}: leave the others out. Labels of -100 are not learnt, and"
@@ -47,12 +112,16 @@ def loss_tokens(batch: Batch) -> int:
     return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
-def micro_batches(batch: Batch, count: int, *, further_columns: bool = True) -> list[Batch]:
-    """Return a batch, tensors [B, S], cut into ``count`` equal parts, in order. It may have
-    ``further_columns``, beside :data:`COLUMNS`, where something reads them.
+def micro_batches(
+    batch: Batch, count: int, *, further_columns: bool = True, group: int = 1
+) -> list[Batch]:
+    """Return a batch, tensors [B, S], cut into ``count`` equal parts, in order, between examples of
+    ``group`` rows each. It may have ``further_columns``, beside :data:`COLUMNS`, where something
+    reads them; numbers of an objective may be [B].
 
     Raises:
-        ValueError: something is missing, of another shape, or B is no multiple of ``count``.
+        ValueError: something is missing, of another shape, or B is no multiple of ``count`` parts
+            of whole examples.
     """
     if not isinstance(batch, Mapping):
         raise ValueError(
@@ -71,19 +140,33 @@ def micro_batches(batch: Batch, count: int, *, further_columns: bool = True) -> 
             f"a batch needs input_ids and labels; this one has {', '.join(batch) or 'nothing'}"
         )
     shape = batch["input_ids"].shape
-    if len(shape) != 2 or not shape[0] or any(value.shape != shape for value in batch.values()):
+    if len(shape) != 2 or not shape[0] or not all(_fits(*item, shape) for item in batch.items()):
         shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items())
         raise ValueError(
             "every tensor of a batch must be [batch, sequence] of one shape, not empty; got"
             f" {shapes}"
         )
-    if shape[0] % count:
+    require_groups(shape[0], group)
+    if shape[0] // group % count:
         raise ValueError(
-            f"the batch has {counted(shape[0], 'sequence')}, which gradient_accumulation_steps ×"
+            f"the batch has {_counted(shape[0], group)}, which gradient_accumulation_steps ×"
             f" mesh.data = {count} does not divide"
         )
     parts = {key: value.chunk(count) for key, value in batch.items()}
     return [{key: parts[key][m] for key in parts} for m in range(count)]
+
+
+def _fits(name: str, tensor: Tensor, shape: torch.Size) -> bool:
+    """Return whether an entry of a batch of [B, S] has its shape; a number of an objective may be
+    one a row."""
+    return tensor.shape == shape or (is_of_objective(name) and tensor.shape == shape[:1])
+
+
+def _counted(rows: int, group: int) -> str:
+    """Return the number of examples in some rows, with their noun."""
+    if group == 1:
+        return counted(rows, "sequence")
+    return f"{counted(rows // group, 'example')} of {group} rows"
 
 
 def row_order(batch: Batch, count: int, tokens: int) -> RowOrder:
@@ -102,8 +185,10 @@ def columns(batch: Batch, order: RowOrder, number: int) -> Batch:
     length = batch["input_ids"].shape[1]
     fills = {"labels": IGNORE}
     whole = {
-        name: F.pad(tensor_BS, (0, order.length - length), value=fills.get(name, 0))
-        for name, tensor_BS in batch.items()
+        name: tensor
+        if tensor.dim() == 1
+        else F.pad(tensor, (0, order.length - length), value=fills.get(name, 0))
+        for name, tensor in batch.items()
     }
     pieces = order.pieces(number)
     predicted_BS = F.pad(whole["labels"][:, 1:], (0, 1), value=IGNORE)
@@ -136,12 +221,12 @@ def require_tokens(length: int, count: int) -> None:
         )
 
 
-def filled(batch: Batch, multiple: int) -> dict[str, Tensor]:
-    """Return the batch with as many copies of its last row, every label ignored, as it lacks to a
-    multiple of so many rows."""
-    lacks = -len(batch["input_ids"]) % multiple
+def filled(batch: Batch, multiple: int, *, group: int = 1) -> dict[str, Tensor]:
+    """Return the batch with as many copies of its last example, every label ignored, as it lacks to
+    a multiple of so many examples of ``group`` rows."""
+    lacks = -len(batch["input_ids"]) % (multiple * group)
     rows = {
-        name: torch.cat([tensor, tensor[-1:].expand(lacks, *tensor.shape[1:])])
+        name: torch.cat([tensor, *(tensor[-group:] for _ in range(lacks // group))])
         for name, tensor in batch.items()
     }
     rows["labels"][len(rows["labels"]) - lacks :] = IGNORE
@@ -155,7 +240,9 @@ def lengthened(batch: Batch, length: int) -> Batch:
     if not lacks:
         return batch
     return {
-        name: torch.nn.functional.pad(tensor, (0, lacks), value=IGNORE if name == "labels" else 0)
+        name: tensor
+        if tensor.dim() == 1
+        else F.pad(tensor, (0, lacks), value=IGNORE if name == "labels" else 0)
         for name, tensor in batch.items()
     }
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from blockwalk.data.batch import Batch, micro_batches
+from blockwalk.data.batch import Batch, is_of_objective, micro_batches, without_numbers
 from blockwalk.data.dataset import Encoded, Integers
 from blockwalk.plan.losses import IGNORE
 from blockwalk.plan.sizes import LONG_ROW, ROW_TILE
@@ -80,7 +80,7 @@ def packed_tokens(batch: Batch, groups: int) -> int:
     """Return tokens, without padding, of the fullest of ``groups`` equal parts of a batch; 0 where
     its rows cannot be laid side by side: it has other tensors than input_ids, attention_mask and
     labels, its mask hides anything but the right end of its rows, or something hidden is learnt."""
-    plain = batch.keys() == {"input_ids", "attention_mask", "labels"}
+    plain = without_numbers(batch).keys() == {"input_ids", "attention_mask", "labels"}
     if not plain or len(batch["input_ids"]) % groups:
         return 0
     real_BS = batch["attention_mask"] != 0
@@ -91,10 +91,12 @@ def packed_tokens(batch: Batch, groups: int) -> int:
     return int(real_BS.view(groups, -1).sum(1).max())
 
 
-def pack_parts(batch: Batch, groups: int, *, tokens: int | None = None) -> list[Batch]:
+def pack_parts(
+    batch: Batch, groups: int, *, tokens: int | None = None, group: int = 1
+) -> list[Batch]:
     """Return ``groups`` equal parts of a batch without their padding, tensors [1, N]: a row holds
     the examples of a part, one after the other, filled up to whole tiles. Parts that hold fewer
-    tokens are shorter.
+    tokens are shorter. ``group`` rows are one example.
 
     The parts come as :func:`~blockwalk.data.batch.micro_batches` cuts them where
     :func:`row_length` says so of the fullest, and where the batch has no :func:`packed_tokens`.
@@ -103,7 +105,7 @@ def pack_parts(batch: Batch, groups: int, *, tokens: int | None = None) -> list[
     Raises:
         ValueError: as ``micro_batches``.
     """
-    parts = micro_batches(batch, groups)
+    parts = micro_batches(batch, groups, group=group)
     if tokens is None:
         tokens = packed_tokens(batch, groups)
     padded = parts[0]["input_ids"].numel()
@@ -125,10 +127,14 @@ def _side_by_side(batch: Batch) -> Batch:
         "position_ids": (places_BS, 0),
         "labels": (labels_BS, IGNORE),
     }
-    return {
+    numbers = {name: tensor for name, tensor in batch.items() if is_of_objective(name)}
+    sources |= {name: (tensor, 0) for name, tensor in numbers.items() if tensor.dim() > 1}
+    of_rows = {name: tensor for name, tensor in numbers.items() if tensor.dim() == 1}
+    packed = {
         name: torch.nn.functional.pad(source_BS[real_BS], (0, length - tokens), value=fill)[None]
         for name, (source_BS, fill) in sources.items()
     }
+    return {**packed, **of_rows}
 
 
 def cut_padding(batch: Batch, *, unmask: bool = False) -> Batch:
@@ -158,5 +164,7 @@ def cut_padding(batch: Batch, *, unmask: bool = False) -> Batch:
         return batch
     if bool((batch["labels"] != IGNORE)[~real_BS].any()):
         return batch
-    cut = {name: tensor_BS[:, :stop] for name, tensor_BS in batch.items()}
+    cut = {
+        name: tensor if tensor.dim() == 1 else tensor[:, :stop] for name, tensor in batch.items()
+    }
     return cut if equal else {**cut, "attention_mask": torch.ones_like(cut["attention_mask"])}

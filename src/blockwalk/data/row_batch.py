@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockwalk.data.batch import Batch, copies_of, loss_tokens, tokens_read
+from blockwalk.data.batch import Batch, copies_of, loss_tokens, require_groups, tokens_read
 from blockwalk.data.dataset import Encoded
 from blockwalk.plan.losses import IGNORE
 from blockwalk.plan.words import counted, is_or_are
@@ -119,20 +119,29 @@ def token_counts(batch: Batch) -> tuple[int, int]:
     return tokens_read(batch), loss_tokens(batch)
 
 
-def share(batch: Batch, micro_batches: int, world: int, rank: int) -> dict[str, Tensor]:
+def share(
+    batch: Batch, micro_batches: int, world: int, rank: int, *, group: int = 1
+) -> dict[str, Tensor]:
     """Return a rank's rows of a global batch, in the order of its micro-batches: the batch is cut
-    first into these, then over ranks.
+    first into these, then over ranks, between examples of ``group`` rows each.
 
-    A batch whose rows are no multiple of micro-batches × ranks is first filled up with copies of
-    its last row, every label ignored.
+    A batch whose examples are no multiple of micro-batches × ranks is first filled up with copies
+    of its last one, every label ignored.
+
+    Raises:
+        ValueError: rows are no multiple of an example's.
     """
     rows, _ = batch_shape(batch)
-    numbers = torch.arange(rows + copies_of(rows, micro_batches * world))
-    places = numbers.view(micro_batches, world, -1)[:, rank].flatten()
-    within = places.clamp(max=rows - 1)
+    require_groups(rows, group)
+    examples = rows // group
+    filled = examples + copies_of(examples, micro_batches * world)
+    numbers = torch.arange(filled).view(micro_batches, world, -1)[:, rank].flatten()
+    within = numbers.clamp(max=examples - 1)
+    places = (within[:, None] * group + torch.arange(group)).flatten()
     if isinstance(batch, RowBatch):
-        taken = batch.take(within.tolist())
+        taken = batch.take(places.tolist())
     else:
-        taken = {name: tensor[within.to(tensor.device)] for name, tensor in batch.items()}
-    taken["labels"][places >= rows] = IGNORE
+        taken = {name: tensor[places.to(tensor.device)] for name, tensor in batch.items()}
+    is_copy = (numbers >= examples).repeat_interleave(group)
+    taken["labels"][is_copy] = IGNORE
     return taken

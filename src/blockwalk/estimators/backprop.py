@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from blockwalk.cutting.calls import BlockCall, Prologue, tensors_of
-from blockwalk.data.batch import Batch, loss_tokens
+from blockwalk.data.batch import Batch, LearntCounts, loss_tokens
 from blockwalk.engine.engine import Engine
 from blockwalk.engine.home import NO_JOB, Differentiated, Job, on_bytes
 from blockwalk.engine.master_updates import MasterUpdates
 from blockwalk.estimators.head import Ending
-from blockwalk.estimators.losses import Objective, loss_of
+from blockwalk.estimators.losses import Objective, Share, trained_loss
 from blockwalk.estimators.protocol import StepFigures
 from blockwalk.estimators.stage_values import Received, receive, send
 from blockwalk.estimators.walk_request import Step
@@ -88,6 +88,11 @@ class _State:
     loss_sum: float = 0.0
     losses: list[Tensor] = field(default_factory=list)
     """Summed losses that are not in :attr:`loss_sum` yet, 0-d float64, where they were computed."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Further means over the step, by name: this rank's part, then that of all."""
+    metric_parts: list[Tensor] = field(default_factory=list)
+    """Parts of these that are not in :attr:`metrics` yet, float64 [K], where they were
+    computed."""
     coefficient: float = 1.0
     grad_norm: float | None = None
 
@@ -97,15 +102,27 @@ class _State:
         return self.loss_sum / self.tokens
 
     def add_up(self, squares: Iterable[Tensor] = ()) -> list[float]:
-        """Take the losses into :attr:`loss_sum` and return the squares (1-D tensors) as numbers.
-        This is the step's one wait for the device."""
+        """Take the losses into :attr:`loss_sum`, and the parts of further means into
+        :attr:`metrics`; return the squares (1-D tensors) as numbers. This is the step's one wait
+        for the device."""
         count = len(self.losses)
-        tensors = [loss.view(1) for loss in self.losses] + [*squares]
+        tensors = [*(loss.view(1) for loss in self.losses), *self.metric_parts, *squares]
         numbers = torch.cat([t.double() for t in tensors]).tolist() if tensors else []
         for loss in numbers[:count]:
             self.loss_sum += loss
+        names = list(self.metrics)
+        stop = count + len(names) * len(self.metric_parts)
+        for place, part in enumerate(numbers[count:stop]):
+            self.metrics[names[place % len(names)]] += part
         self.losses.clear()
-        return numbers[count:]
+        self.metric_parts.clear()
+        return numbers[stop:]
+
+    def take_sums(self, answers: Sequence[Sequence[float]]) -> None:
+        """Take the losses and further means of all ranks, each answer's first numbers."""
+        self.loss_sum = sum(answer[0] for answer in answers)
+        for place, name in enumerate(self.metrics, 1):
+            self.metrics[name] = sum(answer[place] for answer in answers)
 
 
 class Backprop:
@@ -138,7 +155,7 @@ class Backprop:
         self._alive = plan.visit * engine.stage.alive(len(plan.walks))
         """Micro-batches that are alive at once."""
         self.state: _State | None = None
-        self.loss = loss_of(engine.plan.loss_facts, engine.cut.head, objective)
+        self.loss = trained_loss(plan.loss_facts, plan.objective_facts, engine.cut.head, objective)
 
     # ---- what the walker asks of every estimator -------------------------------------------------
 
@@ -166,7 +183,11 @@ class Backprop:
             self._pause.daemon = True
             self._pause.start()
         return StepFigures(
-            state.loss, state.tokens, grad_norm=state.grad_norm, graph_bytes=state.graph_bytes
+            state.loss,
+            state.tokens,
+            grad_norm=state.grad_norm,
+            graph_bytes=state.graph_bytes,
+            metrics=state.metrics,
         )
 
     def undo(self) -> None:
@@ -209,7 +230,8 @@ class Backprop:
         self.activations.begin(
             max(self._input_bytes(batch["input_ids"].numel()) for batch in batches)
         )
-        self.state = _State(batches, labels, tokens, step)
+        metrics = dict.fromkeys(self.engine.plan.objective_facts.metrics, 0.0)
+        self.state = _State(batches, labels, tokens, step, metrics=metrics)
 
     def prepare(self, op: Op) -> Job:
         """Return the work of one op: the method of its name. A compute op runs at once; a SAVE
@@ -389,8 +411,15 @@ class Backprop:
         )
         leaves = list(trainables.values())
         accumulator = self.gradients.accumulator
-        loss = self.loss.with_gradient(ending, state.tokens, accumulator, leaves)
+        counts = state.step.counts
+        if not counts.tokens:
+            counts = LearntCounts(state.tokens)
+        numbers = state.step.numbers
+        share = Share(counts, numbers[m] if numbers else {})
+        loss = self.loss.with_gradient(ending, share, accumulator, leaves)
         state.losses.append(loss.loss_sum)
+        if state.metrics:
+            state.metric_parts.append(torch.stack([loss.metrics[name] for name in state.metrics]))
         state.gradient[m] = loss.hidden_BSD
         self.gradients.add(trainables, loss.trained)
 
@@ -451,7 +480,7 @@ class Backprop:
 
     def _total(self, op: Op, state: _State) -> None:
         state.add_up()
-        state.loss_sum = sum(loss_sum for (loss_sum,) in self._of_ranks([state.loss_sum]))
+        state.take_sums(self._of_ranks([state.loss_sum, *state.metrics.values()]))
 
     def _check(self, op: Op, state: _State) -> None:
         of_gradients = self.gradients.squares()
@@ -459,9 +488,10 @@ class Backprop:
         squares = state.add_up(squares_T for _, squares_T in of_gradients)
         judged = zip(names, squares, strict=True)
         infinite = [name for name, square in judged if not math.isfinite(square)]
-        answers = self._of_ranks([state.loss_sum, float(len(infinite)), *exact_parts(squares)])
-        state.loss_sum = sum(answer[0] for answer in answers)
-        count = sum(answer[1] for answer in answers)
+        sums = [state.loss_sum, *state.metrics.values()]
+        answers = self._of_ranks([*sums, float(len(infinite)), *exact_parts(squares)])
+        state.take_sums(answers)
+        count = sum(answer[len(sums)] for answer in answers)
         if count or not math.isfinite(state.loss):
             names = list(dict.fromkeys(infinite))[:3] or ["a trainable on another rank"]
             culprit = f"gradient of {', '.join(names)}"
@@ -477,7 +507,7 @@ class Backprop:
             plan = self.engine.plan
             of_one_copy = holders(answers, plan.mesh, 0, plan.optimizer_ranks)
             state.grad_norm = math.sqrt(
-                math.fsum(square for answer in of_one_copy for square in answer[2:])
+                math.fsum(square for answer in of_one_copy for square in answer[len(sums) + 1 :])
             )
         self.updates.commit()
 

@@ -10,7 +10,7 @@ estimators are here: :class:`~blockwalk.estimators.forward.Forward` evaluates,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -40,6 +40,8 @@ class StepFigures:
     graph_bytes: Mapping[tuple[int, int], int] | None = None
     """Bytes that graphs wrote to file maps, by unit and micro-batch; None: as the program has
     them."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further means over the step, by name."""
 
 
 class Weights(Protocol):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from blockwalk.data.batch import LearntCounts
 from blockwalk.data.label_words import LabelWordBatch
 
 
@@ -20,6 +24,11 @@ class Step:
     """Zeroth order: the seed of this step's noise, where one is given."""
     words: LabelWordBatch | None = None
     """The examples that the batches' rows are, where the objective ranks label words."""
+    counts: LearntCounts = field(default_factory=LearntCounts)
+    """Counts of the global batch, where the plan's objective is a function of
+    log-probabilities."""
+    numbers: Sequence[Mapping[str, Tensor]] = ()
+    """Numbers of each micro-batch's records, by name, for that objective; on the CPU."""
 
     def require_labels(self, counted: int) -> None:
         """Raise ValueError for a step in which no label counts."""

@@ -103,6 +103,9 @@ class LossFacts:
     """True for a sum over tokens that reads hidden states and the head, a part at a time, and never
     holds all logits: padding is cut, several forwards may read the head once, and a sequence may
     hold several documents. It needs logits of the known form."""
+    log_probabilities: bool = False
+    """True where a token's loss is minus the log-probability of its label, so that objectives may
+    be functions of it (:mod:`blockwalk.plan.objectives`)."""
     takes_objective: bool = False
     """True where it is a function that the user hands over: ``implementation`` takes it too."""
     refuses: Refusals = field(default=nothing, repr=False)
@@ -271,6 +274,7 @@ LOSSES = Table(
             "blockwalk.numerics.losses.cross_entropy:LOSS",
             by_chunks,
             by_chunks=True,
+            log_probabilities=True,
             help="cross-entropy over parts of the vocabulary, which never holds all logits",
         ),
         "model": LossFacts(

@@ -22,6 +22,8 @@ ROW = f"{PREFIX}row"
 """The batch's entry with each row's number in its data set, int64 [rows]."""
 REFERENCE = "reference_log_probabilities"
 """The number of a row that the reference answers: the sum over its learnt tokens."""
+BASELINE = "baseline"
+"""The number of a row that the step answers: KTO's mean log-ratio of answers to other prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,10 @@ class ObjectiveFacts:
     """True where it compares with the log-probabilities of a reference."""
     mean_over: str = "tokens"
     """The unit that the step's loss is a mean over: tokens, sequences or pairs."""
-    needs_step: bool = False
-    """True where a row's weight depends on other examples of the step, so that all of its rows are
-    walked forward before the first is walked back."""
+    baseline: bool = False
+    """True where it needs the step's mean log-ratio of answers to other prompts."""
+    metrics: tuple[str, ...] = ()
+    """Names of the further means over a step that its function answers."""
     settings: Any = None
     """The value of the row's settings."""
     refuses: Refusals = field(default=nothing, repr=False)
@@ -154,6 +157,7 @@ REFERENCE_HELP = "against the model before its first step"
 
 def _row(function: str, settings: Any, **facts: Any) -> ObjectiveFacts:
     facts.setdefault("refuses", against)
+    facts.setdefault("metrics", ("reward_accuracy", "margin"))
     return ObjectiveFacts(f"{MODULE}:{function}", settings=settings, **facts)
 
 
@@ -206,7 +210,7 @@ def _kto(settings: KtoSettings) -> ObjectiveFacts:
         numbers=("desirable",),
         reference=True,
         mean_over="sequences",
-        needs_step=True,
+        baseline=True,
         help="single answers, each desirable or not",
     )
 
@@ -227,6 +231,7 @@ def _policy_gradient(settings: PolicyGradientSettings) -> ObjectiveFacts:
         settings,
         numbers=("advantages",),
         token_numbers=("old_log_probabilities",),
+        metrics=("clipped",),
         mean_over="tokens" if settings.loss_type == "dapo" else "sequences",
         help="answers with advantages that another program scored (GRPO, RLOO)",
     )
@@ -235,7 +240,7 @@ def _policy_gradient(settings: PolicyGradientSettings) -> ObjectiveFacts:
 def against(plan: Any) -> Iterator[str]:
     """Yield what speaks against an objective of log-probabilities in a plan."""
     name = plan.objective.partition("(")[0]
-    if not plan.loss_facts.by_chunks:
+    if not plan.loss_facts.log_probabilities:
         yield (
             f"objective is {name}, a function of log-probabilities, and loss is {plan.loss}, which"
             " has none of single tokens; set loss: chunked"

@@ -12,10 +12,14 @@ from torch import Tensor
 from blockwalk.cutting.batch_facts import BatchFacts, note
 from blockwalk.data.batch import (
     Batch,
+    LearntCounts,
     columns,
+    learnt_counts,
     micro_batches,
+    numbers_of,
     require_ids,
     row_order,
+    without_numbers,
 )
 from blockwalk.data.packing import cut_padding, pack_parts
 from blockwalk.numerics.device import sent
@@ -36,11 +40,16 @@ class BatchParts:
     forwards."""
     shape: Shape
     """The shape of the largest of any rank, as foreseen: of rows that lie side by side as well."""
-    tokens: int | None
-    """Labels that count in the global batch, where this rank has a share of it."""
+    counts: LearntCounts
+    """Counts of the global batch."""
     copies: int = 0
     """Rows over all ranks that are copies, of which nothing is learnt: what the batch lacked to
     equal parts."""
+
+    @property
+    def numbers(self) -> list[dict[str, Tensor]]:
+        """An objective's numbers of each, by name."""
+        return [numbers_of(part) for part in self.parts]
 
     @property
     def labels(self) -> list[Tensor]:
@@ -52,9 +61,10 @@ class BatchParts:
     ) -> list[Batch]:
         """Return the micro-batches on a device; ``hides_unseen`` False where padding may be read
         too. With a ``place`` each has the rows' part there beside its tensors, as ``part``."""
+        parts = [without_numbers(part) for part in self.parts]
         if place is not None:
-            return [place.of(part, device) for part in self.parts]
-        return [_on(part, device, hides_unseen) for part in self.parts]
+            return [place.of(part, device) for part in parts]
+        return [_on(part, device, hides_unseen) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +119,23 @@ def cut_shared(
     """
     cuts = plan.gradient_accumulation_steps * plan.mesh.data
     (checked,) = micro_batches(batch, 1, further_columns=further_columns)
+    group = plan.objective_facts.group
     rows = -(-len(checked["input_ids"]) // cuts)
-    parts = pack_parts(checked, cuts) if packs else micro_batches(checked, cuts)
+    cut = pack_parts if packs else micro_batches
+    parts = cut(checked, cuts, group=group)
     for inputs in parts:
         require_ids(inputs["input_ids"], vocab_size)
     largest = max(part["input_ids"].numel() for part in parts)
-    return parts_of(parts, plan, Shape(rows, -(-largest // rows)), tokens=None, copies=0)
+    shape = Shape(rows, -(-largest // rows))
+    return parts_of(parts, plan, shape, learnt_counts(checked, group), copies=0)
 
 
 def parts_of(
     parts: Sequence[Batch],
     plan: Plan,
     largest: Shape,
+    counts: LearntCounts,
     *,
-    tokens: int | None,
     copies: int,
     part: int = 0,
 ) -> BatchParts:
@@ -133,7 +146,7 @@ def parts_of(
     parts = [cut_padding(batch, unmask=plan.loss_facts.by_chunks) for batch in parts]
     if context > 1:
         parts = [_columns(batch, context, part) for batch in parts]
-    return BatchParts(parts, shape, tokens, copies)
+    return BatchParts(parts, shape, counts, copies)
 
 
 def _columns(batch: Batch, count: int, number: int) -> Batch:

@@ -37,7 +37,6 @@ def evaluate_with_logits(walker: Any, batch: Batch) -> tuple[float, Tensor]:
     the logits [b, S, V], float32 on the CPU, of the rows that this rank walked. Those of padding at
     a row's right end mean nothing."""
     parts = walker._share_to_evaluate(batch, 1, by_row=True)
-    assert parts.tokens is not None
     usual = walker._forward.loss
     kept = KeptLogits(usual)
     walker._forward.loss = kept
@@ -48,4 +47,4 @@ def evaluate_with_logits(walker: Any, batch: Batch) -> tuple[float, Tensor]:
     (logits_BSV,) = kept.logits
     lacks = batch["input_ids"].shape[1] - logits_BSV.shape[1]
     padded_BSV = F.pad(logits_BSV, (0, 0, 0, lacks))
-    return math.fsum(losses) / max(parts.tokens, 1), padded_BSV
+    return math.fsum(losses) / max(parts.counts.tokens, 1), padded_BSV

@@ -5,15 +5,16 @@ walks."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from blockwalk.data.batch import (
     Batch,
+    LearntCounts,
     copies_of,
+    learnt_counts,
     lengthened,
-    loss_tokens,
     micro_batches,
     note_on_copies,
     require_ids,
@@ -34,8 +35,12 @@ class RowFacts:
 
     length: float = 0.0
     """Tokens of a row, padding included."""
-    counted: float = 0.0
+    tokens: float = 0.0
     """Labels that count."""
+    sequences: float = 0.0
+    """Sequences with such a label."""
+    chosen_tokens: float = 0.0
+    """Labels that count of the first sequence of each example."""
     packed: float = 0.0
     """Tokens of the fullest micro-batch without its padding; 0 where rows are not packed."""
 
@@ -104,8 +109,10 @@ def cut_rows(
     stage_ranks = plan.mesh.stage_ranks  # every stage walks the same rows
     shares = 1 if cut.local else stage_ranks // context
     place = 0 if cut.local else ranks.rank % stage_ranks // context
+    group = plan.objective_facts.group
     error = ""
     rows = 0
+    examples = 0
     own: Batch = {}
     facts = RowFacts()
     try:
@@ -113,10 +120,12 @@ def cut_rows(
         if not isinstance(batch, RowBatch):
             (checked,) = micro_batches(batch, 1, further_columns=cut.further_columns)
         rows, _ = batch_shape(checked)
-        own = share(checked, cut.count, shares, place)
+        examples = rows // group
+        own = share(checked, cut.count, shares, place, group=group)
         require_ids(own["input_ids"], cut.vocab_size)
         require_mask(own, context)
-        facts = _facts_of(own, cut, packs=cut.packs and rows % (cut.count * shares) == 0)
+        packs = cut.packs and examples % (cut.count * shares) == 0
+        facts = _facts_of(own, cut, group, packs=packs)
     except ValueError as raised:
         error = f"local_batch: {raised}" if cut.local and ranks.world > 1 else str(raised)
     facts_alike = {**_facts_alike(batch, cut), **(targets or {})}
@@ -126,27 +135,35 @@ def cut_rows(
     require_tokens(length, context)
     packed = [int(rank.packed) for rank in everyone]
     tokens = max(packed) if all(packed) else 0  # side by side, where all ranks can walk theirs so
-    share_rows = -(-rows // (cut.count * shares))
+    share_rows = -(-examples // (cut.count * shares)) * group
     padded = share_rows * length
     largest = int(row_length(tokens, padded)) if tokens else padded
     brought = ranks.world if cut.local else 1
     if cut.local and ranks.rank == 0:
-        _say_copies(rows * brought, cut.count * brought)
+        _say_copies(examples * brought, cut.count * brought)
     holders = 1 if cut.local else ranks.world // shares  # ranks that have the same rows
     return parts_of(
-        pack_parts(lengthened(own, length), cut.count, tokens=tokens),
+        pack_parts(lengthened(own, length), cut.count, tokens=tokens, group=group),
         plan,
         Shape(share_rows, -(-largest // share_rows)),
-        tokens=sum(int(rank.counted) for rank in everyone) // holders,
-        copies=copies_of(rows, cut.count * shares) * brought,
+        _counts_of(everyone, holders),
+        copies=copies_of(examples, cut.count * shares) * group * brought,
         part=ranks.rank % context,
     )
 
 
-def _facts_of(own: Batch, cut: Cut, *, packs: bool) -> RowFacts:
-    length = own["input_ids"].shape[1]
+def _facts_of(own: Batch, cut: Cut, group: int, *, packs: bool) -> RowFacts:
     packed = packed_tokens(own, cut.count) if packs else 0
-    return RowFacts(float(length), float(loss_tokens(own)), float(packed))
+    counts = learnt_counts(own, group)
+    numbers = (counts.tokens, counts.sequences, counts.chosen_tokens, packed)
+    return RowFacts(float(own["input_ids"].shape[1]), *map(float, numbers))
+
+
+def _counts_of(everyone: Sequence[RowFacts], holders: int) -> LearntCounts:
+    """Return the counts of all ranks, of which so many have the same rows."""
+    names = [field.name for field in fields(LearntCounts)]
+    sums = {name: sum(int(getattr(rank, name)) for rank in everyone) for name in names}
+    return LearntCounts(**{name: total // holders for name, total in sums.items()})
 
 
 def _say_copies(rows: int, cuts: int) -> None:

@@ -93,6 +93,8 @@ class StepResult:
     copies: int = 0
     """Rows over all ranks that were copies, of which nothing is learnt: what the batch lacked to
     equal parts for micro-batches and ranks."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further means over the step that its objective answers, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +343,7 @@ class Walker:
             grad_norm=figures.grad_norm,
             projected_grad=figures.projected_grad,
             copies=copies,
+            metrics=figures.metrics,
         )
 
     def use_rule(
@@ -427,7 +430,7 @@ class Walker:
         """Run a step, or its gradients alone; a step that fails changes nothing. Return its
         program, and the rows that were copies."""
         parts = self._share_of(step_kind, batch, step, local_batch=local_batch)
-        step = replace(step, tokens=parts.tokens)
+        step = replace(step, tokens=parts.counts.tokens, counts=parts.counts, numbers=parts.numbers)
         on_device = parts.on(
             self.device, hides_unseen=not self._reads_padding, place=self._row_place
         )
@@ -508,8 +511,7 @@ class Walker:
         if local_batch:
             require_own_rows(self.plan, None)
         parts = self._share_to_evaluate(batch, batches, local_batch=local_batch)
-        assert parts.tokens is not None
-        return EvalResult(math.fsum(self._evaluated(parts, batches)), parts.tokens)
+        return EvalResult(math.fsum(self._evaluated(parts, batches)), parts.counts.tokens)
 
     def label_losses(self, batch: Batch, *, batches: int = 1) -> Tensor:
         """Return the loss summed over the labels of each sequence, float64 [B] on the CPU, in

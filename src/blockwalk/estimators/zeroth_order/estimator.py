@@ -27,7 +27,13 @@ from blockwalk.engine.buckets import Buckets
 from blockwalk.engine.engine import Engine
 from blockwalk.engine.home import Job
 from blockwalk.estimators.head import Ending, joined
-from blockwalk.estimators.losses import Objective, TokenSum, loss_of
+from blockwalk.estimators.losses import (
+    Objective,
+    Share,
+    TokenFunction,
+    TokenSum,
+    trained_loss,
+)
 from blockwalk.estimators.protocol import StepFigures
 from blockwalk.estimators.walk_request import Step
 from blockwalk.estimators.zeroth_order.arithmetic import Arithmetic, PerturbedCopies
@@ -80,7 +86,7 @@ class ZerothOrder:
         """The units that do not take the rows of several forwards at once, as far as is known."""
         facts = self.plan.loss_facts if objective is None else OBJECTIVE
         number = None if objective is None else as_objective(objective)
-        self.loss = loss_of(facts, engine.cut.head, number)
+        self.loss = trained_loss(facts, self.plan.objective_facts, engine.cut.head, number)
         self._ranks_words = self.plan.zo.objective != "loss" and objective is None
 
     # ---- what the walker asks of every estimator -------------------------------------------------
@@ -249,7 +255,7 @@ class ZerothOrder:
     def _loss(self, op: Op, state: StepState) -> None:
         key = (op.micro_batch, op.forward_pass)
         ending = self._ending(op, state)
-        if isinstance(self.loss, TokenSum):
+        if isinstance(self.loss, TokenSum | TokenFunction):
             state.factors[key] = ending.factors()
             self._losses_together(self.loss, key, state)
         else:
@@ -275,7 +281,9 @@ class ZerothOrder:
             scratch=self.loss_scratch,
         )
 
-    def _losses_together(self, loss: TokenSum, key: PassKey, state: StepState) -> None:
+    def _losses_together(
+        self, loss: TokenSum | TokenFunction, key: PassKey, state: StepState
+    ) -> None:
         """Compute the losses of this forward and of those that share its head, once no other of
         them is still on its way.
 
@@ -295,10 +303,23 @@ class ZerothOrder:
         if is_beside:
             joined_factors = joined({p: it for (_, p), it in of_passes.items()}, len(state.passes))
             batches = [(joined_factors, state.labels[key[0]].repeat(len(keys), 1))]
-        losses_R = torch.cat(loss.of_passes(self.engine.cut.head, batches, self.loss_scratch))
-        rows = [len(state.labels[m]) for m, _ in keys]
-        for k, losses_B in zip(keys, torch.split(losses_R, rows), strict=True):
-            state.losses[k] = losses_B if state.by_row else losses_B.sum()
+        sums = loss.tokens if isinstance(loss, TokenFunction) else loss
+        losses = sums.token_losses(self.engine.cut.head, batches, self.loss_scratch)
+        if is_beside:
+            losses = list(torch.split(losses[0], [len(state.labels[m]) for m, _ in keys]))
+        for k, losses_BS in zip(keys, losses, strict=True):
+            if isinstance(loss, TokenFunction):
+                state.losses[k] = self._objective(loss, k[0], losses_BS, state)
+            else:
+                losses_B = losses_BS.sum(1)
+                state.losses[k] = losses_B if state.by_row else losses_B.sum()
+
+    def _objective(
+        self, loss: TokenFunction, m: int, losses_BS: Tensor, state: StepState
+    ) -> Tensor:
+        """Return an objective of one forward's losses on a micro-batch, as a sum."""
+        share = Share(state.request.counts, state.request.numbers[m])
+        return loss.of_losses(state.batches[m], state.labels[m], share, losses_BS)
 
     # ---- from losses to weights ------------------------------------------------------------------
 

@@ -56,6 +56,8 @@ class _Tokens:
     rest_n: Tensor
     """Σ_{j≠y} exp(l_j − maximum), float64."""
     label_logit_n: Tensor
+    factor_n: Tensor | None = None
+    """Factors on the tokens' gradients, float64; None: 1."""
 
     @classmethod
     def of(cls, head: Head, places_n: Tensor, labels_n: Tensor) -> _Tokens:
@@ -86,12 +88,14 @@ class _Tokens:
 
     @property
     def miss_n(self) -> Tensor:
-        """q = 1 − p_y, float64."""
-        return self.excess_n.sigmoid()
+        """q = 1 − p_y, float64, times the token's factor."""
+        miss_n = self.excess_n.sigmoid()
+        return miss_n if self.factor_n is None else miss_n * self.factor_n
 
     @property
     def weight_n(self) -> Tensor:
-        """Factors q/rest, float64, that turn exp(l_j − maximum) into p_j."""
+        """Factors q/rest, float64, that turn exp(l_j − maximum) into p_j times the token's
+        factor."""
         return self.miss_n / self.rest_n
 
 
@@ -107,6 +111,8 @@ def chunked_cross_entropy(
     soft_cap: float | None = None,
     head_grad: Tensor | None = None,
     bias_grad: Tensor | None = None,
+    losses_N: Tensor | None = None,
+    weights_N: Tensor | None = None,
     vocab_chunk: int | None = None,
     scratch: ScratchArena | None = None,
 ) -> LossResult:
@@ -128,6 +134,9 @@ def chunked_cross_entropy(
             ``grad_scale``·d(loss_sum)/d(last R columns of the head) is added. R = D is the whole
             head, tied or not; a head with LoRA is [W, B] on [h, s·h·Aᵀ], where R is the rank.
         bias_grad: float32 [V], likewise for the bias.
+        losses_N: float64 [N], to which each token's loss is written; where no label counts it stays
+            as it was.
+        weights_N: float64 [N], factors on the tokens' gradients beside ``grad_scale``.
         vocab_chunk: vocabulary rows of one chunk, instead of what :func:`chunk_sizes` says.
         scratch: buffers to keep for the next call.
 
@@ -150,6 +159,8 @@ def chunked_cross_entropy(
         for chunk, (start, stop) in enumerate(pairwise(layer.edges)):
             weight_vD = head.rows(start, stop)
             _gather(layer, h_fD, weight_vD, start, chunk, part, sum_nD if one_pass else None)
+        if weights_N is not None:
+            part.factor_n = weights_N[part.places_n]
         if one_pass:
             _finish(layer, part, sum_nD, grad_scale)
         else:
@@ -157,7 +168,10 @@ def chunked_cross_entropy(
             sum_nD.mul_(grad_scale)
         in_dtype_nD = sum_nD if dtype == layer.accumulates_in else h_fD[:size].copy_(sum_nD)
         grad_ND.index_copy_(0, part.places_n, in_dtype_nD)
-        loss_sum += part.loss_n.sum()
+        loss_n = part.loss_n
+        if losses_N is not None:
+            losses_N.index_copy_(0, part.places_n, loss_n)
+        loss_sum += loss_n.sum()
     return LossResult(loss_sum, grad_ND)
 
 

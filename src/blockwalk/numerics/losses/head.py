@@ -46,7 +46,9 @@ class TokenLoss:
     losses: Callable[..., list[Tensor]]
     """(batches of hidden states [N, D] and labels [N], head): each token's loss, float64 [N]."""
     with_gradient: Callable[..., LossResult]
-    """(hidden states [N, D], labels [N], head, ``grad_scale``, ``head_grad``, ``bias_grad``)."""
+    """(hidden states [N, D], labels [N], head, ``grad_scale``, ``head_grad``, ``bias_grad``). One
+    whose tokens' losses are minus their log-probabilities takes ``losses_N`` and ``weights_N``
+    too."""
 
 
 @torch.no_grad()
