@@ -51,14 +51,15 @@ def epoch_order(count: int, seed: int, epoch: int) -> Integers:
 
 
 class Batches(Iterator[RowBatch]):
-    """An endless iterator of global batches of exactly ``batch_size`` rows.
+    """An endless iterator of global batches of exactly ``batch_size`` examples, each with all of
+    its rows.
 
     Every example comes once an epoch; a batch that an epoch cannot fill goes on with the next
     epoch's first examples. The first epoch begins with its longest example, which changes places
     with the one that would come first; then its second batch changes places with the one of the
     most tokens: nearly all memory that a run needs, with padding or without, is asked for, or
     refused, in its first two steps. ``padding_multiple`` rounds S up, for fewer shapes.
-    ``shuffle=False`` keeps the file's order.
+    ``shuffle=False`` keeps the file's order. ``numbered`` batches have the number of each row.
 
     Of more than :data:`SHUFFLED_IN_MEMORY` examples no list is made: each one's place is a function
     of seed, epoch and position, and the longest example alone changes places.
@@ -74,6 +75,7 @@ class Batches(Iterator[RowBatch]):
         *,
         shuffle: bool = True,
         padding_multiple: int = 1,
+        numbered: bool = False,
     ) -> None:
         if batch_size < 1 or padding_multiple < 1:
             raise ValueError(
@@ -87,6 +89,7 @@ class Batches(Iterator[RowBatch]):
         self.seed = seed
         self.shuffle = shuffle
         self.padding_multiple = padding_multiple
+        self.numbered = numbered
         self.epoch = 0
         self.position = 0
         """Examples of this epoch that were given out."""
@@ -96,23 +99,26 @@ class Batches(Iterator[RowBatch]):
 
     def steps(self, epochs: float) -> int:
         """Count the batches until every example has come so many times, the last one filled up."""
-        return steps_of_epochs(len(self.dataset), self.batch_size, epochs)
+        return steps_of_epochs(self.dataset.examples, self.batch_size, epochs)
 
     def __next__(self) -> RowBatch:
-        return RowBatch(self.dataset, self.next_rows(), self.padding_multiple)
+        rows = self.next_rows()
+        return RowBatch(self.dataset, rows, self.padding_multiple, numbered=self.numbered)
 
     def next_rows(self) -> list[int]:
-        """Return the example numbers of the next batch; the iterator moves past them."""
-        rows: list[int] = []
-        while len(rows) < self.batch_size:
-            if self.position == len(self.dataset):
+        """Return the numbers of the next batch's rows; the iterator moves past them."""
+        examples: list[int] = []
+        count = self.dataset.examples
+        while len(examples) < self.batch_size:
+            if self.position == count:
                 self.epoch = self.epoch + 1
                 self.position = 0
                 self.lengths_before = []
                 self._order = self._epoch_order()
-            stop = min(self.position + self.batch_size - len(rows), len(self.dataset))
-            rows += self._order(np.arange(self.position, stop)).tolist()
+            stop = min(self.position + self.batch_size - len(examples), count)
+            examples += self._order(np.arange(self.position, stop)).tolist()
             self.position = stop
+        rows: list[int] = self.dataset.rows_of(examples).tolist()
         return rows
 
     def row_lengths(self, steps: int, groups: int, *, apart: bool) -> Integers:
@@ -127,7 +133,7 @@ class Batches(Iterator[RowBatch]):
         padded_TG = np.repeat(padded_T[:, None], groups, axis=1)
         if not apart:
             return padded_TG
-        rows = self.batch_size // groups
+        rows = rows_TB.shape[1] // groups
         tokens_TG = lengths_TB.reshape(steps, groups, rows).sum(axis=2)
         fullest_T1 = tokens_TG.max(axis=1, keepdims=True)
         packs_T1 = row_length(fullest_T1, rows * padded_T[:, None]) < rows * padded_T[:, None]
@@ -173,11 +179,11 @@ class Batches(Iterator[RowBatch]):
         self.position = int(state["position"])
         self.lengths_before = [*map(int, state.get("lengths_before", ()))]
         if appended:
-            self.lengths_before.append(int(state["sequences"]))
+            self.lengths_before.append(int(state["sequences"]) // self.dataset.group)
         self._order = self._epoch_order()
 
     def appended(self, state: Mapping[str, Any]) -> int:
-        """Return how many examples these data have behind those of a saved place, which are the
+        """Return how many rows these data have behind those of a saved place, which are the
         first ones; 0: none, or the first ones are others."""
         count = int(state.get("sequences", len(self.dataset)))
         more = len(self.dataset) - count
@@ -206,7 +212,7 @@ class Batches(Iterator[RowBatch]):
     def _epoch_order(self) -> Order:
         if not self.shuffle:
             return lambda positions: positions
-        ends = [*self.lengths_before, len(self.dataset)]
+        ends = [*self.lengths_before, self.dataset.examples]
         orders = [self._first_order(ends[0])]
         for begin, end in itertools.pairwise(ends):
             key = f"blockwalk data {self.seed} {self.epoch} {begin}"
@@ -230,12 +236,12 @@ class Batches(Iterator[RowBatch]):
             return self._computed_order(count)
         order = epoch_order(count, self.seed, self.epoch)
         if self.epoch == 0:
-            lengths = np.diff(self.dataset.starts[: count + 1])
-            longest = int(lengths[order].argmax())
+            lengths = self.dataset.lengths(0, count)
+            longest = int(lengths.max(axis=1)[order].argmax())
             order[[0, longest]] = order[[longest, 0]]
             later = order[size : count // size * size].reshape(-1, size)
             if len(later):
-                fullest = int(lengths[later].sum(axis=1).argmax())
+                fullest = int(lengths.sum(axis=1)[later].sum(axis=1).argmax())
                 later[[0, fullest]] = later[[fullest, 0]]
         return lambda positions: order[positions]
 
@@ -259,7 +265,7 @@ class Batches(Iterator[RowBatch]):
         longest = 0
         most_tokens = 0
         for begin in range(0, count, _LOOKED_AT):
-            lengths = np.diff(self.dataset.starts[begin : min(begin + _LOOKED_AT, count) + 1])
+            lengths = self.dataset.lengths(begin, min(begin + _LOOKED_AT, count)).max(axis=1)
             if int(lengths.max()) > most_tokens:
                 most_tokens = int(lengths.max())
                 longest = begin + int(lengths.argmax())
@@ -272,14 +278,15 @@ def _behind(begin: int, count: int, key: str, positions: Integers) -> Integers:
 
 
 def by_length(
-    dataset: Encoded, batch_size: int, padding_multiple: int = 1
+    dataset: Encoded, batch_size: int, padding_multiple: int = 1, *, numbered: bool = False
 ) -> Iterator[tuple[list[int], RowBatch]]:
-    """Yield every example once, for evaluation: row numbers and their batch, the shortest first, so
-    that little is padding; the last batch may be shorter. A rank reads its own rows of it alone."""
-    order = np.argsort(np.diff(dataset.starts), kind="stable").tolist()
+    """Yield every example once, for evaluation: row numbers and their batch of so many examples,
+    the shortest first, so that little is padding; the last batch may be shorter. A rank reads its
+    own rows of it alone."""
+    order = np.argsort(dataset.lengths().max(axis=1), kind="stable")
     for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
-        yield rows, RowBatch(dataset, rows, padding_multiple)
+        rows = dataset.rows_of(order[start : start + batch_size]).tolist()
+        yield rows, RowBatch(dataset, rows, padding_multiple, numbered=numbered)
 
 
 def left_padded(prompts: Sequence[Ids], pad_id: int) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,10 @@ import functools
 import hashlib
 import operator
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from blockwalk.data.column import Column
 from blockwalk.data.encode_report import EncodeReport
+from blockwalk.plan.words import counted
 from blockwalk.system.atomic_files import PARTIAL
 from blockwalk.system.file_maps import map_file
 
@@ -28,6 +30,12 @@ Mask = npt.NDArray[np.bool_]
 
 Integers = npt.NDArray[np.int64]
 """Counts, offsets and numbers of rows."""
+
+
+Numbers = Mapping[str, npt.NDArray[np.float64]]
+"""Numbers of rows, or of tokens, by name."""
+
+NO_NUMBERS: Numbers = MappingProxyType({})
 
 
 IN_MEMORY = 16 << 20
@@ -67,16 +75,34 @@ class Summary:
     """Tokens of the longest document."""
 
 
+_DTYPES = {"token_ids": np.int32, "in_loss": np.bool_, "starts": np.int64, "positions": np.int32}
+_OF_ROWS = "numbers."
+_OF_TOKENS = "token_numbers."
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return the type of the values of one of :meth:`Encoded.arrays`."""
+    return np.dtype(_DTYPES.get(name, np.float64))
+
+
+def is_by_token(name: str) -> bool:
+    """Return whether one of :meth:`Encoded.arrays` has a value for each token, [T]."""
+    return name != "starts" and not name.startswith(_OF_ROWS)
+
+
 @dataclass(frozen=True)
 class Encoded:
-    """Examples as tokens, end to end in flat arrays (T tokens in all, n examples)."""
+    """Examples as tokens, end to end in flat arrays (T tokens in all, n rows).
+
+    An example is :attr:`group` neighbouring rows: one, or a pair of answers to a prompt, the chosen
+    one first. Whatever counts, draws or shares out examples parts none."""
 
     token_ids: Ids
     """Token ids [T]."""
     in_loss: Mask
     """Booleans [T]: whether the token is learnt."""
     starts: Integers
-    """Offsets [n + 1] in tokens: example i is the slice ``starts[i]:starts[i + 1]``."""
+    """Offsets [n + 1] in tokens: row i is the slice ``starts[i]:starts[i + 1]``."""
     pad_id: int
     report: EncodeReport = field(default_factory=EncodeReport, compare=False)
     positions: Ids | None = None
@@ -88,12 +114,66 @@ class Encoded:
     """The summary, where it was kept with the tokens."""
     require: Callable[[int, int], None] = field(default=_trusted, compare=False)
     """Check of the tokens from one to another, before they are read."""
+    group: int = 1
+    """Neighbouring rows that are one example."""
+    numbers: Numbers = field(default_factory=dict)
+    """Numbers that records bring, float64 [n] each, by name."""
+    token_numbers: Numbers = field(default_factory=dict)
+    """Numbers of learnt tokens, float64 [T] each, by name; 0 for the others."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
+    @property
+    def examples(self) -> int:
+        """The number of examples."""
+        return len(self) // self.group
+
+    @property
+    def counted_examples(self) -> str:
+        """The number of examples with their noun, for a message."""
+        return counted(self.examples, "pair" if self.group == 2 else "sequence")
+
+    def rows_of(self, examples: Sequence[int] | Integers) -> Integers:
+        """Return the numbers of the rows of some examples, [examples × group]."""
+        numbers = np.asarray(examples, dtype=np.int64)
+        if self.group == 1:
+            return numbers
+        return (numbers[:, None] * self.group + np.arange(self.group)).ravel()
+
+    def lengths(self, begin: int = 0, end: int | None = None) -> Integers:
+        """Return tokens of each row of the examples from one to another, [examples, group]."""
+        stop = self.examples if end is None else end
+        starts = self.starts[begin * self.group : stop * self.group + 1]
+        return np.diff(starts).reshape(-1, self.group)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return all arrays by name, of which those of :attr:`numbers` have dots."""
+        borders = {} if self.positions is None else {"positions": self.positions}
+        return {
+            "token_ids": self.token_ids,
+            "in_loss": self.in_loss,
+            "starts": self.starts,
+            **borders,
+            **{f"{_OF_ROWS}{name}": array for name, array in self.numbers.items()},
+            **{f"{_OF_TOKENS}{name}": array for name, array in self.token_numbers.items()},
+        }
+
+    @staticmethod
+    def of_arrays(arrays: Mapping[str, np.ndarray], **facts: Any) -> Encoded:
+        """Return the data set that :meth:`arrays` gave the arrays of, with its other fields."""
+        values: dict[str, Any] = {name: arrays[name] for name in _DTYPES if name in arrays}
+        for field_name in ("numbers", "token_numbers"):
+            begin = f"{field_name}."
+            values[field_name] = {
+                name.removeprefix(begin): array
+                for name, array in arrays.items()
+                if name.startswith(begin)
+            }
+        return Encoded(**values, **facts)
+
     def __getitem__(self, index: int) -> tuple[Ids, Mask]:
-        """Return ids and mask of one example, as views."""
+        """Return ids and mask of one row, as views."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         begin = int(self.starts[index])
@@ -102,22 +182,21 @@ class Encoded:
         return self.token_ids[begin:end], self.in_loss[begin:end]
 
     def learnt(self) -> Integers:
-        """Return tokens of each example that are learnt, [n]."""
+        """Return tokens of each row that are learnt, [n]."""
         return np.add.reduceat(self.in_loss, self.starts[:-1], dtype=np.int64)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        borders = 0 if self.positions is None else self.positions.nbytes
-        return self.token_ids.nbytes + self.in_loss.nbytes + self.starts.nbytes + borders
+        return sum(array.nbytes for array in self.arrays().values())
 
     def lengths_of(self, rows: Sequence[int] | Integers) -> Integers:
-        """Return tokens of the examples named, [n]."""
+        """Return tokens of the rows named, [n]."""
         numbers = np.asarray(rows, dtype=np.int64)
         return self.starts[numbers + 1] - self.starts[numbers]
 
     def predicted_of(self, row: int) -> int:
-        """Return tokens of an example that a loss is a mean over: those learnt but for its first,
+        """Return tokens of a row that a loss is a mean over: those learnt but for its first,
         which nothing predicts."""
         return int(np.count_nonzero(self[row][1][1:]))
 
@@ -138,7 +217,7 @@ class Encoded:
         return Summary(self._digest(), learnt, longest, furthest)
 
     def first(self, count: int) -> Encoded:
-        """Return the first examples, as views."""
+        """Return the first rows, as views."""
         end = int(self.starts[count])
         self.require(0, end)
         return replace(
@@ -148,16 +227,35 @@ class Encoded:
             starts=self.starts[: count + 1],
             positions=None if self.positions is None else self.positions[:end],
             summary_at_start=None,
+            numbers={name: array[:count] for name, array in self.numbers.items()},
+            token_numbers={name: array[:end] for name, array in self.token_numbers.items()},
         )
 
-    def select(self, rows: Iterable[int]) -> Encoded:
+    def select(self, examples: Iterable[int]) -> Encoded:
         """Return the examples named, in that order."""
-        return self.cut([(int(self.starts[row]), int(self.starts[row + 1]))] for row in rows)
+        assert self.positions is None
+        writer = RowWriter()
+        for example in examples:
+            for row in range(example * self.group, (example + 1) * self.group):
+                self.copy_row(row, writer)
+        return writer.finish(self.pad_id, self.report, self.group)
+
+    def copy_row(self, row: int, writer: RowWriter) -> None:
+        """Add a row, with its numbers, to another data set."""
+        begin = int(self.starts[row])
+        end = int(self.starts[row + 1])
+        writer.add(
+            *self[row],
+            numbers={name: float(array[row]) for name, array in self.numbers.items()},
+            token_numbers={name: array[begin:end] for name, array in self.token_numbers.items()},
+        )
 
     def cut(self, rows: Iterable[Sequence[tuple[int, int]]], *, borders: bool = False) -> Encoded:
         """Return rows of spans of tokens, (begin, end) each, of unpacked data; with ``borders``
         every span is a document, at positions from 0, and its first token is not learnt."""
         assert self.positions is None
+        assert self.group == 1
+        assert not self.numbers
         writer = RowWriter()
         for row in rows:
             parts = [self._span(begin, end, borders=borders) for begin, end in row]
@@ -180,24 +278,35 @@ class Encoded:
         they are, or a copy in nameless files in ``folder``."""
         if self.in_maps:
             return self
-        names = (
-            "token_ids",
-            "in_loss",
-            "starts",
-            *(() if self.positions is None else ("positions",)),
+        return Encoded.of_arrays(
+            {name: mapped(array, folder) for name, array in self.arrays().items()},
+            pad_id=self.pad_id,
+            report=self.report,
+            in_maps=True,
+            summary_at_start=self.summary,
+            require=self.require,
+            group=self.group,
         )
-        moved: dict[str, Any] = {name: mapped(getattr(self, name), folder) for name in names}
-        return replace(self, **moved, in_maps=True, summary_at_start=self.summary)
 
     @staticmethod
     def concatenated(parts: Sequence[Encoded]) -> Encoded:
-        """Return the examples of several data sets that are not packed, one after the other."""
+        """Return the examples of several data sets that are not packed, one after the other.
+
+        Raises:
+            ValueError: some have numbers that others lack.
+        """
+        names: list[set[str]] = [{*part.numbers, *part.token_numbers} for part in parts]
+        if lacking := set[str]().union(*names) - names[0].intersection(*names):
+            raise ValueError(
+                f"some sources of data.train have {', '.join(sorted(lacking))} and others have not:"
+                " give it in all of them, or in none"
+            )
         writer = RowWriter()
         for part in parts:
             for row in range(len(part)):
-                writer.add(*part[row])
+                part.copy_row(row, writer)
         report = functools.reduce(operator.add, [part.report for part in parts])
-        return writer.finish(parts[0].pad_id, report)
+        return writer.finish(parts[0].pad_id, report, parts[0].group)
 
     def fingerprint(self) -> str:
         """Return a digest of the contents, by which a resumed run knows its data again."""
@@ -205,8 +314,11 @@ class Encoded:
 
     def _digest(self) -> str:
         digest = hashlib.blake2b(digest_size=8)
-        borders = () if self.positions is None else (self.positions,)
-        for array in (self.token_ids, self.in_loss, self.starts, *borders):
+        if self.group > 1:
+            digest.update(f"group {self.group}".encode())
+        for name, array in self.arrays().items():
+            if name not in _DTYPES:
+                digest.update(name.encode())
             for part in _parts(array):
                 digest.update(np.ascontiguousarray(part).data)
         return digest.hexdigest()
@@ -228,7 +340,12 @@ class RowWriter:
         self._positions = Column(np.int32)
         self._starts = Column(np.int64)
         self._starts.extend(np.zeros(1, dtype=np.int64))
-        self._columns = (self._token_ids, self._in_loss, self._positions, self._starts)
+        self._columns = {
+            "token_ids": self._token_ids,
+            "in_loss": self._in_loss,
+            "starts": self._starts,
+            "positions": self._positions,
+        }
         self.tokens = 0
         """Tokens so far."""
 
@@ -239,36 +356,58 @@ class RowWriter:
     @property
     def spilled(self) -> bool:
         """Whether some rows lie in files."""
-        return any(column.spilled for column in self._columns)
+        return any(column.spilled for column in self._columns.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows so far."""
-        return sum(column.nbytes for column in self._columns)
+        return sum(column.nbytes for column in self._columns.values())
 
-    def add(self, token_ids: Ids, in_loss: Mask, positions: Ids | None = None) -> None:
+    def add(
+        self,
+        token_ids: Ids,
+        in_loss: Mask,
+        positions: Ids | None = None,
+        *,
+        numbers: Mapping[str, float] = MappingProxyType({}),
+        token_numbers: Numbers = NO_NUMBERS,
+    ) -> None:
         """Add a row: arrays [S] of ids, of whether each token is learnt, and, where it is several
-        documents, of positions in these."""
+        documents, of positions in these.
+
+        Args:
+            numbers: the row's numbers; every row has the same ones.
+            token_numbers: float64 [S] each, likewise.
+        """
         self._token_ids.extend(token_ids)
         self._in_loss.extend(in_loss)
         if positions is not None:
             self._positions.extend(positions)
+        for name, number in numbers.items():
+            self._number_column(_OF_ROWS + name).extend(np.asarray([number], dtype=np.float64))
+        for name, values in token_numbers.items():
+            self._number_column(_OF_TOKENS + name).extend(values)
         self.tokens += len(token_ids)
         self._starts.extend(np.asarray([self.tokens], dtype=np.int64))
-        if sum(column.waiting for column in self._columns) > IN_MEMORY:
-            for column in self._columns:
+        if sum(column.waiting for column in self._columns.values()) > IN_MEMORY:
+            for column in self._columns.values():
                 column.spill()
 
-    def finish(self, pad_id: int, report: EncodeReport) -> Encoded:
-        """Return the rows as a data set; none may be added afterwards."""
-        return Encoded(
-            self._token_ids.array(),
-            self._in_loss.array(),
-            self._starts.array(),
-            pad_id,
-            report,
-            self._positions.array() if self._positions.nbytes else None,
-            in_maps=self.spilled,
+    def _number_column(self, name: str) -> Column:
+        if name not in self._columns:
+            self._columns[name] = Column(np.float64)
+        return self._columns[name]
+
+    def finish(self, pad_id: int, report: EncodeReport, group: int = 1) -> Encoded:
+        """Return the rows as a data set whose examples are so many rows; none may be added
+        afterwards."""
+        arrays = {
+            name: column.array()
+            for name, column in self._columns.items()
+            if column.nbytes or name != "positions"
+        }
+        return Encoded.of_arrays(
+            arrays, pad_id=pad_id, report=report, in_maps=self.spilled, group=group
         )
 
 

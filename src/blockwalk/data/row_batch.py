@@ -16,16 +16,24 @@ from torch import Tensor
 from blockwalk.data.batch import Batch, copies_of, loss_tokens, require_groups, tokens_read
 from blockwalk.data.dataset import Encoded
 from blockwalk.plan.losses import IGNORE
+from blockwalk.plan.objectives import PREFIX, ROW
 from blockwalk.plan.words import counted, is_or_are
 
 
 def collate(
-    dataset: Encoded, rows: Sequence[int], padding_multiple: int = 1, *, length: int = 0
+    dataset: Encoded,
+    rows: Sequence[int],
+    padding_multiple: int = 1,
+    *,
+    length: int = 0,
+    numbered: bool = False,
 ) -> dict[str, Tensor]:
     """Return the examples named as one batch, padded on the right to the longest, rounded up to
     ``padding_multiple``; or to ``length`` tokens.
 
-    In packed rows each token of the padding is a document by itself, at position 0.
+    In packed rows each token of the padding is a document by itself, at position 0. Numbers of the
+    data set are entries of their own, float64 [B] or [B, S]; ``numbered`` batches have the rows'
+    numbers as well, int64 [B].
     """
     examples = [dataset[row] for row in rows]
     longest = length or max(len(ids) for ids, _ in examples)
@@ -41,7 +49,17 @@ def collate(
         )
         labels[b, : len(ids)] = np.where(in_loss, ids, IGNORE)
     second = "attention_mask" if dataset.positions is None else "position_ids"
-    arrays = {"input_ids": input_ids, second: places, "labels": labels}
+    arrays: dict[str, np.ndarray] = {"input_ids": input_ids, second: places, "labels": labels}
+    for name, numbers in dataset.numbers.items():
+        arrays[PREFIX + name] = numbers[list(rows)]
+    for name, numbers in dataset.token_numbers.items():
+        aligned = np.zeros(shape)
+        for b, row in enumerate(rows):
+            begin, end = dataset.starts[row : row + 2]
+            aligned[b, : end - begin] = numbers[begin:end]
+        arrays[PREFIX + name] = aligned
+    if numbered:
+        arrays[ROW] = np.asarray(rows, dtype=np.int64)
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
@@ -51,14 +69,22 @@ class RowBatch(Mapping[str, Tensor]):
 
     Args:
         dataset: examples as tokens.
-        rows: numbers of examples.
+        rows: numbers of rows, those of an example together.
         padding_multiple: S is rounded up to it.
+        numbered: whether the batch has the rows' numbers.
 
     Raises:
         ValueError: the data set has no such row; the number is named, and the rows there are.
     """
 
-    def __init__(self, dataset: Encoded, rows: Sequence[int], padding_multiple: int = 1) -> None:
+    def __init__(
+        self,
+        dataset: Encoded,
+        rows: Sequence[int],
+        padding_multiple: int = 1,
+        *,
+        numbered: bool = False,
+    ) -> None:
         missing = [row for row in rows if not 0 <= row < len(dataset)]
         if missing or not rows:
             lacks = f"row {missing[0]}" if missing else "no row"
@@ -69,6 +95,7 @@ class RowBatch(Mapping[str, Tensor]):
             )
         self.dataset = dataset
         self.rows = rows
+        self.numbered = numbered
         lengths = dataset.lengths_of(rows)
         self.shape = (len(rows), -(-int(lengths.max()) // padding_multiple) * padding_multiple)
         self.tokens_read = int(lengths.sum())
@@ -82,7 +109,7 @@ class RowBatch(Mapping[str, Tensor]):
     def take(self, places: Sequence[int]) -> dict[str, Tensor]:
         """Return the tensors of the rows at some places of the batch, as long as all of it."""
         rows = [self.rows[place] for place in places]
-        return collate(self.dataset, rows, length=self.shape[1])
+        return collate(self.dataset, rows, length=self.shape[1], numbered=self.numbered)
 
     def digest(self) -> bytes:
         """Return a digest of the rows' numbers, by which ranks that read the same data compare
