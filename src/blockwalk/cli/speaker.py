@@ -158,7 +158,8 @@ def learnt_by(run: RunConfig, adapter: Path | None) -> Learnt | None:
         return None
     records = read_records(sources[0].path, columns=sources[0].columns or run.data.columns)
     kind = sources[0].format or run.data.format
-    return Learnt.CHATS if learns_chats(next(iter(records)), kind) else Learnt.TEXTS
+    chats = learns_chats(next(iter(records)), kind, run.plan.objective_facts)
+    return Learnt.CHATS if chats else Learnt.TEXTS
 
 
 def note_unlearnt_chat(data: DataSettings, learnt: Learnt | None) -> None:

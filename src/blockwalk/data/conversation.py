@@ -39,9 +39,7 @@ def render_turns(
     that way. So is one that opens the conversation, since what the model would be given before it
     cannot be known. Reasoning that the template drops from a turn is not learnt."""
     turns = turns_of(record, kind)
-    options = template_options(record)
-    if name := next((name for name in options if name in reserved(tokenizer)), None):
-        raise ValueError(f"{record.place}: field 'chat_template_kwargs' may not set {name!r}")
+    options = _options(record, tokenizer)
     messages = _as_the_template_takes(turns, options, tokenizer, record.place)
 
     def write(messages: Sequence[Turn], *, ask: bool = False) -> str:
@@ -84,6 +82,55 @@ def render_turns(
         turns_of_others=of_other_roles,
         unwritten=(*(turn["role"] for turn in (*missing, *dropped)), *roles_without_reasoning),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenAnswers:
+    """A prompt and each answer to it, as the chat template writes them."""
+
+    prompt: str
+    """The prompt, as far as the assistant's turn."""
+    texts: tuple[str, ...]
+    """The prompt with each answer, whole conversations."""
+    unwritten: tuple[str, ...]
+    """Roles of turns whose content is not in a text: the template dropped it."""
+
+
+def render_answers(
+    record: Record, prompt: list[Turn], answers: Sequence[list[Turn]], tokenizer: Tokenizer
+) -> WrittenAnswers:
+    """Return a prompt and each answer to it as the chat template writes them; turns as
+    :func:`blockwalk.data.turns.turn_of` gives them.
+
+    Raises:
+        ValueError: the template refuses the conversation.
+    """
+    options = _options(record, tokenizer)
+    texts: list[str] = []
+    unwritten: list[str] = []
+    written_prompt = ""
+    for answer in answers:
+        turns = [*prompt, *answer]
+        messages = _as_the_template_takes(turns, options, tokenizer, record.place)
+        text = _written(messages, options, tokenizer, record.place, ask=False)
+        unwritten += [turn["role"] for turn in _unwritten(turns, text)]
+        texts.append(text)
+        if not written_prompt:
+            asked = messages[: len(prompt)]
+            written_prompt = _written(asked, options, tokenizer, record.place, ask=True)
+    return WrittenAnswers(written_prompt, tuple(texts), tuple(unwritten))
+
+
+def _options(record: Record, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the variables of the chat template that a record sets.
+
+    Raises:
+        ValueError: one of them is the template's own.
+    """
+    options = template_options(record)
+    if name := next((name for name in options if name in reserved(tokenizer)), None):
+        raise ValueError(f"{record.place}: field 'chat_template_kwargs' may not set {name!r}")
+    return options
 
 
 @dataclass(slots=True)

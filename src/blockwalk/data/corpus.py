@@ -15,7 +15,7 @@ import torch
 from blockwalk.data.batching import epoch_order
 from blockwalk.data.dataset import Answers, Choices, Encoded
 from blockwalk.data.encode import encode, encode_answers, encode_choices
-from blockwalk.data.formats import Format
+from blockwalk.data.formats import ANSWERS_ALONE, Format, judged_format, name_of
 from blockwalk.data.packing import pack
 from blockwalk.data.records import Record, Template
 from blockwalk.data.rendered import Tokenizer
@@ -23,20 +23,27 @@ from blockwalk.data.sources import files_of, read_records
 from blockwalk.data.tasks import TASKS, Task, demonstrations, part_of
 from blockwalk.data.token_files import Kept, kept, key_of
 from blockwalk.plan.data_source import joined, listed
+from blockwalk.plan.objectives import ObjectiveFacts
 from blockwalk.plan.parsing import did_you_mean
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.plan.table import LOOSE
+from blockwalk.plan.words import counted
 
 _DRAWN_AT_ONCE = 1000
 """Sources that are drawn together; another number would draw others."""
 
 
 def training_set(
-    settings: DataSettings, tokenizer: Tokenizer, *, seed: int = 0, every_word: bool = False
+    settings: DataSettings,
+    tokenizer: Tokenizer,
+    *,
+    seed: int = 0,
+    every_word: bool = False,
+    objective: ObjectiveFacts = ANSWERS_ALONE,
 ) -> Encoded | Choices:
     """Return ``data.train`` as tokens: sources joined, or mixed by ``data.weights`` with draws from
     ``seed``, and packed where the settings say so. ``every_word`` asks for each record with every
-    candidate.
+    candidate. ``objective`` is the row that learns them.
 
     Raises:
         ValueError: a record lacks what its format needs (file, record and field are named), or
@@ -48,11 +55,47 @@ def training_set(
             "zo.objective ranks label words: set data.template and data.label_words, or data.task,"
             " and data.packing: false"
         )
-    key = "" if every_word else key_of("train", settings, tokenizer, seed)
-    result = kept(
-        key, lambda: Kept(_trained(settings, tokenizer, seed, asks if every_word else None))
-    )
+    kind = _require_judged(settings, objective)
+    key = "" if every_word else key_of("train", settings, tokenizer, seed, kind=kind)
+    ranked = asks if every_word else None
+    result = kept(key, lambda: Kept(_trained(settings, tokenizer, seed, ranked, objective)))
+    if kind == Format.UNPAIRED:
+        _require_both_labels(settings, result.rows, objective)
     return result.rows  # type: ignore[no-any-return]
+
+
+def _require_judged(settings: DataSettings, objective: ObjectiveFacts) -> str:
+    """Return the judged format that an objective learns; empty where it reads answers alone.
+
+    Raises:
+        ValueError: settings ask for what such records have not.
+    """
+    kind = judged_format(objective) or ""
+    if kind and settings.packing:
+        raise ValueError(
+            f"data.packing lays several records in a row, and objective: {name_of(objective)} needs"
+            " each answer in a row of its own: set data.packing: false"
+        )
+    if kind and (settings.task or settings.template):
+        name = "data.task" if settings.task else "data.template"
+        raise ValueError(
+            f"{name} asks for one of a few answers, and objective: {name_of(objective)} learns"
+            f" records of the format {kind}: leave one of them out"
+        )
+    return kind
+
+
+def _require_both_labels(settings: DataSettings, rows: Encoded, objective: ObjectiveFacts) -> None:
+    """Raise ValueError where all answers of ``data.train`` have one label."""
+    desirable = rows.numbers["desirable"]
+    name = name_of(objective)
+    if desirable.min() == desirable.max():
+        label = "true" if desirable[0] else "false"
+        raise ValueError(
+            f"{joined(settings.train)}: every label of {counted(rows.examples, 'record')} is"
+            f" {label} (data.train), and objective: {name} needs answers of both kinds: add some"
+            f" that are {'not ' * (label == 'true')}wanted, or set objective: sft, which learns all"
+        )
 
 
 def _trained(
@@ -60,6 +103,7 @@ def _trained(
     tokenizer: Tokenizer,
     seed: int,
     ranked: Template | Task | None,
+    objective: ObjectiveFacts,
 ) -> Encoded | Choices:
     """Return ``data.train`` as tokens; with every candidate of ``ranked``."""
     parts: list[Any] = []
@@ -79,10 +123,13 @@ def _trained(
             )
         else:
             source_bytes = sum(file.stat().st_size for file in files_of(source))
-            parts.append(_learnt(source_settings, trained, tokenizer, named, source_bytes))
+            parts.append(
+                _learnt(source_settings, trained, tokenizer, named, objective, source_bytes)
+            )
     dataset = _joined(parts)
     if settings.shares:
-        dataset = dataset.select(mixture([len(part) for part in parts], settings.shares, seed))
+        counts = [part.examples if isinstance(part, Encoded) else len(part) for part in parts]
+        dataset = dataset.select(mixture(counts, settings.shares, seed))
     return _packed(settings, dataset)  # type: ignore[no-any-return]
 
 
@@ -106,17 +153,24 @@ def eval_numbers(settings: DataSettings, seed: int) -> frozenset[int]:
 
 
 def held_out_set(
-    settings: DataSettings, tokenizer: Tokenizer, limit: int, seed: int = 0
+    settings: DataSettings,
+    tokenizer: Tokenizer,
+    limit: int,
+    seed: int = 0,
+    objective: ObjectiveFacts = ANSWERS_ALONE,
 ) -> tuple[Encoded | Choices | Answers, int]:
     """Return the held-out records as tokens, with every candidate where these are ranked, and the
     number of all: ``limit`` of them (0: all) are taken, drawn at random, the same in every run.
-    ``seed`` draws those of ``data.eval_share``."""
-    key = key_of("eval", settings, tokenizer, seed, limit)
-    rows, count = kept(key, lambda: _held_out(settings, tokenizer, limit, seed))
+    ``seed`` draws those of ``data.eval_share``; ``objective`` is the row that reads them."""
+    kind = _require_judged(settings, objective)
+    key = key_of("eval", settings, tokenizer, seed, limit, kind)
+    rows, count = kept(key, lambda: _held_out(settings, tokenizer, limit, seed, objective))
     return rows, count
 
 
-def _held_out(settings: DataSettings, tokenizer: Tokenizer, limit: int, seed: int) -> Kept:
+def _held_out(
+    settings: DataSettings, tokenizer: Tokenizer, limit: int, seed: int, objective: ObjectiveFacts
+) -> Kept:
     """Return the held-out records as tokens, with the number of all."""
     asks = asks_of(settings)
     share = sorted(eval_numbers(settings, seed))
@@ -141,7 +195,7 @@ def _held_out(settings: DataSettings, tokenizer: Tokenizer, limit: int, seed: in
     )
     if asks is None or settings.format not in ("", Format.CLASSIFICATION):
         parts = [
-            _learnt(source, itertools.chain([record], records), tokenizer, named)
+            _learnt(source, itertools.chain([record], records), tokenizer, named, objective)
             for source, records in streams
             if (record := next(records, None)) is not None
         ]
@@ -246,6 +300,7 @@ def _learnt(
     records: Iterable[Record],
     tokenizer: Tokenizer,
     source: str,
+    objective: ObjectiveFacts,
     source_bytes: int = 0,
 ) -> Encoded:
     asks = asks_of(settings)
@@ -264,6 +319,7 @@ def _learnt(
         source=source,
         source_bytes=source_bytes,
         prompts=settings.prompt,
+        objective=objective,
     )
 
 

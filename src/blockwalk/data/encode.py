@@ -25,13 +25,16 @@ import numpy as np
 from blockwalk.data.column import require_room
 from blockwalk.data.dataset import Answers, Choices, Encoded, Ids, Mask, RowWriter
 from blockwalk.data.encode_report import EncodeReport, Origin, digest_of
-from blockwalk.data.formats import Format, detect_format
+from blockwalk.data.formats import ANSWERS_ALONE, JUDGED, Format, format_of
+from blockwalk.data.judged import Judged, judged
+from blockwalk.data.judged_rows import EncodedRow, judged_examples
 from blockwalk.data.records import Record, Template, half_character
 from blockwalk.data.render import render
 from blockwalk.data.rendered import Rendered, Tokenizer, render_pair
 from blockwalk.data.tasks import Task
 from blockwalk.data.tokens_around import TokensAround, tokens_around
 from blockwalk.models.stops import end_note, texts_of_stops
+from blockwalk.plan.objectives import ObjectiveFacts
 from blockwalk.plan.words import counted
 from blockwalk.system.terminal import say
 
@@ -52,9 +55,10 @@ def encode(
     source: str = "",
     source_bytes: int = 0,
     prompts: Sequence[str] = (),
+    objective: ObjectiveFacts = ANSWERS_ALONE,
 ) -> Encoded:
     """Encode records of one format but classification (``None``: that of the first record) for
-    training.
+    training by an objective.
 
     ``max_length`` is in tokens; None cuts nothing. ``source`` names the records in an error, and
     ``source_bytes`` are those of their files, by which a full disk is foreseen. ``prompts`` are
@@ -67,7 +71,8 @@ def encode(
     sample = next(records, None)
     if sample is None:
         raise ValueError(_empty(source))
-    kind = Format(format) if format is not None else detect_format(sample)
+    kind = format_of(sample, format, objective)
+    group = JUDGED[kind].group if kind in JUDGED else 1
     records = itertools.chain([sample], records)
     if kind is Format.CLASSIFICATION:
         raise ValueError("format 'classification' needs a template with label words")
@@ -79,36 +84,44 @@ def encode(
 
     read_bytes = 0
 
-    def rendered() -> Iterator[Rendered]:
+    def read() -> Iterator[Record]:
         nonlocal read_bytes
         for record in records:
             content = json.dumps(record.fields, default=str).encode()
             digest.update(content)
             read_bytes += len(content) + 1  # a line
-            text = render(columns.watched(record), kind, tokenizer, stops, prompts)
+            yield columns.watched(record)
+
+    def rendered() -> Iterator[Rendered]:
+        for record in read():
+            text = render(record, kind, tokenizer, stops, prompts)
             report.without_template += has_template and kind is Format.COMPLETION and text.end
             yield text
 
+    examples: Iterable[list[EncodedRow]]
+    if kind in JUDGED:
+        texts = (judged(record, kind, tokenizer, stops, prompts) for record in read())
+        examples = _judged_examples(texts, tokenizer, report)
+    else:
+        examples = ([EncodedRow(*row)] for row in _tokenize(rendered(), tokenizer, report))
     writer = RowWriter()
     tell = _teller(source, source_bytes)
-    for row, mask in _tokenize(rendered(), tokenizer, report):
+    for rows in examples:
         tell(read_bytes, writer.tokens)
-        if not mask.any():
+        if not _has_answers(rows):
             report.dropped += 1
             continue
         in_memory = not writer.spilled
-        writer.add(row, mask)
+        for row in rows:
+            writer.add(
+                row.token_ids, row.in_loss, numbers=row.numbers, token_numbers=row.token_numbers
+            )
         if in_memory and writer.spilled:
             # what is read ahead of the tokenizer is little of what has been read by now
             total_bytes = writer.nbytes * source_bytes // read_bytes
             require_room(source, total_bytes - writer.nbytes)
     if not writer:
-        why = "; ".join(replace(report, dropped=0).warnings())
-        place = source and f"{source}: "
-        raise ValueError(
-            f"{place}none of {counted(report.records, 'record')} has a token to"
-            f" learn{why and ': '}{why}"
-        )
+        raise ValueError(_without_rows(report, source))
     report.unread = columns.unread
     stop_tokens, report.end_note = end_note(report.turn_ends, tokenizer)
     report.stops = tuple(stop_tokens)
@@ -119,7 +132,22 @@ def encode(
         tokenizer=digest_of(tokenizer.backend_tokenizer.to_str().encode()),
         dated="strftime_now" in template,
     )
-    return writer.finish(_pad_id(tokenizer), report)
+    return writer.finish(_pad_id(tokenizer), report, group)
+
+
+def _has_answers(rows: Sequence[EncodedRow]) -> bool:
+    """Return whether an example has something to learn in every row."""
+    return bool(rows) and all(row.in_loss.any() for row in rows)
+
+
+def _without_rows(report: EncodeReport, source: str) -> str:
+    """Return the refusal of records of which nothing is learnt."""
+    why = "; ".join(replace(report, dropped=0).warnings())
+    place = source and f"{source}: "
+    return (
+        f"{place}none of {counted(report.records, 'record')} has a token to"
+        f" learn{why and ': '}{why}"
+    )
 
 
 def _teller(source: str, source_bytes: int) -> Callable[[int, int], None]:
@@ -242,11 +270,7 @@ def _chunks(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:
     chunk: list[Rendered] = []
     characters = 0
     for record in rendered:
-        if half := half_character(record.text):  # of JSON text within a record, or of a template
-            raise ValueError(
-                f"{record.place}: its text holds half a character, \\u{ord(half):04x} (a lone"
-                " surrogate): write the character whole, or U+FFFD"
-            )
+        _require_characters(record.text, record.place)
         chunk.append(record)
         characters += len(record.text)
         if len(chunk) == CHUNK or characters > CHUNK_CHARACTERS:
@@ -272,11 +296,42 @@ def _in_thread(call: Callable[[], Any]) -> Any:
     return answer.result()
 
 
-def _tokenize(
-    rendered: Iterable[Rendered], tokenizer: Tokenizer, report: EncodeReport
-) -> Iterator[tuple[Ids, Mask]]:
-    """Yield ids and mask of each text, within ``report.max_length`` tokens."""
-    limit = report.max_length
+def _judged_examples(
+    records: Iterable[Judged], tokenizer: Tokenizer, report: EncodeReport
+) -> Iterator[list[EncodedRow]]:
+    """Yield the rows of judged records, those of each together."""
+    _require_readable(tokenizer, report.max_length)
+
+    @functools.cache
+    def is_blank(token: int) -> bool:
+        return not tokenizer.decode([token]).strip()
+
+    def token_ids(texts: list[str]) -> list[list[int]]:
+        call = functools.partial(tokenizer, texts, add_special_tokens=False, verbose=False)
+        ids: list[list[int]] = _in_thread(call)["input_ids"]
+        return ids
+
+    def whole() -> Iterator[Judged]:
+        for record in records:
+            for text in record.texts:
+                _require_characters(text, record.place)
+            yield record
+
+    around = tokens_around(tokenizer)
+    return judged_examples(whole(), token_ids, is_blank, around, report)
+
+
+def _require_characters(text: str, place: str) -> None:
+    """Raise ValueError where a text holds half a character, which no tokenizer reads."""
+    if half := half_character(text):  # of JSON text within a record, or of a template
+        raise ValueError(
+            f"{place}: its text holds half a character, \\u{ord(half):04x} (a lone"
+            " surrogate): write the character whole, or U+FFFD"
+        )
+
+
+def _require_readable(tokenizer: Tokenizer, limit: int | None) -> None:
+    """Raise ValueError for a tokenizer, or a number of tokens, that rows cannot be made with."""
     if limit is not None and limit < 2:
         raise ValueError(f"data.max_length must be at least 2 tokens, not {limit}")
     if not tokenizer.is_fast:
@@ -284,6 +339,14 @@ def _tokenize(
             "the loss mask needs a fast tokenizer (tokenizer.json), which knows each token's"
             " characters"
         )
+
+
+def _tokenize(
+    rendered: Iterable[Rendered], tokenizer: Tokenizer, report: EncodeReport
+) -> Iterator[tuple[Ids, Mask]]:
+    """Yield ids and mask of each text, within ``report.max_length`` tokens."""
+    limit = report.max_length
+    _require_readable(tokenizer, limit)
     around = tokens_around(tokenizer)
     options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
     for chunk in _chunks(rendered):
@@ -377,9 +440,17 @@ def _turn_ends(
 
 
 def first_example(dataset: Encoded, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """Return the first example (of a packed row, its first document) as runs of text, each with
-    whether it is learnt."""
-    ids, in_loss = dataset[0]
+    """Return the first example (of a packed row, its first document; of a pair, both answers below
+    one prompt) as runs of text, each with whether it is learnt."""
+    return [run for row in range(dataset.group) for run in _runs(dataset, row, tokenizer)]
+
+
+def _runs(dataset: Encoded, row: int, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    """Return a row as runs of text; of a pair's second one the answer alone."""
+    ids, in_loss = dataset[row]
+    if row:
+        ids = ids[in_loss]
+        in_loss = in_loss[in_loss]
     if dataset.positions is not None:
         end = int(np.flatnonzero(np.append(dataset.positions[1 : len(ids)], 0) == 0)[0]) + 1
         ids = ids[:end]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -44,6 +44,8 @@ class EncodeReport:
     prompts_lost: int = 0
     """Records whose prompt was cut away as a whole, for an answer that fills the row."""
     dropped: int = 0
+    prompts_melted: int = 0
+    """Judged records whose prompt, by itself, ends in other tokens than before an answer."""
     turns_left_out: int = 0
     longest: int = 0
     turns_marked: int = 0
@@ -72,7 +74,7 @@ class EncodeReport:
         """Return the counts of two sources together."""
         counts = ("records", "truncated", "answers_cut", "prompts_lost", "dropped")
         turns = ("turns_left_out", "turns_marked", "turns_of_others", "turns_unwritten")
-        names = (*counts, *turns, "without_template", "turn_ends", "origin")
+        names = (*counts, *turns, "prompts_melted", "without_template", "turn_ends", "origin")
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return EncodeReport(
             **sums,
@@ -113,10 +115,14 @@ class EncodeReport:
         self.turns_left_out += rendered.turns_left_out
         self.turns_marked += rendered.turns_marked
         self.turns_of_others += rendered.turns_of_others
-        self.turns_unwritten += len(rendered.unwritten)
-        if rendered.unwritten and not self.unwritten:
-            self.unwritten = f"{rendered.place} (role {rendered.unwritten[0]!r})"
+        self.note_unwritten(rendered.place, rendered.unwritten)
         self.longest = max(self.longest, length)
+
+    def note_unwritten(self, place: str, roles: Sequence[str]) -> None:
+        """Count the turns of a record whose content the chat template dropped."""
+        self.turns_unwritten += len(roles)
+        if roles and not self.unwritten:
+            self.unwritten = f"{place} (role {roles[0]!r})"
 
     def warnings(self) -> list[str]:
         """Return one sentence for each thing that a user should know of."""
@@ -143,6 +149,12 @@ class EncodeReport:
             lines.append(
                 f"{self.dropped} of {self.records} records had no token to learn, after cutting,"
                 " and were dropped"
+            )
+        if self.prompts_melted:
+            lines.append(
+                f"the prompt of {self.prompts_melted} of {self.records} records ends in other"
+                " tokens where an answer follows: the answer begins where they part. End prompts"
+                " with a whole word, and begin answers with the blank between"
             )
         if self.turns_left_out:
             lines.append(

@@ -14,11 +14,12 @@ text             yes, yes           all of it                         cut on the
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from blockwalk.data.chat_template import chat_bounds
 from blockwalk.data.conversation import render_turns
 from blockwalk.data.formats import (
+    JUDGED,
     Format,
     alpaca_columns,
     alpaca_prompt,
@@ -51,41 +52,49 @@ def render(
     """
     if prompts:
         answer = answer_column(kind, record)
-        return render_pair(_filled(prompts, record, answer), record.text(answer), record.place)
+        prompt = filled_prompt(prompts, record, (answer,))
+        return render_pair(prompt, record.text(answer), record.place)
     if kind is Format.TEXT:
         return render_pair("", record.text("text"), record.place)
     if kind is Format.COMPLETION and not in_turns(record):
-        prompt = _below(system_text(record), record.text("prompt"))
+        prompt = below(system_text(record), record.text("prompt"))
         return render_pair(prompt, record.text("completion"), record.place)
     if not getattr(tokenizer, "chat_template", None):
         if kind is Format.ALPACA:
-            prompt = _below(system_text(record), alpaca_prompt(record)) + "\n"
+            prompt = below(system_text(record), alpaca_prompt(record)) + "\n"
             return render_pair(prompt, record.text(alpaca_columns(record)[1]), record.place)
-        raise ValueError(
-            f"{record.place}: format {kind} {'of turns ' * (kind is Format.COMPLETION)}needs a chat"
-            " template, and the tokenizer has none: set data.chat_template to one of"
-            f" {', '.join(TEMPLATES)} or to a file, or give records with 'prompt' and 'completion',"
-            " or 'text'"
-        )
+        raise needs_template(record, kind)
     with chat_bounds(tokenizer, record.fields):
         return render_turns(record, kind, tokenizer, stops)
 
 
-def _below(system: str, prompt: str) -> str:
+def needs_template(record: Record, kind: Format) -> ValueError:
+    """Return the refusal of a conversation for which the tokenizer has no chat template."""
+    of_turns = "of turns " * (kind is Format.COMPLETION or kind in JUDGED)
+    way_out = "give prompt and answer as texts"
+    if kind not in JUDGED:
+        way_out = "give records with 'prompt' and 'completion', or 'text'"
+    return ValueError(
+        f"{record.place}: format {kind} {of_turns}needs a chat template, and the tokenizer has"
+        f" none: set data.chat_template to one of {', '.join(TEMPLATES)} or to a file, or {way_out}"
+    )
+
+
+def below(system: str, prompt: str) -> str:
     """Return a prompt, below the text that stands before it where there is one."""
     return f"{system}\n{prompt}" if system else prompt
 
 
-def _filled(prompts: Sequence[str], record: Record, answer: str) -> str:
+def filled_prompt(prompts: Sequence[str], record: Record, answers: Collection[str]) -> str:
     """Return the first of the prompts whose columns the record fills, with its values; the last one
-    where none is.
+    where none is. ``answers`` are the columns of what is learnt.
 
     Raises:
-        ValueError: a column is missing, or is the answer itself.
+        ValueError: a column is missing, or is an answer itself.
     """
     for prompt in prompts:
         names = fields_of(prompt, "data.prompt")
-        if answer in names:
+        if answer := next((name for name in names if name in answers), ""):
             raise ValueError(
                 f"{record.place}: data.prompt names {{{answer}}}, which is the answer that is"
                 " learnt"

@@ -1,7 +1,7 @@
 """Tokens that are kept: a large data set is encoded once, and later starts read it from a file.
 
     cache folder/tokens/
-        KEY.tokens    token_ids | in_loss | starts | positions | digests of their chunks
+        KEY.tokens    token_ids | in_loss | starts | positions | numbers | digests of their chunks
         KEY.json      sizes, report and summary of the data set, sealed; written last
         KEY.lock      held by the process that encodes; others wait for it, and read
 
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from blockwalk.data.column import token_folder
-from blockwalk.data.dataset import Encoded, Summary
+from blockwalk.data.dataset import Encoded, Summary, dtype_of, is_by_token
 from blockwalk.data.encode_report import EncodeReport
 from blockwalk.data.rendered import Tokenizer
 from blockwalk.data.sources import files_of
@@ -50,7 +50,6 @@ UNUSED_SECONDS = 30 * 24 * 3600.0
 """Seconds after which tokens that no run has read go when others are kept."""
 
 _DIGEST_BYTES = 8
-_COLUMNS = {"token_ids": np.int32, "in_loss": np.bool_, "starts": np.int64, "positions": np.int32}
 _NO_MATTER = frozenset(
     ("appended", "shuffle", "padding_multiple", "show_first", "label_scores", "allow_truncation")
 )
@@ -100,13 +99,19 @@ def kept(key: str, make: Callable[[], Kept]) -> Kept:
 
 
 def key_of(
-    part: str, settings: DataSettings, tokenizer: Tokenizer, seed: int, limit: int = 0
+    part: str,
+    settings: DataSettings,
+    tokenizer: Tokenizer,
+    seed: int,
+    limit: int = 0,
+    kind: str = "",
 ) -> str:
     """Return the key of a data set (``train`` or ``eval``): 32 hexadecimal digits; empty where it
     is not kept, since it is small, a task's or not of files of this machine.
 
     Args:
         limit: records of it that are taken; 0: all.
+        kind: the judged format that the objective learns; empty: none.
     """
     from_train = part == "train" or settings.eval_share
     sources = listed(settings.train if from_train else settings.eval)
@@ -125,6 +130,7 @@ def key_of(
     facts = {
         "part": part,
         "limit": limit,
+        "kind": kind,
         "settings": values,
         "seed": seed,
         "files": [[str(file), file.stat().st_size, file_digest(file)] for file in all_files],
@@ -151,7 +157,7 @@ def _version(library: str) -> str:
 def _write(path: Path, result: Kept) -> None:
     """Write a data set beside its place, then its header."""
     rows = result.rows
-    arrays = {name: getattr(rows, name) for name in _COLUMNS if getattr(rows, name) is not None}
+    arrays = rows.arrays()
     digests = bytearray()
     with atomic_files.atomic_open(path) as file:
         for array in arrays.values():
@@ -164,6 +170,7 @@ def _write(path: Path, result: Kept) -> None:
         "sizes": {name: len(array) for name, array in arrays.items()},
         "digests": hashlib.blake2b(digests).hexdigest(),
         "pad_id": rows.pad_id,
+        "group": rows.group,
         "report": rows.report.to_plain(),
         "summary": asdict(rows.summary),
         "records": result.records,
@@ -230,8 +237,7 @@ def _opened(path: Path) -> Kept:
     header = atomic_files.read_sealed(header_file)
     with atomic_files.reading(header_file):
         sizes = {
-            name: int(size) * np.dtype(_COLUMNS[name]).itemsize
-            for name, size in header["sizes"].items()
+            name: int(size) * dtype_of(name).itemsize for name, size in header["sizes"].items()
         }
         chunks = {name: -(-size // CHUNK) for name, size in sizes.items()}
         digests_at = sum(chunks.values()) * CHUNK
@@ -249,17 +255,17 @@ def _opened(path: Path) -> Kept:
         for name, size in sizes.items():
             sections[name] = _Section(
                 content[begin * CHUNK : begin * CHUNK + size],
-                np.dtype(_COLUMNS[name]).itemsize,
+                dtype_of(name).itemsize,
                 digests[begin : begin + chunks[name]],
                 np.zeros(chunks[name], dtype=np.bool_),
                 path,
             )
             begin += chunks[name]
-        arrays: dict[str, Any] = {
-            name: section.content.view(_COLUMNS[name]) for name, section in sections.items()
-        }
-        by_token = [section for name, section in sections.items() if name != "starts"]
-        sections["starts"].require(0, len(arrays["starts"]))
+        arrays = {name: section.content.view(dtype_of(name)) for name, section in sections.items()}
+        by_token = [section for name, section in sections.items() if is_by_token(name)]
+        for name, section in sections.items():
+            if not is_by_token(name):
+                section.require(0, len(arrays[name]))
 
         def require(begin: int, end: int) -> None:
             for section in by_token:
@@ -267,13 +273,14 @@ def _opened(path: Path) -> Kept:
 
         if nbytes <= CHECKED_AT_ONCE:
             require(0, len(arrays["token_ids"]))
-        rows = Encoded(
+        rows = Encoded.of_arrays(
+            arrays,
             pad_id=header["pad_id"],
             report=EncodeReport.of_plain(header["report"]),
             in_maps=True,
             summary_at_start=Summary(**header["summary"]),
             require=require,
-            **arrays,
+            group=header["group"],
         )
         header_file.touch()  # the time of its last use
         return Kept(rows, header["records"])

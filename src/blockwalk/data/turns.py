@@ -47,14 +47,14 @@ def turns_of(record: Record, kind: Format) -> list[dict[str, Any]]:
     for name in COLUMNS[kind]:
         listed = _listed(record, name)
         learnt = [
-            _turn(turn, f"{record.place}: field {name!r}[{i}]") for i, turn in enumerate(listed)
+            turn_of(turn, f"{record.place}: field {name!r}[{i}]") for i, turn in enumerate(listed)
         ]
         turns += learnt
     if not any(turn["role"] == "assistant" for turn in learnt):
         raise ValueError(
             f"{record.place}: field {name!r} has no assistant turn: there is nothing to learn"
         )
-    return _with_system(record, turns)
+    return with_system(record, turns)
 
 
 def _listed(record: Record, name: str) -> list[Any]:
@@ -82,7 +82,7 @@ def prompt_turns(record: Record, kind: Format, turns: Sequence[dict[str, Any]]) 
     return len(turns) - len(record.fields["completion"]) if kind is Format.COMPLETION else 0
 
 
-def _turn(turn: Any, place: str) -> dict[str, Any]:
+def turn_of(turn: Any, place: str) -> dict[str, Any]:
     """Return a turn with ``role`` and ``content``, or as ShareGPT names these, ``from`` and
     ``value``.
 
@@ -220,6 +220,20 @@ def record_is_learnt(record: Record) -> bool:
 def _alpaca(record: Record) -> list[dict[str, Any]]:
     """Return an instruction and its output as turns; ``history`` holds earlier pairs of instruction
     and output; ``input`` and ``system`` may be missing or empty."""
+    turns = history_of(record)
+    turns.append({"role": "user", "content": alpaca_prompt(record)})
+    answer = record.text(alpaca_columns(record)[1])
+    turns.append({"role": "assistant", "content": answer})
+    return with_system(record, turns)
+
+
+def history_of(record: Record) -> list[dict[str, Any]]:
+    """Return the turns before an instruction: those of the field ``history``, pairs of instruction
+    and output.
+
+    Raises:
+        ValueError: the field is no list of pairs.
+    """
     turns: list[dict[str, Any]] = []
     history = record.fields.get("history") or []
     if not isinstance(history, list) or any(
@@ -228,15 +242,17 @@ def _alpaca(record: Record) -> list[dict[str, Any]]:
         raise ValueError(
             f"{record.place}: field 'history' must be a list of [instruction, output] pairs"
         )
-    for user, assistant in [
-        *history,
-        (alpaca_prompt(record), record.text(alpaca_columns(record)[1])),
-    ]:
+    for user, assistant in history:
         turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-    return _with_system(record, turns)
+    return turns
 
 
-def _with_system(record: Record, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_system(record: Record, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation below the text that its record has before it.
+
+    Raises:
+        ValueError: the conversation begins with another one.
+    """
     system = system_text(record)
     if system and turns[0]["role"] == "system":
         if turns[0]["content"].strip() == system.strip():

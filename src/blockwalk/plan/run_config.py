@@ -49,7 +49,7 @@ class DataSettings:
     """The split of a hub data set that is evaluated on."""
     format: str = ""
     """The form of records: messages, sharegpt, alpaca, completion, classification or text. Empty:
-    as the columns of each source's first record say."""
+    as the columns of each source's first record say, or as ``objective`` needs them."""
     columns: tuple[str, ...] = ()
     """Fields that a format asks for, and the columns that hold them: ``[prompt=question,
     completion=answer]``."""
@@ -182,7 +182,8 @@ class RunConfig:
     Unless given, the method decides."""
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
     batch_size: int = 8
-    """Sequences of a whole step, whatever ``gradient_accumulation_steps`` cuts them into."""
+    """Sequences of a whole step, whatever ``gradient_accumulation_steps`` cuts them into; of an
+    objective of pairs, pairs."""
     eval_batch_size: int = 0
     """Sequences of an evaluation batch, which ranks share; 0: those of a micro-batch."""
     eval_batches: int = 4
@@ -293,10 +294,10 @@ class RunConfig:
     @property
     def micro_batch_rows(self) -> int:
         """Rows that one rank walks at once in training: its part of a micro-batch, with every label
-        word of each sequence where ``zo.objective`` ranks them."""
+        word of each sequence where ``zo.objective`` ranks them, and both answers of a pair."""
         plan = self.plan
         words = max(1, len(self.data.label_words)) if plan.ranks_words else 1
-        return -(-self.batch_size // plan.cuts) * words
+        return -(-self.batch_size // plan.cuts) * words * plan.objective_facts.group
 
     def to_mapping(self) -> dict[str, Any]:
         """Return every setting, nested as in YAML, in plain types:

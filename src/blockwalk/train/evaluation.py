@@ -17,9 +17,11 @@ from blockwalk.data.batch import Batch
 from blockwalk.data.batching import by_length, left_padded
 from blockwalk.data.corpus import held_out_set
 from blockwalk.data.dataset import Answers, Choices, Encoded
+from blockwalk.data.formats import ANSWERS_ALONE
 from blockwalk.data.metrics import exact_match, macro_f1, token_f1
 from blockwalk.data.rendered import Tokenizer
 from blockwalk.data.tasks import ANSWER_TOKENS
+from blockwalk.plan.objectives import ObjectiveFacts
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.plan.words import counted
 from blockwalk.program.program import Shape
@@ -75,6 +77,8 @@ class HeldOut:
     """Batches that a visit of a block computes."""
     tokenizer: Tokenizer = None
     """The tokenizer that reads generated answers; None where none are generated."""
+    numbered: bool = False
+    """Whether batches have the numbers of their rows."""
 
     @staticmethod
     def read(
@@ -85,14 +89,16 @@ class HeldOut:
         limit: int = 0,
         batches: int = 1,
         seed: int = 0,
+        objective: ObjectiveFacts = ANSWERS_ALONE,
     ) -> HeldOut:
         """Read and encode ``data.eval``: all of its records, or ``limit`` of them, drawn at random,
-        the same in every run. ``seed`` draws those that ``data.eval_share`` holds out.
+        the same in every run. ``seed`` draws those that ``data.eval_share`` holds out, and
+        ``objective`` is the row that reads them.
 
         Raises:
             ValueError: a record lacks what its format needs; file, line and field are named.
         """
-        rows, count = held_out_set(settings, tokenizer, limit, seed)
+        rows, count = held_out_set(settings, tokenizer, limit, seed, objective)
         return HeldOut(
             rows,
             batch_size,
@@ -100,6 +106,7 @@ class HeldOut:
             count,
             batches,
             tokenizer if isinstance(rows, Answers) else None,
+            objective.reference,
         )
 
     @staticmethod
@@ -109,13 +116,24 @@ class HeldOut:
         size = eval_batch_size(run)
         batches = run.eval_batches
         return HeldOut.read(
-            run.data, tokenizer, batch_size=size, limit=limit, batches=batches, seed=run.plan.seed
+            run.data,
+            tokenizer,
+            batch_size=size,
+            limit=limit,
+            batches=batches,
+            seed=run.plan.seed,
+            objective=run.plan.objective_facts,
         )
 
     @property
     def encoded(self) -> Encoded:
         """Every sequence that is measured."""
         return self.rows if isinstance(self.rows, Encoded) else self.rows.rows
+
+    @property
+    def examples(self) -> int:
+        """The number of records that are measured."""
+        return self.rows.examples if isinstance(self.rows, Encoded) else len(self.rows)
 
     def fingerprint(self) -> str:
         """Return a digest of the records, with the answers that count as right: 16 hexadecimal
@@ -131,16 +149,18 @@ class HeldOut:
     def visit(self, shares: int) -> tuple[Shape, int]:
         """Return the largest visit of a block: the shape of one of so many shares of a batch's
         rows, and how many batches there are."""
-        rows = min(len(self.encoded), self.batch_size * self.batches)
+        encoded = self.encoded
+        examples = min(encoded.examples, self.batch_size * self.batches)
         multiple = self.settings.padding_multiple
-        longest = self.encoded.summary.longest
-        batches = -(-rows // self.batch_size)
-        return Shape(-(-rows // (batches * shares)), -(-longest // multiple) * multiple), batches
+        longest = encoded.summary.longest
+        batches = -(-examples // self.batch_size)
+        rows = -(-examples // (batches * shares)) * encoded.group
+        return Shape(rows, -(-longest // multiple) * multiple), batches
 
     @property
     def shortest(self) -> int:
         """Tokens of the rows of the shortest batch."""
-        lengths = np.sort(np.diff(self.encoded.starts))
+        lengths = np.sort(self.encoded.lengths().max(axis=1))
         longest = int(lengths[min(self.batch_size * self.batches, len(lengths)) - 1])
         multiple = self.settings.padding_multiple
         return -(-longest // multiple) * multiple
@@ -179,16 +199,18 @@ class HeldOut:
         """Yield row numbers, batch, and the number of batches that the visit is cut into."""
         measured = 0
         visit = self.batch_size * self.batches
-        for rows, batch in by_length(self.encoded, visit, self.settings.padding_multiple):
-            watch(measured * len(self.rows) // len(self.encoded))
-            yield rows, batch, -(-len(rows) // self.batch_size)
+        multiple = self.settings.padding_multiple
+        group = self.encoded.group
+        for rows, batch in by_length(self.encoded, visit, multiple, numbered=self.numbered):
+            watch(measured * self.examples // len(self.encoded))
+            yield rows, batch, -(-len(rows) // (self.batch_size * group))
             measured += len(rows)
 
     def _losses(self, walker: Walker, watch: Callable[[int], None]) -> Evaluation:
         results = [walker.evaluate(batch, batches=cuts) for _, batch, cuts in self._visits(watch)]
         tokens = sum(result.tokens for result in results)
         return Evaluation(
-            math.fsum(result.loss_sum for result in results) / tokens, tokens, len(self.rows)
+            math.fsum(result.loss_sum for result in results) / tokens, tokens, self.examples
         )
 
     def _ranked(self, walker: Walker, choices: Choices, watch: Callable[[int], None]) -> Evaluation:

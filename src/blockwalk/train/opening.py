@@ -74,7 +74,7 @@ def dry_run(run: RunConfig) -> Iterator[str]:
     if prepared.held_out is not None:
         held_out = f", {prepared.held_out.records} held-out ones"
     yield (
-        f"data    {counted(len(rows), 'sequence')} of up to {prepared.longest} tokens,"
+        f"data    {rows.counted_examples} of up to {prepared.longest} tokens,"
         f" {rows.summary.learnt:,} of {len(rows.token_ids):,} tokens learnt{held_out};"
         f" {counted(prepared.total, 'step')}"
     )

@@ -32,7 +32,7 @@ from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.schedules import schedule_of
 from blockwalk.plan.settings import override
-from blockwalk.plan.words import counted, is_or_are
+from blockwalk.plan.words import is_or_are
 from blockwalk.program.program import Shape
 from blockwalk.program.settling import settled_before
 from blockwalk.report.forecast import Forecast
@@ -132,7 +132,12 @@ def prepare(run: RunConfig) -> PreparedRun:
     _require_whole(rows.report, run)
     multiple = run.data.padding_multiple
     batches = Batches(
-        rows, run.batch_size, run.plan.seed, shuffle=run.data.shuffle, padding_multiple=multiple
+        rows,
+        run.batch_size,
+        run.plan.seed,
+        shuffle=run.data.shuffle,
+        padding_multiple=multiple,
+        numbered=run.plan.objective_facts.reference,
     )
     held_out = None
     if run.data.evaluates:
@@ -143,7 +148,7 @@ def prepare(run: RunConfig) -> PreparedRun:
     if held_out is not None:
         require_rows(held_out.encoded.report.largest, tokenizer, vocabulary, "data.eval")
     marks = missing_marks(run.data.chat_template, tokenizer)
-    notes = tuple(filter(None, [marks, _repeats(run.batch_size, len(rows))]))
+    notes = tuple(filter(None, [marks, _repeats(run.batch_size, rows)]))
     shown = first_example(rows, tokenizer)
     files = tokenizer_files(tokenizer)
     if rows.report.stops:
@@ -217,15 +222,15 @@ def prepare(run: RunConfig) -> PreparedRun:
     )
 
 
-def _repeats(batch_size: int, sequences: int) -> str:
-    """Return a sentence on a batch that has more places than there are sequences; empty where it
+def _repeats(batch_size: int, rows: Encoded) -> str:
+    """Return a sentence on a batch that has more places than there are examples; empty where it
     has not."""
-    if batch_size <= sequences:
+    if batch_size <= rows.examples:
         return ""
     return (
-        f"batch_size is {batch_size}, and there {is_or_are(sequences)}"
-        f" {counted(sequences, 'sequence')}: a step sees the same one more than once; lower"
-        f" batch_size to {sequences}"
+        f"batch_size is {batch_size}, and there {is_or_are(rows.examples)}"
+        f" {rows.counted_examples}: a step sees the same one more than once; lower"
+        f" batch_size to {rows.examples}"
     )
 
 
@@ -264,5 +269,11 @@ def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoded, C
     """Return ``data.train`` as tokens; and with every label word, for an objective that ranks
     them."""
     plan = run.plan
-    rows = training_set(run.data, tokenizer, seed=plan.seed, every_word=plan.ranks_words)
+    rows = training_set(
+        run.data,
+        tokenizer,
+        seed=plan.seed,
+        every_word=plan.ranks_words,
+        objective=plan.objective_facts,
+    )
     return (rows.answered(), rows) if isinstance(rows, Choices) else (rows, None)
