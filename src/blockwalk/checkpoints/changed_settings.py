@@ -14,7 +14,10 @@ from blockwalk.plan.run_config import RunConfig
 SAME_WEIGHTS = (
     "; the same content, by a digest of its configuration and weights (of a block store, its index)"
 )
-FIXED = ("model", "method", "seed", "batch_size", "lora", "prefix", "data")
+FIXED = (
+    *("model", "method", "seed", "batch_size", "lora", "prefix", "data"),
+    *("objective", "reference"),
+)
 """Settings without which the saved state means something else; any other may change when a run is
 resumed, and what is evaluated (:data:`ONLY_EVALUATION`) too."""
 ONLY_EVALUATION = (

@@ -40,7 +40,10 @@ RESULTS = ("adapter", "model")
 """The folders of trained weights that a run leaves."""
 CHANGED = "changed.jsonl"
 """The settings that resumed runs changed: one line for each of them that did."""
+REFERENCES = "reference.jsonl"
+"""The log-probabilities of an objective's reference."""
 LOGS = (
+    REFERENCES,
     "metrics.jsonl",
     "evaluations.jsonl",
     "skipped.jsonl",

@@ -115,12 +115,15 @@ def _of_rows(name: str, words: Schema) -> Schema:
     if not row_settings:
         return words
     rows = [row for row in table if table.settings_of(row) is not None]
-    parts = {
-        field: _own_values(next(iter(owners.values())), field)
-        for field, owners in row_settings.items()
-    }
     if name.endswith(".name"):  # the settings stand beside the name
         return {"anyOf": [words, {"type": "string", "pattern": _with_brackets(rows)}]}
+    parts = {
+        field: {
+            **_own_values(next(iter(owners.values())), field),
+            "description": settings_help.described(f"{name}.{field}")[1],
+        }
+        for field, owners in row_settings.items()
+    }
     row = {"enum": [*table]}
     properties = {"name": row, **parts}
     mapping = {"type": "object", "properties": properties, "additionalProperties": False}

@@ -62,7 +62,11 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         _EVAL,
     ),
     ("adapters", "lora lora.* prefix.*", _TRAIN),
-    ("steps", "objective batch_size gradient_accumulation_steps together epochs max_steps", _TRAIN),
+    (
+        "steps",
+        "objective reference batch_size gradient_accumulation_steps together epochs max_steps",
+        _TRAIN,
+    ),
     ("optimizer", "optimizer.* update.* neftune_noise_alpha", _TRAIN),
     (
         "where the rest lives",

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -116,6 +118,31 @@ def weighed(facts: ObjectiveFacts, sequences: Sequences) -> Weighed:
     (slope_N,) = torch.autograd.grad(answer.value, leaf_N)
     metrics = {name: metric.detach() for name, metric in answer.metrics.items()}
     return Weighed(answer.value.detach(), -slope_N, metrics)
+
+
+def of_sequences(
+    facts: ObjectiveFacts,
+    sums_R: npt.NDArray[np.float64],
+    tokens_R: npt.NDArray[np.int64],
+    numbers: Mapping[str, npt.NDArray[np.float64]],
+) -> dict[str, float]:
+    """Return an objective of whole sequences, as ``loss``, and its further means.
+
+    Args:
+        sums_R: the log-probability of each sequence.
+        tokens_R: learnt tokens of each.
+        numbers: numbers of the records by name, [R].
+    """
+    lengths_R = torch.from_numpy(tokens_R)
+    sequence_N = torch.arange(len(tokens_R)).repeat_interleave(lengths_R)
+    means_R = torch.from_numpy(sums_R) / lengths_R.clamp(min=1)
+    chosen = int(lengths_R[:: facts.group].sum())
+    counts = LearntCounts(len(sequence_N), int((lengths_R > 0).sum()), chosen)
+    tensors = {name: torch.from_numpy(np.array(values)) for name, values in numbers.items()}
+    sequences = Sequences(means_R[sequence_N], sequence_N, len(tokens_R), tensors, counts)
+    answer = valued(facts, sequences)
+    metrics = {name: float(metric) for name, metric in answer.metrics.items()}
+    return {"loss": float(answer.value), **metrics}
 
 
 def dpo(sequences: Sequences, settings: DpoSettings) -> Answer:

@@ -131,8 +131,8 @@ class PolicyGradientSettings:
     loss_type: str = setting(
         "dapo",
         words=("dapo", "grpo", "dr_grpo", "rloo"),
-        help="The mean: over tokens (dapo), over sequences of means over tokens (grpo), over"
-        " sequences of sums by max_completion_length (dr_grpo), or over whole sequences (rloo).",
+        help="The mean: over tokens (dapo), or over sequences. Of these grpo takes each by its"
+        " mean, dr_grpo by its sum over max_completion_length, rloo as one ratio.",
     )
     importance_sampling_level: str = setting(
         "token",

@@ -16,6 +16,7 @@ from blockwalk.plan.methods import method
 from blockwalk.plan.parsing import fields_of, host_and_port, plain_values, setting_of
 from blockwalk.plan.plan import Plan, refuse_dropout
 from blockwalk.plan.ranges import beyond, by_name
+from blockwalk.plan.row_settings import bare
 from blockwalk.plan.table import spoken
 
 
@@ -181,6 +182,9 @@ class RunConfig:
     """Whether adapters are trained (true, or any of the settings below) or all parameters (false).
     Unless given, the method decides."""
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
+    reference: str = ""
+    """The model of the same tokenizer that dpo, ipo and kto compare with, in the form of ``model``.
+    Empty: this run's own before its first step, with the adapter of ``lora.from``."""
     batch_size: int = 8
     """Sequences of a whole step, whatever ``gradient_accumulation_steps`` cuts them into; of an
     objective of pairs, pairs."""
@@ -247,7 +251,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in PATHS:
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
-        for refusals in (_ranges, _sources_against, _evaluation_against, _together):
+        for refusals in (_ranges, _sources_against, _evaluation_against, _objective, _together):
             for message in refusals(self):
                 raise ValueError(message)
         refuse_dropout(self.plan, self.adapters)
@@ -326,7 +330,7 @@ class RunConfig:
         return {**settings, **self.plan.shared()}
 
 
-PATHS = ("model", "output_dir", "resume_from_checkpoint")
+PATHS = ("model", "reference", "output_dir", "resume_from_checkpoint")
 """Settings that are a path, or may be one: a ``~`` at its beginning is the user's home. Those of
 ``data`` are expanded where they are read."""
 
@@ -406,6 +410,28 @@ def _evaluation_against(run: RunConfig) -> Iterator[str]:
         yield (
             f"data.shots={data.shots} are taken of data.train, of which data.eval_share holds out"
             " a part: set data.eval instead of it"
+        )
+
+
+def _objective(run: RunConfig) -> Iterator[str]:
+    """Yield what the objective and other settings ask of each other."""
+    facts = run.plan.objective_facts
+    name = bare(run.plan.objective)
+    if run.reference and not facts.reference:
+        yield (
+            f"reference is {run.reference}, and objective: {name} compares with none; leave it out"
+        )
+    if not facts.of_log_probabilities:
+        return
+    if run.elastic:
+        yield (
+            f"objective is {name}, and elastic is {run.elastic}: ranks that come and go learn by"
+            " the loss alone; leave elastic out, or set objective: sft"
+        )
+    if facts.reference and run.data.appended == "follow":
+        yield (
+            f"objective is {name}, whose reference is evaluated before the first step, and"
+            " data.appended: follow brings records after it; set data.appended: refuse"
         )
 
 

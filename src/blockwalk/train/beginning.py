@@ -55,6 +55,8 @@ class Beginning:
     """The checkpoint that is gone on with; None: a fresh run."""
     host: ChangingRanks | None
     """The run's host among ranks that come and go."""
+    reference: str = ""
+    """The digest of the reference's log-probabilities, where the objective has one."""
 
     @property
     def output_dir(self) -> Path:

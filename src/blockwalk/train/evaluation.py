@@ -21,10 +21,12 @@ from blockwalk.data.formats import ANSWERS_ALONE
 from blockwalk.data.metrics import exact_match, macro_f1, token_f1
 from blockwalk.data.rendered import Tokenizer
 from blockwalk.data.tasks import ANSWER_TOKENS
-from blockwalk.plan.objectives import ObjectiveFacts
+from blockwalk.estimators.objectives import of_sequences
+from blockwalk.plan.objectives import BASELINE, REFERENCE, ObjectiveFacts
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.plan.words import counted
 from blockwalk.program.program import Shape
+from blockwalk.train.baseline import baseline_of
 from blockwalk.walk.walker import Walker
 
 
@@ -42,6 +44,11 @@ class Evaluation:
     """F1: the mean over classes; of generated answers over words, the mean over records."""
     exact_match: float | None = None
     """The share of generated answers that have the words of a right one."""
+    reward_accuracy: float | None = None
+    """The share of pairs whose chosen answer has the higher reward; of single answers of those
+    beyond the baseline on their side."""
+    margin: float | None = None
+    """The mean margin of rewards."""
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Evaluation:
@@ -53,13 +60,19 @@ class Evaluation:
     @property
     def scores(self) -> dict[str, float]:
         """The scores that there are, in percent, by their names."""
-        named = {"accuracy": self.accuracy, "F1": self.f1, "exact match": self.exact_match}
+        named = {
+            "accuracy": self.accuracy,
+            "F1": self.f1,
+            "exact match": self.exact_match,
+            "reward accuracy": self.reward_accuracy,
+        }
         return {name: 100 * value for name, value in named.items() if value is not None}
 
     def __str__(self) -> str:
         scores = "".join(f"{name} {value:.1f}%  " for name, value in self.scores.items())
+        margin = "" if self.margin is None else f"margin {self.margin:.4f}  "
         return (
-            f"{scores}loss {self.loss:.4f}  ({counted(self.examples, 'example')},"
+            f"{scores}{margin}loss {self.loss:.4f}  ({counted(self.examples, 'example')},"
             f" {counted(self.tokens, 'token')})"
         )
 
@@ -77,8 +90,8 @@ class HeldOut:
     """Batches that a visit of a block computes."""
     tokenizer: Tokenizer = None
     """The tokenizer that reads generated answers; None where none are generated."""
-    numbered: bool = False
-    """Whether batches have the numbers of their rows."""
+    objective: ObjectiveFacts = ANSWERS_ALONE
+    """The row of the objective that is evaluated."""
 
     @staticmethod
     def read(
@@ -106,7 +119,7 @@ class HeldOut:
             count,
             batches,
             tokenizer if isinstance(rows, Answers) else None,
-            objective.reference,
+            objective,
         )
 
     @staticmethod
@@ -182,6 +195,8 @@ class HeldOut:
         """
         if isinstance(self.rows, Choices):
             evaluation = self._ranked(walker, self.rows, watch)
+        elif self._has_objective(walker):
+            evaluation = self._objective(walker, watch)
         else:
             evaluation = self._losses(walker, watch)
             if isinstance(self.rows, Answers):
@@ -201,7 +216,7 @@ class HeldOut:
         visit = self.batch_size * self.batches
         multiple = self.settings.padding_multiple
         group = self.encoded.group
-        for rows, batch in by_length(self.encoded, visit, multiple, numbered=self.numbered):
+        for rows, batch in by_length(self.encoded, visit, multiple):
             watch(measured * self.examples // len(self.encoded))
             yield rows, batch, -(-len(rows) // (self.batch_size * group))
             measured += len(rows)
@@ -213,10 +228,33 @@ class HeldOut:
             math.fsum(result.loss_sum for result in results) / tokens, tokens, self.examples
         )
 
+    def _has_objective(self, walker: Walker) -> bool:
+        """Return whether the objective can be told of sequences: it is a function of their
+        log-probabilities, and what it compares with is known."""
+        facts = self.objective
+        known = not facts.reference or REFERENCE in self.encoded.numbers
+        of_sequences = facts.of_log_probabilities and not facts.token_numbers
+        return of_sequences and known and walker.plan.objective_facts.of_log_probabilities
+
+    def _objective(self, walker: Walker, watch: Callable[[int], None]) -> Evaluation:
+        """Measure the objective from the log-probability of each sequence."""
+        facts = self.objective
+        encoded = self.encoded
+        sums_R = -self._row_losses(walker, watch)
+        tokens_R = np.array([encoded.predicted_of(row) for row in range(len(encoded))])
+        numbers = dict(encoded.numbers)
+        if facts.baseline:
+            multiple = self.settings.padding_multiple
+            rows = range(len(encoded))
+            baseline = baseline_of(walker, encoded, rows, self.batch_size, multiple)
+            numbers[BASELINE] = np.full(len(encoded), baseline)
+        answer = of_sequences(facts, sums_R, tokens_R, numbers)
+        return Evaluation(answer.pop("loss"), int(tokens_R.sum()), self.examples, **answer)
+
     def _ranked(self, walker: Walker, choices: Choices, watch: Callable[[int], None]) -> Evaluation:
         """One pass over every record with every candidate gives all figures: the loss is that of
         the right one."""
-        losses_R = self._candidate_losses(walker, choices, watch)
+        losses_R = self._row_losses(walker, watch)
         tokens_R = choices.rows.learnt()
         scores_R = self._scores(losses_R, tokens_R)
         chosen = [int(scores_R[a:b].argmax()) for a, b in pairwise(choices.firsts.tolist())]
@@ -235,7 +273,7 @@ class HeldOut:
     def scores(self, walker: Walker, choices: Choices) -> npt.NDArray[np.float64]:
         """Return the score of each row, a record with one candidate, float64 [R]: the highest of a
         record's ranks first."""
-        losses_R = self._candidate_losses(walker, choices, lambda _: None)
+        losses_R = self._row_losses(walker, lambda _: None)
         return self._scores(losses_R, choices.rows.learnt())
 
     def _scores(
@@ -243,11 +281,9 @@ class HeldOut:
     ) -> npt.NDArray[np.float64]:
         return -losses_R / tokens_R if self.settings.label_scores == "mean" else -losses_R
 
-    def _candidate_losses(
-        self, walker: Walker, choices: Choices, watch: Callable[[int], None]
-    ) -> npt.NDArray[np.float64]:
-        """Return the loss summed over each row's candidate, float64 [R]."""
-        losses_R = np.zeros(len(choices.rows))
+    def _row_losses(self, walker: Walker, watch: Callable[[int], None]) -> npt.NDArray[np.float64]:
+        """Return the loss summed over each row's learnt tokens, float64 [R]."""
+        losses_R = np.zeros(len(self.encoded))
         for rows, batch, cuts in self._visits(watch):
             losses_R[rows] = walker.label_losses(batch, batches=cuts).numpy()
         return losses_R

@@ -146,5 +146,6 @@ def metrics_line(result: StepResult | LedgerEntry, batch: Batch) -> dict[str, An
         "loss_tokens": counted,
         "grad_norm": None if isinstance(result, LedgerEntry) else result.grad_norm,
         "projected_grad": result.projected_grad,
+        **({} if isinstance(result, LedgerEntry) else result.metrics),
     }
     return {name: value for name, value in line.items() if value is not None}

@@ -6,6 +6,7 @@ output_dir/
     metrics.jsonl          one line a step
     evaluations.jsonl      one line an evaluation
     skipped.jsonl          with skip_nonfinite: one line a batch that was left out
+    reference.jsonl        an objective's reference: see blockwalk.train.reference
     changed.jsonl          one line a resumed run that changed settings
     ledger.jsonl           zeroth order: every scalar that a step's update reads
     checkpoint-000123/     see blockwalk.checkpoints.run_checkpoint
@@ -40,7 +41,8 @@ from blockwalk.system.heap import give_back
 from blockwalk.system.out_of_memory import OutOfMemory, is_out_of_memory
 from blockwalk.system.process_memory import PeakMemory, peak_resident_bytes, process_bytes
 from blockwalk.system.terminal import steady
-from blockwalk.train import config, elastic, result
+from blockwalk.train import config, elastic, reference, result
+from blockwalk.train.baseline import with_baseline
 from blockwalk.train.beginning import Beginning, begin
 from blockwalk.train.callbacks import Callback, EventName, Listeners, pushes, trackers
 from blockwalk.train.ending import Ending
@@ -52,7 +54,7 @@ from blockwalk.train.outcome import Outcome
 from blockwalk.train.progress import Progress
 from blockwalk.train.run_checkpoints import RunCheckpoints
 from blockwalk.train.run_evaluations import RunEvaluations
-from blockwalk.train.stop_signals import stop_signals
+from blockwalk.train.stop_signals import Stop, stop_signals
 from blockwalk.walk.walker import Walker
 
 
@@ -71,6 +73,7 @@ def train(
     with steady(), PeakMemory() as memory, stop_signals() as stop, ExitStack() as folder:
         first(lambda: folder.enter_context(sweeping.one_run(output_dir)))
         beginning = begin(run, trace)
+        reference.require(beginning)
         scratch = output_dir / run_checkpoint.SCRATCH
         atomic_files.make_folder(scratch)
         prepared = beginning.prepared.put_away(scratch)
@@ -83,6 +86,8 @@ def train(
             step_forecast = StepForecast.of(forecast, prepared.usual, before=opened_at)
             stop.noted = True
             beginning = _take_folder(beginning, walker)
+            beginning = _with_reference(beginning, walker, stop)
+            prepared = beginning.prepared
             logs = open_logs(beginning, walker)
             evaluations = RunEvaluations.begin(beginning, logs.evaluations)
             catch_up(beginning, walker, logs)
@@ -120,6 +125,16 @@ def train(
                         Listeners.of(listeners, walker, beginning.config),
                         progress,
                     ).to_its_end()
+
+
+def _with_reference(beginning: Beginning, walker: Walker, stop: Stop) -> Beginning:
+    """Return the run with the numbers of its objective's reference, where it has one; without them
+    where a signal ends the run before all are known."""
+
+    def heard() -> bool:
+        return any(any(answer) for answer in walker.ranks.exchange([float(stop.signal)]))
+
+    return reference.attached(beginning, walker, heard)
 
 
 def _open_walker(beginning: Beginning, scratch: Path) -> Walker:
@@ -291,8 +306,9 @@ class Run:
             host.position = (prepared.batches.epoch, prepared.batches.position)
         batch, tokens = prepared.next_batch(self.beginning.config.data.label_scores)
         self.step_forecast.before_step(walker, walker.steps_done + 1, self.ending.total)
+        multiple = prepared.batches.padding_multiple
         try:
-            step = walker.step(batch)
+            step = walker.step(with_baseline(walker, batch, multiple))
         except FloatingPointError as error:
             walker.wait_saved()  # the last checkpoint may be under way
             if len(skipped.steps) >= skipped.limit:
@@ -313,7 +329,7 @@ class Run:
         if step.bytes_by_axis:
             line["bytes_by_axis"] = step.bytes_by_axis
         self.logs.metrics.write(line)
-        self.progress.step(step.step, loss=line["loss"], **figures)
+        self.progress.step(step.step, loss=line["loss"], metrics=step.metrics, **figures)
         self._tell("step", line)
         return True
 

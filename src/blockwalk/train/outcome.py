@@ -45,7 +45,7 @@ class Outcome:
         """Yield the summary that a run prints last."""
         if self.before is not None and self.after is not None:
             for title, ended in self.after.scores.items():
-                yield f"held-out {title:<10}{self.before.scores[title]:.1f}% → {ended:.1f}%"
+                yield f"held-out {title:<9} {self.before.scores[title]:.1f}% → {ended:.1f}%"
             yield f"held-out loss      {self.before.loss:.4f} → {self.after.loss:.4f}"
         elif self.after is not None:
             yield f"held-out loss      {self.after.loss:.4f}"

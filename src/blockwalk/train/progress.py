@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from blockwalk.program.program import human_bytes
@@ -87,10 +88,10 @@ class Progress:
             self._bar.console.print(Text.assemble(f"{title} (learnt: ⟦ ⟧):\n", *styled))
 
     @contextmanager
-    def evaluating(self, count: int) -> Iterator[Callable[[int], None]]:
+    def evaluating(self, count: int, what: str = "evaluation") -> Iterator[Callable[[int], None]]:
         """Show an evaluation of ``count`` records; what is given here is told how many are done."""
         began = said = time.perf_counter()
-        task = None if self._bar is None else self._bar.add_task("", what="evaluation", total=count)
+        task = None if self._bar is None else self._bar.add_task("", what=what, total=count)
 
         def show(done: int) -> None:
             nonlocal said
@@ -100,7 +101,7 @@ class Progress:
             elif done and now - said > QUIET:
                 said = now
                 remaining = (now - began) / done * (count - done)
-                say(f"evaluation {done}/{count}  {remaining:.0f} s left")
+                say(f"{what} {done}/{count}  {remaining:.0f} s left")
 
         try:
             yield show
@@ -109,14 +110,23 @@ class Progress:
                 self._bar.remove_task(task)
 
     def step(
-        self, step: int, *, loss: float, seconds: float, tokens_per_second: float, peak_bytes: int
+        self,
+        step: int,
+        *,
+        loss: float,
+        seconds: float,
+        tokens_per_second: float,
+        peak_bytes: int,
+        metrics: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Show that a step is done."""
+        """Show that a step is done, with further means over it by name."""
         now = time.perf_counter()
         if self._began is None:
             self._began = now - seconds
+        further = "".join(f"{name} {value:.4f}  " for name, value in metrics.items())
         figures = (
-            f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {human_bytes(peak_bytes)} private"
+            f"loss {loss:.4f}  {further}{tokens_per_second:,.0f} tokens/s"
+            f"  {human_bytes(peak_bytes)} private"
         )
         stays = step % self._log_every == 0 or step == self._total
         width = int(math.log10(self._total)) + 1

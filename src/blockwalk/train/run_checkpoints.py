@@ -97,6 +97,8 @@ class RunCheckpoints:
             "stops": list(beginning.prepared.rows.report.stops),
             "evaluated": self.evaluations.step,
         }
+        if beginning.config.plan.objective_facts.reference:
+            data["reference"] = beginning.reference
         if beginning.decided:
             data["decided"] = dict(beginning.decided)
         return data
