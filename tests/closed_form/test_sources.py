@@ -27,6 +27,7 @@ from blockwalk.data.packing import pack
 from blockwalk.data.records import Record
 from blockwalk.data.sources import read_records
 from blockwalk.data.turns import turns_of
+from blockwalk.plan.objectives import OBJECTIVES
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.train import config
 from blockwalk.train.progress import Progress
@@ -568,3 +569,13 @@ def test_demos_of_llama_factory_are_read_as_they_are(chat: Any) -> None:
         if kind is Format.SHAREGPT:
             answer = records[0].fields["chosen"]["value"]
             assert chat.decode(rows[0][0]).endswith(f"<assistant>{answer}</s>")
+        objective = OBJECTIVES["dpo" if kind is Format.SHAREGPT else "kto"]
+        judged = encode(records, chat, max_length=None, objective=objective)
+        assert (judged.examples, judged.report.dropped) == (len(records), 0)
+        if kind is Format.SHAREGPT:
+            answers = [records[0].fields[name]["value"] for name in ("chosen", "rejected")]
+            rows_of_first = [chat.decode(ids[mask]) for ids, mask in (judged[0], judged[1])]
+            assert rows_of_first == [f"{answer}</s>" for answer in answers]
+        else:
+            labels = [float(record.fields["label"]) for record in records]
+            assert judged.numbers["desirable"].tolist() == labels
