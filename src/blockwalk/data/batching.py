@@ -183,10 +183,10 @@ class Batches(Iterator[RowBatch]):
         self._order = self._epoch_order()
 
     def appended(self, state: Mapping[str, Any]) -> int:
-        """Return how many rows these data have behind those of a saved place, which are the
+        """Return how many examples these data have behind those of a saved place, which are the
         first ones; 0: none, or the first ones are others."""
         count = int(state.get("sequences", len(self.dataset)))
-        more = len(self.dataset) - count
+        more = (len(self.dataset) - count) // self.dataset.group
         return more if more > 0 and self.dataset.first(count).fingerprint() == state["data"] else 0
 
     def continues(self, state: Mapping[str, Any]) -> bool:

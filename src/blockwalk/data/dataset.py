@@ -132,7 +132,12 @@ class Encoded:
     @property
     def counted_examples(self) -> str:
         """The number of examples with their noun, for a message."""
-        return counted(self.examples, "pair" if self.group == 2 else "sequence")
+        return counted(self.examples, self.noun)
+
+    @property
+    def noun(self) -> str:
+        """The noun of an example, for a message."""
+        return "pair" if self.group == 2 else "sequence"
 
     def rows_of(self, examples: Sequence[int] | Integers) -> Integers:
         """Return the numbers of the rows of some examples, [examples × group]."""

@@ -137,7 +137,7 @@ def encode(
 
 def _has_answers(rows: Sequence[EncodedRow]) -> bool:
     """Return whether an example has something to learn in every row."""
-    return bool(rows) and all(row.in_loss.any() for row in rows)
+    return all(row.in_loss.any() for row in rows)
 
 
 def _without_rows(report: EncodeReport, source: str) -> str:

@@ -19,7 +19,8 @@ from blockwalk.data.judged import Judged
 from blockwalk.data.tokens_around import TokensAround
 
 CHUNK = 64
-"""Records whose texts are tokenised in one call."""
+CHUNK_CHARACTERS = 1 << 19
+"""The most records whose texts are tokenised in one call, and the most characters in these."""
 
 TokenIds = Callable[[list[str]], list[list[int]]]
 """The token ids of texts, without those around a text."""
@@ -41,8 +42,8 @@ def judged_examples(
     around: TokensAround,
     report: EncodeReport,
 ) -> Iterator[list[EncodedRow]]:
-    """Yield the rows of each record, cut on the right to ``report.max_length`` tokens. A record of
-    which an answer is cut away as a whole has no row.
+    """Yield the rows of each record, cut on the right to ``report.max_length`` tokens: a row whose
+    answer is cut away as a whole learns nothing.
 
     Args:
         is_blank: whether a token is blanks alone.
@@ -70,11 +71,14 @@ def judged_examples(
 
 def _chunks(records: Iterable[Judged]) -> Iterator[list[Judged]]:
     chunk: list[Judged] = []
+    characters = 0
     for record in records:
         chunk.append(record)
-        if len(chunk) == CHUNK:
+        characters += sum(map(len, record.texts))
+        if len(chunk) == CHUNK or characters > CHUNK_CHARACTERS:
             yield chunk
             chunk = []
+            characters = 0
     if chunk:
         yield chunk
 
@@ -113,8 +117,6 @@ def _rows(
     if longest > limit:
         report.truncated += 1
         report.answers_cut += 1
-    if prompt_tokens >= limit or prompt_tokens >= min(map(len, rows)):
-        return []
     return [_row(record, ids[:limit], prompt_tokens) for ids in rows]
 
 

@@ -236,7 +236,7 @@ def _resume(beginning: Beginning, saved: Checkpoint) -> Resumed:
     follow = config.data.appended == "follow"
     if follow and (more := prepared.batches.appended(place)):
         notes.append(
-            f"{counted(more, 'sequence')} {is_or_are(more)} new in data.train since step"
+            f"{counted(more, prepared.rows.noun)} {is_or_are(more)} new in data.train since step"
             f" {saved.step}: they come behind the others of epoch {place['epoch'] + 1}"
             " (data.appended: follow)"
         )
@@ -296,7 +296,8 @@ def _require_same_data(beginning: Beginning, saved: Checkpoint) -> None:
         return
     follow = ""
     if more:
-        follow = f"set data.appended: follow, which learns the {counted(more, 'new sequence')}, or "
+        noun = beginning.prepared.rows.noun
+        follow = f"set data.appended: follow, which learns the {counted(more, f'new {noun}')}, or "
     changed = differences(
         saved.data.get("identity", {}),
         beginning.identity,

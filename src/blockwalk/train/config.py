@@ -388,7 +388,7 @@ def _chosen(
         values["model"],
         lora or values["prefix"] or None,
         hardware.load("here"),
-        Shape(batch_size // steps, data.max_length),
+        Shape(batch_size // steps * plan.objective_facts.group, data.max_length),
         budget=plan.budget,
         micro_batches=steps,
     )

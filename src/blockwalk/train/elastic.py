@@ -38,6 +38,7 @@ ALIKE = (
     "zo",
     "compute_dtype",
     "loss",
+    "objective",
     "compile",
 )
 """Settings that the bits of a loss depend on; where a rank keeps its weights is its own choice."""
