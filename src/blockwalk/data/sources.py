@@ -479,7 +479,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
             _require_small(path, nbytes, bound)
             for fields in batch.to_pylist():
                 number += 1
-                yield Record(_without_nulls(fields), f"{path} row {number}")
+                yield Record(without_nulls(fields), f"{path} row {number}")
 
 
 def _next_batch(path: Path, batches: Iterator[Any], bound: int) -> Any:
@@ -520,10 +520,10 @@ def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:
             f" {' '.join(str(error).split())}"
         ) from error
     for number, fields in enumerate(rows, start=1):
-        yield Record(_without_nulls(dict(fields)), f"{name}[{split}] row {number}")
+        yield Record(without_nulls(dict(fields)), f"{name}[{split}] row {number}")
 
 
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     """Return a row of Arrow whose structs have lost their nulls: Arrow gives each struct the fields
     of all, as null. Columns stay."""
     return {name: _pruned(value) for name, value in fields.items()}

@@ -26,16 +26,19 @@ from transformers.trainer_utils import EvalLoopOutput
 from blockwalk.data.batch import Batch
 from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.data.tokenizer import tokenizer_of
-from blockwalk.integrations import trainer_state
+from blockwalk.integrations import trainer_objective, trainer_state
 from blockwalk.integrations.trainer_batches import GlobalBatch, global_batch, in_rows, tensors_of
 from blockwalk.integrations.trainer_callbacks import RATES, tell
 from blockwalk.integrations.trainer_data import (
     NUMBERS,
     HeldOutNumbers,
     RowNumbers,
+    TrainerData,
     numbered,
     numbers_of_all,
+    pairs_of,
     read_data,
+    referenced,
 )
 from blockwalk.integrations.trainer_table import PASSED, read_arguments, refuse_methods
 from blockwalk.models.model_source import model_source
@@ -81,8 +84,9 @@ class BlockwalkTrainer(Trainer):
             hold them.
         lora: adapters; see :class:`blockwalk.Walker`.
         data: records by the settings of a run's ``data.*``, in place of data sets and collator:
-            texts, conversations, classes with label words, or a task. A model in memory needs its
-            tokenizer as ``processing_class`` beside it.
+            texts, conversations, classes with label words, a task, or pairs. A model in memory
+            needs its tokenizer as ``processing_class`` beside it. Data sets with TRL's columns
+            ``chosen`` and ``rejected`` are read as they are, and ``args`` may be a ``DPOConfig``.
         more: what ``transformers.Trainer`` takes besides.
 
     Raises:
@@ -102,13 +106,18 @@ class BlockwalkTrainer(Trainer):
         args = copy.copy(args) if args is not None else TrainingArguments("runs/trainer")
         refuse_methods(type(self), BlockwalkTrainer)
         half = args.fp16
-        notes = read_arguments(args)
+        judged = trainer_objective.is_judged(more.get("train_dataset"))
+        of_objective = (trainer_objective.FOLLOWED, trainer_objective.MEANINGLESS)
+        notes = read_arguments(args, *(of_objective if judged else ()))
         for name, value in more.items():
             if name not in PASSED and value is not None and value != (None, None):
                 raise ValueError(
                     f"{name} needs the model in memory, which the walk never has; leave it out"
                 )
         plan, more_notes = _plan(args, plan, "mebp" if lora is not None else "plain", half=half)
+        if judged:
+            plan = trainer_objective.with_objective(plan, args)
+        trainer_objective.require_objective(plan)
         trainer_state.require_savable(args, plan)
         for note in (*notes, *more_notes):
             warnings.warn(note, stacklevel=2)
@@ -119,8 +128,9 @@ class BlockwalkTrainer(Trainer):
         args.neftune_noise_alpha = None
         if is_cpu(args.device):
             args.dataloader_pin_memory = False  # torch would warn that there is no accelerator
-        if data is not None:
-            more |= _data_sets(model, args, plan, data, more)
+        sets = None
+        if data is not None or judged:
+            sets, more["processing_class"] = _data_sets(model, args, plan, data, more)
         workdir = Path(str(args.output_dir)) / "scratch"
         walker = Walker(
             model,
@@ -131,6 +141,11 @@ class BlockwalkTrainer(Trainer):
             ledger=trainer_state.begin_ledger(workdir, plan),
         )
         self.walker = walker
+        if sets is not None:
+            sets = referenced(sets, walker, args.per_device_eval_batch_size)
+            more["train_dataset"] = sets.train
+            more["eval_dataset"] = sets.held_out
+            more["data_collator"] = numbered
         super().__init__(model=_Handle(walker), args=args, **more)
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -205,7 +220,8 @@ class BlockwalkTrainer(Trainer):
             numbers = numbers_of_all(inputs, self.args.world_size)
             batch = self.train_dataset.batch([*itertools.chain(*numbers)], cuts)
         else:
-            batch = in_rows(global_batch(inputs, self.args.world_size).batch, cuts)
+            group = plan.objective_facts.group
+            batch = in_rows(global_batch(inputs, self.args.world_size).batch, cuts, group=group)
         trainer_state.keep_ledger(self.walker, Path(str(self.args.output_dir)))
         result = self.walker.step(batch, learning_rate=self._follow_optimizer())
         self.last_result = result
@@ -276,12 +292,14 @@ class BlockwalkTrainer(Trainer):
         return mean_loss, logits_BSV
 
     def log(self, logs: dict[str, float], *more: Any) -> None:
-        """Log as transformers does, with the step's gradient norm and its bytes a lane."""
+        """Log as transformers does, with the step's gradient norm, what its objective answers and
+        its bytes a lane."""
         result = getattr(self, "last_result", None)
         if "loss" in logs and result is not None:
             logs.pop("grad_norm", None)
             if result.grad_norm is not None:
                 logs["grad_norm"] = result.grad_norm
+            logs |= result.metrics
             logs |= {f"bytes_{lane}": nbytes for lane, nbytes in result.bytes.items()}
         super().log(logs, *more)
 
@@ -337,16 +355,24 @@ def _data_sets(
     model: StrPath | nn.Module,
     args: TrainingArguments,
     plan: Plan,
-    data: DataSettings | Mapping[str, Any],
+    data: DataSettings | Mapping[str, Any] | None,
     more: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return a Trainer's data sets, collator and tokenizer for settings of data.
+) -> tuple[TrainerData, Any]:
+    """Return a Trainer's data sets and tokenizer for settings of data, or for data sets of pairs.
 
     Raises:
         ValueError: a data set or a collator is given as well, a model in memory has no tokenizer
             beside it, or the data cannot be read.
     """
-    for name in ("train_dataset", "eval_dataset", "data_collator"):
+    replaced = ["data_collator"]
+    if data is not None:
+        replaced += ["train_dataset", "eval_dataset"]
+    for name in replaced:
+        if more.get(name) is not None and data is None:
+            raise ValueError(
+                f"{name} is given, and pairs of chosen and rejected are collated by the walk; leave"
+                " it out"
+            )
         if more.get(name) is not None:
             raise ValueError(f"data and {name} are both given; leave one out")
     tokenizer = more.get("processing_class")
@@ -358,13 +384,11 @@ def _data_sets(
             )
         settings = data if isinstance(data, DataSettings) else DataSettings()
         tokenizer = tokenizer_of(model_source(model), settings)
-    sets = read_data(data, tokenizer, plan, args.per_device_eval_batch_size * args.world_size)
-    return {
-        "train_dataset": sets.train,
-        "eval_dataset": sets.held_out,
-        "data_collator": numbered,
-        "processing_class": tokenizer,
-    }
+    eval_rows = args.per_device_eval_batch_size * args.world_size
+    if data is not None:
+        return read_data(data, tokenizer, plan, eval_rows), tokenizer
+    length = getattr(args, "max_length", None)
+    return pairs_of(more, tokenizer, plan, length, eval_rows), tokenizer
 
 
 def _rule_of(group: Mapping[str, Any]) -> dict[str, Any]:

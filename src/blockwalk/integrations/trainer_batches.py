@@ -89,12 +89,12 @@ def tensors_of(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: columns[name] for name in COLUMNS if name in columns}
 
 
-def in_rows(batch: Mapping[str, Tensor], multiple: int) -> dict[str, Tensor]:
-    """Return a batch in rows that so many micro-batches divide."""
+def in_rows(batch: Mapping[str, Tensor], multiple: int, *, group: int = 1) -> dict[str, Tensor]:
+    """Return a batch in rows that so many micro-batches divide, ``group`` of them an example."""
     holds_documents = "position_ids" in batch and "attention_mask" not in batch
     if holds_documents and len(batch["input_ids"]) == 1 < multiple:
         return _rows_of_documents(batch, multiple)
-    return filled(batch, multiple)
+    return filled(batch, multiple, group=group)
 
 
 def _rows_of_documents(batch: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from blockwalk.data.label_words import LabelWordBatch, label_word_batch
 from blockwalk.data.rendered import Tokenizer
 from blockwalk.data.row_batch import collate
 from blockwalk.integrations.trainer_batches import in_rows
+from blockwalk.integrations.trainer_objective import encoded_pairs, with_reference
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.train import config
@@ -44,7 +45,7 @@ class RowNumbers:
     settings: DataSettings
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self.rows.examples if isinstance(self.rows, Encoded) else len(self.rows)
 
     def __getitem__(self, index: int) -> int:
         if not 0 <= index < len(self):
@@ -57,7 +58,8 @@ class RowNumbers:
         if isinstance(self.rows, Choices):
             scores = self.settings.label_scores
             return label_word_batch(self.rows, numbers, padding, scores=scores)
-        return in_rows(collate(self.rows, numbers, padding), multiple)
+        rows = self.rows.rows_of(numbers).tolist()
+        return in_rows(collate(self.rows, rows, padding), multiple, group=self.rows.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class HeldOutNumbers:
     held_out: HeldOut
 
     def __len__(self) -> int:
-        return len(self.held_out.rows)
+        return self.held_out.examples
 
     def __getitem__(self, index: int) -> int:
         if not 0 <= index < len(self):
@@ -92,7 +94,7 @@ class HeldOutNumbers:
         measured = dataclasses.asdict(evaluation)
         figures = {
             name: measured[name]
-            for name in ("loss", "accuracy", "f1", "exact_match")
+            for name in ("loss", "accuracy", "f1", "exact_match", "reward_accuracy", "margin")
             if measured[name] is not None
         }
         if metrics is None:
@@ -130,14 +132,64 @@ def read_data(
     """
     if isinstance(settings, Mapping):
         settings = config.from_mapping({"data": settings}).data
-    train = training_set(settings, tokenizer, seed=plan.seed, every_word=plan.ranks_words)
+    objective = plan.objective_facts
+    train = training_set(
+        settings,
+        tokenizer,
+        seed=plan.seed,
+        every_word=plan.ranks_words,
+        objective=objective,
+    )
     if not settings.evaluates:
         return TrainerData(RowNumbers(train, settings), None)
     limit = settings.eval_limit
-    held_out = HeldOut.read(settings, tokenizer, batch_size=eval_rows, limit=limit, seed=plan.seed)
-    if isinstance(held_out.rows, Encoded):
+    held_out = HeldOut.read(
+        settings,
+        tokenizer,
+        batch_size=eval_rows,
+        limit=limit,
+        seed=plan.seed,
+        objective=objective,
+    )
+    if isinstance(held_out.rows, Encoded) and not objective.of_log_probabilities:
         return TrainerData(RowNumbers(train, settings), RowNumbers(held_out.rows, settings))
     return TrainerData(RowNumbers(train, settings), HeldOutNumbers(held_out))
+
+
+def pairs_of(
+    sets: Mapping[str, Any], tokenizer: Tokenizer, plan: Plan, length: int | None, eval_rows: int
+) -> TrainerData:
+    """Return data sets of pairs, ``train_dataset`` and ``eval_dataset``, as tokens.
+
+    Raises:
+        ValueError: a record judges nothing, or the plan's objective learns no pairs.
+    """
+    objective = plan.objective_facts
+    settings = DataSettings() if length is None else DataSettings(max_length=length)
+    train = encoded_pairs(sets["train_dataset"], "train_dataset", tokenizer, objective, length)
+    dataset = sets.get("eval_dataset")
+    if dataset is None:
+        return TrainerData(RowNumbers(train, settings), None)
+    rows = encoded_pairs(dataset, "eval_dataset", tokenizer, objective, length)
+    held_out = HeldOut(rows, eval_rows, settings, rows.examples, objective=objective)
+    return TrainerData(RowNumbers(train, settings), HeldOutNumbers(held_out))
+
+
+def referenced(data: TrainerData, walker: Walker, batch_size: int) -> TrainerData:
+    """Return data sets with the numbers of the reference, which is the walker's model as it is now,
+    where the objective compares with one."""
+    if not walker.plan.objective_facts.reference:
+        return data
+    train = data.train
+    held_out = data.held_out
+    multiple = train.settings.padding_multiple
+    assert isinstance(train.rows, Encoded)
+    rows = with_reference(walker, train.rows, batch_size, multiple)
+    if isinstance(held_out, HeldOutNumbers):
+        encoded = with_reference(walker, held_out.held_out.encoded, batch_size, multiple)
+        measured = dataclasses.replace(held_out.held_out, rows=encoded)
+        held_out = dataclasses.replace(held_out, held_out=measured)
+    return TrainerData(dataclasses.replace(train, rows=rows), held_out)
 
 
 def numbered(examples: Sequence[int]) -> dict[str, Tensor]:

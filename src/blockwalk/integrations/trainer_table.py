@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from transformers import Trainer, TrainingArguments
@@ -235,10 +236,18 @@ PASSED = frozenset(
 """Arguments of ``Trainer()`` that are followed, beside model and args."""
 
 
-def read_arguments(args: TrainingArguments) -> list[str]:
+def read_arguments(
+    args: TrainingArguments,
+    own_followed: Collection[str] = (),
+    own_meaningless: Mapping[str, str] = MappingProxyType({}),
+) -> list[str]:
     """Set the fields that mean nothing to a walk to the defaults of ``TrainingArguments``, in
     ``args`` itself; answer a note for each that was set. A subclass such as TRL's ``SFTConfig`` has
     other defaults, which a Trainer would follow.
+
+    Args:
+        own_followed: fields of the subclass that are followed.
+        own_meaningless: fields of the subclass that mean nothing to a walk, and why.
 
     Raises:
         ValueError: a field that the walk does not follow, or that this table does not know, is set.
@@ -246,27 +255,28 @@ def read_arguments(args: TrainingArguments) -> list[str]:
     neutral = _defaults(TrainingArguments, args)
     of_class = _defaults(type(args), args)
     transformers_names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    meaningless = {**MEANINGLESS, **own_meaningless}
     notes = []
     for field in dataclasses.fields(args):
         name = field.name
-        if name in FOLLOWED or not field.init:
+        if name in FOLLOWED or name in own_followed or not field.init:
             continue
         value = getattr(args, name, None)
         default = getattr(neutral if name in transformers_names else of_class, name, None)
         if value == default:
             continue
-        if name not in MEANINGLESS:
+        if name not in meaningless:
             why = REFUSED.get(name, _unknown(type(args), name))
             raise ValueError(
                 f"{name} is {value}, which BlockwalkTrainer does not follow: {why}; leave it out"
             )
         setattr(args, name, default)
         if value != getattr(of_class, name, None):  # a class's own default nobody has set
-            notes.append(f"{name} means nothing here: {MEANINGLESS[name]}")
+            notes.append(f"{name} means nothing here: {meaningless[name]}")
     own_names = [
         field.name for field in dataclasses.fields(args) if field.name not in transformers_names
     ]
-    if own_names:
+    if own_names and not own_followed:
         notes.append(
             f"{type(args).__name__}'s own fields ({', '.join(own_names[:3])}, ...) are not read:"
             " records come as tokens, and the loss is the cross-entropy of their labels"
