@@ -196,7 +196,8 @@ def _of_rows(name: str, owners: Mapping[str, type]) -> tuple[str, str]:
         sentences.append(f"{row}: {ends}{values[0].upper()}{values[1:]} ({default})")
     cls = next(iter(owners.values()))
     words = row_settings.words_of(cls, field)
-    return "|".join(words) or READERS[hints_of(cls)[field]][0], ". ".join(sentences)
+    form = "|".join(words) or READERS[hints_of(cls)[field]][0]
+    return form, f"{'. '.join(sentences)}."
 
 
 def _docstrings(cls: type) -> Mapping[str, str]:
