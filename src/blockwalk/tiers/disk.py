@@ -24,6 +24,7 @@ from torch import Tensor
 from blockwalk.system.atomic_files import naming
 from blockwalk.system.file_maps import map_file
 from blockwalk.system.paths import StrPath
+from blockwalk.tiers.page_faults import name_faults
 
 PAGE = mmap.PAGESIZE
 _WILLNEED = 3
@@ -71,6 +72,7 @@ class MappedFile:
     """
 
     def __init__(self, path: StrPath, *, length: int | None = None) -> None:
+        name_faults()
         self.path = Path(path)
         writable = length is not None
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY, 0o644)
@@ -160,7 +162,7 @@ def _reading(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.EFAULT or error.filename is not None:
             raise
-        text = "the file has become shorter while it is read; put the whole one back"
+        text = "the file has become shorter while it is read"
         raise OSError(errno.EFAULT, text, os.fspath(path)) from error
 
 

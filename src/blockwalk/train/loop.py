@@ -17,6 +17,7 @@ output_dir/
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -176,13 +177,17 @@ def _take_folder(beginning: Beginning, walker: Walker) -> Beginning:
 
 @contextmanager
 def _step_named(walker: Walker) -> Iterator[None]:
-    """Say of a disk that is full, or fails, at which step it was."""
+    """Say of a disk that is full, or fails, and of a file that was cut, at which step it was."""
     try:
         yield
     except OSError as error:
-        if error.errno not in atomic_files.OF_DISK:
+        if error.errno not in (*atomic_files.OF_DISK, errno.EFAULT):
             raise
-        cure = "free some" if error.errno in atomic_files.NO_ROOM else "look at the disk"
+        cure = "look at the disk"
+        if error.errno in atomic_files.NO_ROOM:
+            cure = "free some"
+        if error.errno == errno.EFAULT:
+            cure = "put the whole file back"
         text = (
             f"{error.strerror}, at step {walker.steps_done}; {cure}, and go on with"
             " --resume_from_checkpoint latest"

@@ -40,6 +40,7 @@ from blockwalk.report.foresee import foresee
 from blockwalk.simulate.simulator import Simulation
 from blockwalk.system.heap import give_back, large_returned
 from blockwalk.system.process_memory import process_bytes
+from blockwalk.tiers.page_faults import name_faults
 from blockwalk.train.best import require_evaluations
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.frozen_codec import settled
@@ -123,6 +124,7 @@ def prepare(run: RunConfig) -> PreparedRun:
         ValueError: data that cannot be trained on, or weights that do not fit their configuration's
             model.
     """
+    name_faults()
     run = replace(run, model=model_source(run.model))
     run, _ = settled(run)
     run = replace(run, plan=with_stored_codec(run.plan, run.model))

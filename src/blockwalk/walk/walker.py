@@ -54,6 +54,7 @@ from blockwalk.ranks.watch import Watch, begin_watch, naming
 from blockwalk.system import atomic_files, row_modules
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.memories import Memories
+from blockwalk.tiers.page_faults import note_steps
 from blockwalk.walk import generation, kept_logits
 from blockwalk.walk.batch_parts import BatchParts, cut_shared, row_place
 from blockwalk.walk.context_check import require_parts
@@ -302,6 +303,7 @@ class Walker:
                 are as they were.
         """
         began = time.perf_counter()
+        note_steps(self.steps_done)
         require_usual_torch()
         if self._schedule is None:
             raise ValueError(
@@ -327,6 +329,7 @@ class Walker:
         figures = self.estimator.figures()
         sent = self._exchanged(self._exchanged_bytes() - sent_before)
         self.steps_done += 1
+        note_steps(self.steps_done)
         if self.ranks.world > 1 and self.steps_done % self.plan.mesh.check_every == 0:
             self.flush()
             self._require_alike()

@@ -111,6 +111,7 @@ ARGUMENTS = {
         *(_LONG,) * 4,  # rows, heads, tokens, features
         *(_INT, _POINTER, _INT),  # backward, the team, its threads
     ),
+    "blockwalk_name_faults": (_POINTER, _POINTER, _POINTER),  # two texts, steps done
     "blockwalk_draws": (_POINTER, _INT, _LONG, _LONG, _WORD, _WORD, _POINTER, _INT),
 }
 """The arguments of each function of the kernels; none answers anything."""
@@ -189,7 +190,6 @@ def _build(name: str) -> ctypes.CDLL | None:
         processor().encode(),
         _version(compiler).encode(),
     )
-    digest = hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
     digest = hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
     stem = f"{name}-{digest}"
     try:
