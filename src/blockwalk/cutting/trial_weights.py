@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,6 +44,40 @@ class _Packed:
     offset: int
 
 
+def _references(tensor: Tensor) -> int:
+    """Return how many references there are to a tensor's memory, this question's among them."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+@cache
+def _references_of_one() -> int:
+    """Return the references to memory that one tensor has alone."""
+    return _references(torch.empty(1))
+
+
+@dataclass
+class _Copies:
+    """Copies of parameters, in memory that goes from one to the next of its size. A heap in which
+    copies come and go beside what a graph saves would grow by the holes that they leave."""
+
+    dtype: torch.dtype
+    _by_size: dict[tuple[int, torch.device], list[Tensor]] = field(default_factory=dict)
+
+    def of(self, value: Tensor) -> Tensor:
+        """Return a copy of a parameter, in memory that nothing refers to any more, or new one."""
+        if not value.is_contiguous():
+            return value.to(self.dtype)
+        pieces_P = self._by_size.setdefault((value.numel(), value.device), [])
+        for piece_P in pieces_P:
+            if _references(piece_P) == _references_of_one():
+                break
+        else:
+            piece_P = torch.empty(value.numel(), dtype=self.dtype, device=value.device)
+            pieces_P.append(piece_P)
+        return piece_P.detach().view(value.shape).copy_(value)
+
+
 @dataclass
 class TrialWeights:
     """Copies of parameters in one dtype."""
@@ -50,8 +85,12 @@ class TrialWeights:
     dtype: torch.dtype
     anchor: Tensor
     """A leaf, 0-d, on which the graph of every trained copy ends."""
+    _copies: _Copies = field(init=False)
     _sources: dict[int, Tensor] = field(default_factory=dict)
     """The sources of copies that are there now, by the address of a copy's memory."""
+
+    def __post_init__(self) -> None:
+        self._copies = _Copies(self.dtype)
 
     def copy(self, value: Tensor) -> Tensor:
         """Return a parameter as the trial computes with it: itself in the trial's dtype, else a
@@ -59,7 +98,7 @@ class TrialWeights:
         value = value.detach()
         if not value.is_floating_point() or value.dtype == self.dtype:
             return value
-        copy = value.to(self.dtype)
+        copy = self._copies.of(value)
         self._sources[copy.untyped_storage().data_ptr()] = value
         return copy
 
@@ -104,5 +143,5 @@ class TrialWeights:
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, _Packed):
             return packed  # type: ignore[no-any-return]
-        copy = packed.source.to(self.dtype)
+        copy = self._copies.of(packed.source)
         return copy.as_strided(packed.size, packed.stride, packed.offset)
