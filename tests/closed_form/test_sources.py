@@ -10,13 +10,17 @@ import io
 import json
 import lzma
 import os
+import sqlite3
+import tarfile
 import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from blockwalk.data import sources
 from blockwalk.data.corpus import held_out_set, mixture, training_set
@@ -188,6 +192,69 @@ def test_a_packed_file_says_so_whatever_it_is_called(name: str, kind: str, tmp_p
         file.write_bytes(packer.compress(b'{"text": "a"}\n'))
     with refused(ValueError, name, kind, "unpack"):
         list(read_records(file))
+
+
+def _parquet(file: Path) -> None:
+    parquet.write_table(pyarrow.table({"text": ["a"]}), file)
+
+
+def _arrow(file: Path) -> None:
+    table = pyarrow.table({"text": ["a"]})
+    with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as out:
+        out.write_table(table)
+
+
+def _stream(file: Path) -> None:
+    table = pyarrow.table({"text": ["a"]})
+    with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as out:
+        out.write_table(table)
+
+
+def _array(file: Path) -> None:
+    with file.open("wb") as out:
+        np.save(out, np.zeros(3))
+
+
+def _data_base(file: Path) -> None:
+    with sqlite3.connect(file) as data_base:
+        data_base.execute("create table t (text)")
+
+
+def _tar(file: Path) -> None:
+    with tarfile.open(file, "w") as archive:
+        archive.addfile(tarfile.TarInfo("d.jsonl"))
+
+
+def _page(file: Path) -> None:
+    file.write_text("\n<!DOCTYPE html>\n<html>404</html>")
+
+
+OTHERS = {
+    "Parquet": _parquet,
+    "Arrow": _arrow,
+    "Arrow stream": _stream,
+    "NumPy": _array,
+    "data base": _data_base,
+    "tar unpack": _tar,
+    "web page": _page,
+}
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.csv"])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_file_of_another_kind_says_what_it_is(name: str, kind: str, tmp_path: Path) -> None:
+    """Against the libraries that write such files."""
+    file = tmp_path / name
+    OTHERS[kind](file)
+    with refused(ValueError, f"{file} {kind}"):
+        list(read_records(file))
+
+
+def test_texts_that_begin_like_other_files_are_texts(tmp_path: Path) -> None:
+    for name in ("PAR1 is a word", "<html> is a mark", "ORC\nelf", "%PDF", "ARROW1"):
+        (tmp_path / "d.txt").write_text(name)
+        texts = [record.fields["text"] for record in read_records(tmp_path / "d.txt")]
+        assert "\n".join(texts) == name
 
 
 UNPACKED_TEXTS = {

@@ -159,7 +159,8 @@ def add_adapter(model: nn.Module, config: Any, *, seed: int = 0, saved: str = ""
         except ValueError as error:
             if not lora:
                 raise
-            raise ValueError(f"lora.target_modules: {error}. {_fitting(config, model)}") from error
+            reason = str(error).rstrip(".")
+            raise ValueError(f"lora.target_modules: {reason}. {_fitting(config, model)}") from error
     if not lora:
         return wrapped
     _train_in_place(wrapped, saved)

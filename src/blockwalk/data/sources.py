@@ -53,8 +53,26 @@ PACKED = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"BZh91AY&SY": "bzip2",
     b"7z\xbc\xaf": "7z",
+    b"Rar!\x1a\x07": "rar",
+    b"\x04\x22\x4d\x18": "lz4",
 }
 """First bytes of packed files, whatever they are called."""
+OF_OTHERS = {
+    b"PAR1\x15": "Parquet: give it a name that ends in .parquet",
+    b"ARROW1\0\0": "Arrow: save it as Parquet, or as JSON lines",
+    b"\xff\xff\xff\xff": "an Arrow stream: save it as Parquet, or as JSON lines",
+    b"Obj\x01\x04": "Avro: save it as Parquet, or as JSON lines",
+    b"\x93NUMPY": "an array of NumPy's: save its records as JSON lines",
+    b"\x89HDF": "HDF5: save its records as JSON lines",
+    b"SQLite format 3\0": "a data base: save a table of it as CSV",
+    b"%PDF-1.": "a PDF: save its text as .txt",
+}
+"""First bytes of files that are no text, with what they are and what to do."""
+WEB_PAGES = (b"<!doctype html", b"<html")
+"""First bytes of a page that was saved instead of a file, in small letters."""
+_TAR = b"ustar"
+_TAR_AT = 257
+"""The mark of a tar archive, and the byte of it where the mark stands."""
 _NAMED = 4
 """Names of files in a message at most."""
 
@@ -276,11 +294,20 @@ def _require_unchanged(path: Path, state: FileState) -> None:
 
 
 def _refuse_packed(path: Path) -> None:
-    """Raise ValueError for a file that is packed, by its first bytes."""
+    """Raise ValueError for a file that is packed, or of another kind than its name says, by its
+    first bytes."""
     with path.open("rb") as file:
-        begin = file.read(16)
-    if kind := next((name for magic, name in PACKED.items() if begin.startswith(magic)), None):
-        raise ValueError(f"{path} is packed ({kind}): unpack it, and name what it holds")
+        begin = file.read(_TAR_AT + len(_TAR))
+    is_tar = begin[_TAR_AT:] == _TAR
+    kind = next((name for magic, name in PACKED.items() if begin.startswith(magic)), None)
+    if kind or is_tar:
+        raise ValueError(f"{path} is packed ({kind or 'tar'}): unpack it, and name what it holds")
+    if _suffix(path) == ".parquet":
+        return
+    if text := next((text for magic, text in OF_OTHERS.items() if begin.startswith(magic)), None):
+        raise ValueError(f"{path} is {text}")
+    if _suffix(path) != ".txt" and begin.lstrip().lower().startswith(WEB_PAGES):
+        raise ValueError(f"{path} is a web page: download the file itself")
 
 
 @contextmanager
