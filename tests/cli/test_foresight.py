@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -14,18 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from blockwalk.cli import main
 from blockwalk.data.tokenizer import tokenizer_of
 from blockwalk.engine import model_weights
 from blockwalk.plan.methods import method
-from blockwalk.program.program import OpKind, Pool, Shape, StepKind
+from blockwalk.program.program import OpKind, Pool, Shape, StepKind, human_bytes
+from blockwalk.report import html
 from blockwalk.report.forecast import Forecast
 from blockwalk.report.step_forecast import StepForecast
 from blockwalk.simulate import hardware
 from blockwalk.system import load
 from blockwalk.system.process_memory import process_bytes
 from blockwalk.train import config, prepared_run
+from blockwalk.train.progress import Progress
 from blockwalk.walk import timed_units
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
@@ -113,7 +117,7 @@ def test_a_real_step_and_its_forecast_have_the_same_lanes_and_names(
     assert forecast["seconds"] > 0
     assert forecast["peaks"]["device"] <= forecast["tensor_bytes"]
     said = capsys.readouterr().out
-    assert "foreseen: " in said
+    assert re.search(r"^memory .*; time .* a step, .* at most; .* in all$", said, re.MULTILINE)
     assert "forecast, time" in said
 
 
@@ -309,33 +313,71 @@ def test_blocks_that_do_not_stay_do_not_stay_in_a_usual_step(
     assert fetches == [3, 3]
 
 
-def test_the_process_is_foreseen_and_what_is_counted_is_said(
+def test_a_run_opens_with_six_lines_and_with_v_says_the_rest(
     tiny_run: TinyRun,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Oracle: the kernel's counters. The first line names the device. Without doctor's measurements
-    the second foresees the peak of the whole process, which is more than it holds when the model is
-    open, and less than twice the measured one."""
+    """Oracle: the kernel's counters, the files of the run, and the sizes of the model's tensors.
+    Without doctor's measurements a run foresees the peak of the whole process, less than twice the
+    measured one, and its seconds as a range."""
     monkeypatch.chdir(tmp_path)
-    assert (
-        main.main(
-            ["train", *tiny_run.arguments(tmp_path / "run"), "--method", "mebp", "--max_steps", "3"]
-        )
-        == 0
-    )
-    device, *said = capsys.readouterr().out.splitlines()
-    assert device.startswith("device: cpu")
-    assert said[0].startswith("memory: ")
-    assert "private memory of the whole process, which the kernel cannot drop" in said[0]
-    assert "interpreter, libraries, tokenizer, data, the open model" in said[1]
-    assert any("as they were elsewhere" in line and "doctor measures" in line for line in said)
-    assert any("RSS incl. droppable file pages: " in line for line in said)
-    foreseen = json.loads((tmp_path / "run" / "forecast.json").read_text())["process_bytes"]
-    metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    measured = max(json.loads(line)["peak_bytes"] for line in metrics)
+    arguments = [*tiny_run.arguments(Path("run")), "--method", "mebp", "--max_steps", "3"]
+    assert main.main(["train", *arguments]) == 0
+    said = capsys.readouterr().out.splitlines()
+    first_step = next(number for number, line in enumerate(said) if line.startswith("step "))
+    beside = ("note: ", "evaluation ")
+    opening = [line for line in said[:first_step] if not line.startswith(beside)]
+    titles = [line[:9].rstrip() for line in opening]
+    assert titles == ["device", "model", "memory", "data", "held out", "saved to"]
+    assert [line for line in opening if len(line) > 100] == []
+    facts = dict(zip(titles, (line[9:] for line in opening), strict=True))
+    record = json.loads(tiny_run.train.read_text().splitlines()[0])
+    assert facts["device"] == "cpu"
+    says(facts["model"], "LoRA rank 8 mebp")
+    assert f"⟦ {record['label']}⟧" in facts["data"]
+    says(facts["data"], "64 sequences 3 steps")
+    says(facts["saved to"], str(Path("run", "adapter")))
+    assert Path("run", "adapter").is_dir()
+    forecast = json.loads((tmp_path / "run" / "forecast.json").read_text())
+    foreseen = forecast["process_bytes"]
+    assert facts["memory"].startswith(f"{human_bytes(foreseen)} (whole process); time ")
+    says(facts["memory"], "guess doctor")
+    metrics = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    measured = max(line["peak_bytes"] for line in metrics)
     assert measured / 2 < foreseen < 2 * measured
+    assert any("RSS incl. droppable file pages: " in line for line in said)
+
+    again = ["--overwrite_output_dir", "true", "-v"]
+    assert main.main(["train", *arguments, *again]) == 0
+    everything = capsys.readouterr().out
+    assert "interpreter, libraries, tokenizer, data, the open model" in everything
+    assert "as they were elsewhere" in everything
+    assert f"{record['text']} It was⟦ {record['label']}⟧" in everything
+    kinds = [kind for kind, *_ in forecast["states"]]
+    assert kinds == ["frozen", "trainable", "gradient", "optimizer", "activation"]
+    assert all(f"\n  {kind} " in everything for kind in kinds)
+    elements = sum(
+        tensor.numel() for tensor in load_file(tiny_run.model / "model.safetensors").values()
+    )
+    says(everything, f"{elements:,} parameters")
+    assert "Kinds of state" in html.report(tmp_path / "run")
+
+
+def test_memory_beyond_the_forecast_is_explained_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: a process that holds 10 bytes more in its second step, by hand."""
+    with Walker(tiny_model("llama"), method("plain"), device="cpu") as walker:
+        programs = (walker.program(StepKind.TRAIN, Shape(2, 10), foresee=True),)
+        forecast = StepForecast(Forecast(walker.plan, walker.spec, programs), process_bytes=100)
+    figures: dict[str, Any] = {"loss": 1.0, "seconds": 1.0, "tokens_per_second": 1.0}
+    progress = Progress(3, done=0, log_every=1, foreseen=100, beyond=forecast.beyond)
+    for step, held in ((1, 100), (2, 110), (3, 120)):
+        progress.step(step, peak_bytes=held, **figures)
+    (note,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("note: "))
+    says(note, "110 100 doctor")
 
 
 def test_what_a_process_holds_beside_the_model_is_foreseen() -> None:

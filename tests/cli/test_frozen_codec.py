@@ -73,7 +73,7 @@ def test_the_choice_is_printed_and_kept(
         "--batch_size",
         "4",
     ]
-    for command in (["plan"], ["train", "--dry-run"], ["train"]):
+    for command in (["plan"], ["train", "--dry-run"], ["train", "--verbose"]):
         assert main.main([*command, *arguments]) == 0
         out = capsys.readouterr().out
         assert out.count("frozen weights are raw (auto: ") == 1

@@ -195,7 +195,7 @@ def test_a_terminal_shows_memory_beside_its_forecast(
         progress.step(1, loss=2.5, seconds=0.1, tokens_per_second=1234.0, peak_bytes=250 * 10**6)
         found = progress._bar.tasks[0]
     assert (found.completed, found.total) == (1, 4)
-    assert found.description == "loss 2.5000  1,234 tokens/s  250.0 MB private of 300.0 MB foreseen"
+    assert found.description == "loss 2.5000  1,234 tokens/s  250.0 MB of 300.0 MB"
     printed = capsys.readouterr().out
     assert "step 1/4  loss 2.5000" in printed, "the line of log_every stays above the bar"
     assert "gone" in printed

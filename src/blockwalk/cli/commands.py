@@ -61,6 +61,10 @@ _JSON = _switch("--json", "print JSON")
 _AS_TRAINED = _switch("--as-trained", "evaluate only on the quantised weights (halves the time)")
 
 
+_SHORT = {"--verbose": ("-v",)}
+"""Other names of flags."""
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """A subcommand: what it says of itself, its arguments, and the function that runs it
@@ -188,6 +192,7 @@ COMMANDS = (
             _value(
                 "--trace", "FILE", "a step's timeline, for Perfetto (also in output_dir/trace.json)"
             ),
+            _switch("--verbose", "print the kinds of state and the whole first record, too"),
             _switch("--dry-run", "read and check everything, say what will happen, and stop"),
             _switch(
                 "--join", "join a running zeroth-order job (address: elastic) as an extra worker"
@@ -458,5 +463,5 @@ def parser(explained: Command | None) -> argparse.ArgumentParser:
                 " working folder or installed",
             )
         for name, details in command.options:
-            subparser.add_argument(name, **details)
+            subparser.add_argument(name, *_SHORT.get(name, ()), **details)
     return top

@@ -24,9 +24,11 @@ from blockwalk.report.capacity import check_budget
 from blockwalk.report.disk_wear import wear
 from blockwalk.report.forecast import DoesNotFit
 from blockwalk.report.foresee import foresee
+from blockwalk.report.summary import memory_and_time, model_text, titled
 from blockwalk.report.zeroth_order_advice import zeroth_order_advice
 from blockwalk.simulate import hardware, planner, timeline
 from blockwalk.system import own_text
+from blockwalk.system.process_memory import process_bytes
 from blockwalk.system.terminal import say
 from blockwalk.train import config, preflight
 
@@ -46,11 +48,11 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
         say(f"the run at {run.elastic} has ended; this rank walked {walks} for it")
         return 0
     if arguments.dry_run:
-        say(*dry_run(run))
+        say(*dry_run(run, verbose=arguments.verbose))
         return 0
     try:
         with launch.joined(rank_place, Path(run.output_dir), run.start_timeout, run.interface):
-            outcome = training.train(run, trace=arguments.trace)
+            outcome = training.train(run, trace=arguments.trace, verbose=arguments.verbose)
             say(*outcome.lines())  # of ranks other than 0 to their logs
             if outcome.stopped_by is not None:
                 say(
@@ -81,8 +83,11 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
     steps = preflight.steps_of(run)
     shape = Shape(run.micro_batch_rows, run.data.max_length)
     forecast = foresee(run, shape, of_run(run), steps=steps or math.inf)
+    on_processor = forecast.device == "cpu"
+    process = forecast.process_bytes(process_bytes()) if on_processor else 0
     for line in (
-        *forecast.overview(steps),
+        titled("model", model_text(run, forecast)),
+        memory_and_time(forecast, process, steps),
         *wear(run, forecast, steps),
         *lines,
         *forecast.lines(),

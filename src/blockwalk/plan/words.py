@@ -11,6 +11,15 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
+def short_count(number: int) -> str:
+    """Return a number in two or three digits, as models are named by it: ``135M``, ``2.4M``."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 1000)):
+        if number >= size:
+            figure = number / size
+            return f"{figure:.1f}{unit}" if figure < 10 else f"{figure:.0f}{unit}"
+    return str(number)
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with the noun that it counts, a regular one in the singular: ``1 tensor``,
     ``1,024 tensors``."""

@@ -29,11 +29,11 @@ def wear(run: RunConfig, forecast: Forecast, steps: int) -> Iterator[str]:
         share = written / RATING
         percent = f"{share:.2%}" if share >= 1e-4 else "less than 0.01%"
         yield (
-            f"disk    {human_bytes(written)} written in {steps} steps at most: {percent} of"
+            f"disk     {human_bytes(written)} written in {steps} steps at most: {percent} of"
             f" {human_bytes(RATING)}, the usual rating (TBW) of a 1 TB SSD"
         )
     elif nbytes := step_bytes(forecast):
         yield (
-            f"disk    {human_bytes(nbytes)} written a step at most: {RATING / nbytes:,.0f} steps"
+            f"disk     {human_bytes(nbytes)} written a step at most: {RATING / nbytes:,.0f} steps"
             f" write {human_bytes(RATING)}, the usual rating (TBW) of a 1 TB SSD"
         )

@@ -17,7 +17,7 @@ from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.parsing import plain_values
 from blockwalk.plan.placement import NOBODY
 from blockwalk.plan.plan import Plan
-from blockwalk.plan.words import counted, duration
+from blockwalk.plan.words import counted
 from blockwalk.program.costs import Costs
 from blockwalk.program.program import Pool, Program, human_bytes
 from blockwalk.program.settling import BUDGET
@@ -27,7 +27,6 @@ from blockwalk.report.state_rows import StateRow, state_rows
 from blockwalk.simulate import hardware, process_memory
 from blockwalk.simulate.seconds import NO_COSTS, CostModel
 from blockwalk.simulate.simulator import Simulation, simulate
-from blockwalk.system.process_memory import process_bytes
 
 
 class DoesNotFit(ValueError):
@@ -103,28 +102,15 @@ class Forecast:
             opened += process_memory.step_growth(self.fullest, self.plan, description, self.model)
         return max(peak, opened or 0) + self._copied_bytes(self.fullest)
 
-    def overview(self, steps: int, usual: Simulation | None = None) -> Iterator[str]:
-        """Yield a run in the figures that decide about it: the process's memory, and the time of
-        all ``steps`` (0: not known), as long as ``usual`` on average, the longest unless given."""
-        longest = self.simulated()
-        if self.device == "cpu":
-            doubt = "" if longest else f"; {process_memory.GUESSED}"
-            process = human_bytes(self.process_bytes(process_bytes()))
-            tensors = human_bytes(self.host_bytes())
-            yield f"memory  about {process} for the whole process, {tensors} of it tensors{doubt}"
-        else:
-            yield f"memory  {', '.join(self.pools())}"
-        if longest is None:
-            yield "time    not known before blockwalk doctor has measured this machine, once"
-            return
-        average = f", {duration(usual.seconds)} on average" if usual else ""
-        # the simulation of a shorter row may take longer than that of the longest
-        at_most = max(longest.seconds, usual.seconds if usual else 0.0)
-        whole_run = _duration(steps * (usual or longest).seconds)
-        total = (
-            f"; {counted(steps, 'step')}: about {whole_run}, evaluations left out" if steps else ""
+    def guessed_seconds(self) -> tuple[float, float]:
+        """Return the least and the most seconds of a step on a machine that doctor has not
+        measured."""
+        slowest, fastest = hardware.extremes(machine.this_machine(self.device))
+        least, most = (
+            simulate(self.programs, self.plan, self.model, description, self.costs).seconds
+            for description in (fastest, slowest)
         )
-        yield f"time    {duration(at_most)} a step at most{average}{total}; {longest.bottleneck()}"
+        return least, most
 
     def rows(self) -> list[StateRow]:
         """Return the kinds of state, each on its tier."""
@@ -276,13 +262,6 @@ class Forecast:
             f"the plan needs {human_bytes(peak)} on the device, and {limit}: {remedy}lower"
             f" batch_size or data.max_length, {other}{otherwise(room)}"
         )
-
-
-def _duration(seconds: float) -> str:
-    """Return seconds in words: "50 s", "12 min", "3.4 h"."""
-    if seconds < 7200:
-        return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
 
 
 def _when(plan: Plan) -> str:

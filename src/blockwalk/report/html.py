@@ -121,6 +121,7 @@ def _page(run: Path) -> str:
         chart(
             "Private memory of the process, which the kernel cannot drop, MB", [memory, *foreseen]
         ),
+        _states(forecast.get("states", [])),
         _section("Tensors by tier at a step's peak, as foreseen", forecast.get("peaks", {})),
         chart("Bytes moved a step, MB", list(_moved(steps))),
         _section(
@@ -283,6 +284,16 @@ def _section(title: str, sizes: dict[str, int]) -> str:
     """Return bytes by name, under a heading; empty where there are none."""
     rows = ((name, human_bytes(nbytes)) for name, nbytes in sizes.items())
     return f"<h2>{html.escape(title)}</h2>{_table(rows)}" if sizes else ""
+
+
+def _states(rows: Sequence[Sequence[Any]]) -> str:
+    """Return the kinds of state, each with its tier, codec and bytes, under a heading; empty where
+    there are none."""
+    cells = (
+        (kind, f"{placement}, {human_bytes(nbytes)}{f' ({note})' if note else ''}")
+        for kind, placement, nbytes, note in rows
+    )
+    return f"<h2>Kinds of state, and where each lies</h2>{_table(cells)}" if rows else ""
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from blockwalk.plan.words import duration
+from blockwalk.plan.placement import NOBODY
 from blockwalk.program.program import Pool, human_bytes
 from blockwalk.report.forecast import Forecast
 from blockwalk.simulate import process_memory, timeline
@@ -74,11 +74,11 @@ class StepForecast:
         return process_memory.tensors(self.forecast.fullest)
 
     def lines(self) -> Iterator[str]:
-        """Yield the forecast as lines of text, memory first."""
+        """Yield what the memory of a step is made of, and what bounds its time."""
         if self.process_bytes:
             now = human_bytes(self.held_bytes)
             more = human_bytes(self.process_bytes - self.held_bytes)
-            yield f"memory: {human_bytes(self.process_bytes)} at a step's peak ({COUNTED})"
+            yield f"{COUNTED}: {human_bytes(self.process_bytes)} at a step's peak"
             yield (
                 f"  {now} are there now (interpreter, libraries, tokenizer, data, the open model),"
                 f" {more} come with a step"
@@ -90,26 +90,33 @@ class StepForecast:
                 )
             if self.simulation is None:
                 yield f"  {process_memory.GUESSED}"
-        if self.simulation is not None and self.usual is not None:
-            usual = self.usual
-            step_seconds = f"{duration(max(self.simulation.seconds, usual.seconds))} a step at most"
-            yield (
-                f"  foreseen: {step_seconds}, {duration(usual.seconds)} on average;"
-                f" {usual.bottleneck()}"
-            )
+        if self.usual is not None:
+            yield f"  a step's seconds: {self.usual.bottleneck()}"
+
+    def beyond(self, measured_bytes: int) -> str:
+        """Return why a process may hold more than was foreseen; empty where it does not."""
+        if not 0 < self.process_bytes < measured_bytes:
+            return ""
+        reason = "what libraries keep beside tensors differs from doctor's walks"
+        if self.simulation is None:
+            reason = process_memory.GUESSED
+        return (
+            f"note: memory is {human_bytes(measured_bytes)}, and {human_bytes(self.process_bytes)}"
+            f" were foreseen: {reason}"
+        )
 
     def compared(self, measured_bytes: int) -> Iterator[str]:
         """Forecast against measured, after a run: bytes of the process, or of the allocator's
         tensors on a GPU."""
-        measured = "private memory of the whole process"
+        measured = "the whole process"
         foreseen = self.process_bytes
         if not foreseen:
             measured = "tensors"
             foreseen = self.tensor_bytes
         peak = human_bytes(measured_bytes) if measured_bytes else "not told by this device"
         yield (
-            f"forecast, memory   {human_bytes(foreseen)} of {measured} at a step's peak; measured:"
-            f" {peak}"
+            f"forecast, memory   {human_bytes(foreseen)} of {measured} at a step's peak;"
+            f" measured: {peak}"
         )
         steady = self.seconds[1:] or self.seconds
         if self.usual is not None and steady:
@@ -140,15 +147,18 @@ class StepForecast:
 
     def values(self) -> dict[str, Any]:
         """Return the forecast as ``forecast.json`` holds it."""
-        peaks = self.forecast.program.peaks()
+        forecast = self.forecast
+        peaks = forecast.program.peaks()
+        rows = ((row, str(row.placement).removesuffix(f" × {NOBODY}")) for row in forecast.rows())
         return {
+            "states": [[row.kind, place, row.nbytes, row.note] for row, place in rows],
             "peaks": {str(pool): peaks[pool] for pool in Pool if peaks[pool]},
             "tensor_bytes": self.tensor_bytes,
             "process_bytes": self.process_bytes,
             "bytes_moved": {
-                str(lane): nbytes for lane, nbytes in self.forecast.program.bytes_by_lane().items()
+                str(lane): nbytes for lane, nbytes in forecast.program.bytes_by_lane().items()
             },
-            "bytes_by_axis": self.forecast.program.bytes_by_axis(self.forecast.plan.mesh),
+            "bytes_by_axis": forecast.program.bytes_by_axis(forecast.plan.mesh),
             "seconds": None if self.simulation is None else self.simulation.seconds,
             "average_seconds": None if self.usual is None else self.usual.seconds,
             "versions": installed(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -361,6 +362,56 @@ def _unmeasured(device: str, card: Card) -> Hardware:
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
     )
+
+
+_CORE_FLOPS = {"": (1.5e10, 1.1e11), "avx512_bf16": (4e10, 4e11), "amx_bf16": (4e10, 1.5e12)}
+"""Least and most FLOP/s of products that one core of a processor reaches, by the flag of the kernel
+that the last of them with such units has: ``laptop.yaml``'s as it throttles, and what cores reached
+here (``dev/LOG.md``, row 87: 220 GFLOP/s beside other work)."""
+
+_ACCELERATOR_SHARE = (0.2, 1.0)
+"""The least and the most of a described card's rates that one of its kind reaches in a step."""
+
+
+def extremes(machine: Hardware) -> tuple[Hardware, Hardware]:
+    """Return the slowest and the fastest machine that one may be which was not measured."""
+    shares = _ACCELERATOR_SHARE
+    if machine.device == "cpu":
+        flags = _processor_flags()
+        rates = next(rates for flag, rates in reversed(_CORE_FLOPS.items()) if flag in flags)
+        # a processor without units for bfloat16 computes it in float32
+        described = machine.flops_of("float32")
+        machine = dataclasses.replace(machine, flops=dict.fromkeys(machine.flops, described))
+        shares = (_threads() * rates[0] / described, _threads() * rates[1] / described)
+    return _scaled(machine, shares[0]), _scaled(machine, shares[1])
+
+
+def _scaled(machine: Hardware, share: float) -> Hardware:
+    """Return a machine whose device computes at a share of its rates."""
+    return dataclasses.replace(
+        machine,
+        flops={dtype: rate * share for dtype, rate in machine.flops.items()},
+        noise_rate=machine.noise_rate * share,
+        decode_rate=machine.decode_rate * share,
+    )
+
+
+def _threads() -> int:
+    """Return the threads that products are computed by."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > 0:
+        return int(threads)
+    allowed = getattr(os, "sched_getaffinity", None)
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
+
+
+def _processor_flags() -> frozenset[str]:
+    """Return the kernel's flags of this processor, and the empty one; that alone where there is no
+    ``/proc``."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(("", *flags.partition(":")[2].split()))
 
 
 def save(hardware: Hardware, path: str | Path) -> None:

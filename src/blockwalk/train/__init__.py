@@ -21,6 +21,7 @@ def train(
     *,
     callbacks: Iterable[Callback] = (),
     trace: str | Path | None = None,
+    verbose: bool = False,
     **settings: Any,
 ) -> Outcome:
     """Train as configured, to the end or until SIGTERM, SIGINT, SIGHUP or SIGUSR1, on which a
@@ -32,6 +33,7 @@ def train(
         callbacks: functions that are told of every event; see
             :class:`blockwalk.train.callbacks.Event`.
         trace: where the timeline of one step goes, beside ``output_dir/trace.json``.
+        verbose: whether the run also prints its kinds of state and its whole first record.
         settings: settings by name, which win over those of ``run``: ``output_dir="runs/second"``,
             ``optimizer={"learning_rate": 1e-4}``.
 
@@ -52,7 +54,7 @@ def train(
     require_temporary(run.output_dir)
     from blockwalk.train import loop  # it imports torch
 
-    return loop.train(run, callbacks=callbacks, trace=trace)
+    return loop.train(run, callbacks=callbacks, trace=trace, verbose=verbose)
 
 
 class _CallableModule(ModuleType):

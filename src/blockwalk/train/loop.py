@@ -60,7 +60,11 @@ from blockwalk.walk.walker import Walker
 
 
 def train(
-    run: RunConfig, *, callbacks: Iterable[Callback] = (), trace: str | Path | None = None
+    run: RunConfig,
+    *,
+    callbacks: Iterable[Callback] = (),
+    trace: str | Path | None = None,
+    verbose: bool = False,
 ) -> Outcome:
     """Train a configuration that has been read: see :func:`blockwalk.train.train`."""
     listeners = (*callbacks, *trackers(run.report_to), *pushes(run.push_to_hub))
@@ -104,13 +108,15 @@ def train(
                 done=walker.steps_done,
                 log_every=run.log_every,
                 foreseen=step_forecast.process_bytes,
+                beyond=step_forecast.beyond,
             ) as progress:
                 if beginning.host is not None:
                     beginning.host.say = progress.say
-                for line in (*opening_lines(beginning, step_forecast, opened_at), *codec_lines):
+                facts = (beginning, step_forecast, opened_at, codec_lines)
+                for line in opening_lines(*facts, verbose=verbose):
                     progress.say(line)
                 resumed = beginning.resumed
-                if run.data.show_first and resumed is None:
+                if verbose and run.data.show_first and resumed is None:
                     progress.show_learnt("first record", prepared.shown)
                 saved_at = -1 if resumed is None else resumed.checkpoint.step
                 with _failures_explained(beginning, walker, step_forecast, memory, opened_at):

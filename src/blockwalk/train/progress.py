@@ -29,10 +29,21 @@ class Progress:
         done: steps done when it starts.
         log_every: steps between lines that stay.
         foreseen: bytes of the process that were foreseen; 0: none.
+        beyond: a function of the bytes that the process holds: why they are more than was foreseen,
+            empty where they are not. It is said once.
     """
 
-    def __init__(self, total: int, *, done: int, log_every: int, foreseen: int = 0) -> None:
+    def __init__(
+        self,
+        total: int,
+        *,
+        done: int,
+        log_every: int,
+        foreseen: int = 0,
+        beyond: Callable[[int], str] = lambda _: "",
+    ) -> None:
         self._foreseen = foreseen
+        self._beyond: Callable[[int], str] | None = beyond
         self._total = total
         self._done = done
         self._log_every = log_every
@@ -49,7 +60,7 @@ class Progress:
 
             columns = (
                 progress.TextColumn("{task.fields[what]} {task.completed}/{task.total}"),
-                progress.BarColumn(bar_width=12),
+                progress.BarColumn(bar_width=8),
                 progress.TextColumn("{task.description}"),
                 progress.TimeElapsedColumn(),
                 progress.TextColumn("gone,"),
@@ -124,18 +135,19 @@ class Progress:
         if self._began is None:
             self._began = now - seconds
         further = "".join(f"{name} {value:.4f}  " for name, value in metrics.items())
-        figures = (
-            f"loss {loss:.4f}  {further}{tokens_per_second:,.0f} tokens/s"
-            f"  {human_bytes(peak_bytes)} private"
-        )
+        speed = f"loss {loss:.4f}  {further}{tokens_per_second:,.0f} tokens/s"
+        figures = f"{speed}  {human_bytes(peak_bytes)} private"
         stays = step % self._log_every == 0 or step == self._total
+        if self._beyond is not None and (reason := self._beyond(peak_bytes)):
+            self.say(reason)
+            self._beyond = None
         width = int(math.log10(self._total)) + 1
         title = f"step {step:>{width}}/{self._total}"
         if self._bar is not None:
             if stays:
                 self.say(f"{title}  {figures}")
             if self._foreseen:
-                figures += f" of {human_bytes(self._foreseen)} foreseen"
+                figures = f"{speed}  {human_bytes(peak_bytes)} of {human_bytes(self._foreseen)}"
             self._bar.update(self._task, completed=step, description=figures)
         elif stays:
             step_seconds = (now - self._began) / (step - self._first)
@@ -147,6 +159,28 @@ def learnt_lines(title: str, runs: Sequence[tuple[str, bool]]) -> list[str]:
     """Return a text whose learnt runs stand in ⟦ ⟧, below a title."""
     text = "".join(text for text, _ in _marked(runs))
     return [f"{title} (learnt: ⟦ ⟧):", *(f"    {line}" for line in text.split("\n"))]
+
+
+def one_line(runs: Sequence[tuple[str, bool]], room: int) -> str:
+    """Return the first learnt run of a text in ⟦ ⟧, behind the run before it, in a line of ``room``
+    characters: the middle of long runs is left out, and a new line is ⏎."""
+    first_learnt = next((at for at, (_, learnt) in enumerate(runs) if learnt), 0)
+    shown = runs[max(first_learnt - 1, 0) : first_learnt + 1]
+    share = (room - len("⟦⟧")) // len(shown)
+    lines = [text.replace("\r", "").replace("\n", "⏎") for text, _ in shown]
+    spare = sum(max(share - len(line), 0) for line in lines)
+    texts = [_without_middle(line, share + spare) for line in lines]
+    return "".join(
+        f"⟦{text}⟧" if learnt else text for text, (_, learnt) in zip(texts, shown, strict=True)
+    )
+
+
+def _without_middle(text: str, length: int) -> str:
+    """Return a text in at most so many characters."""
+    if len(text) <= length:
+        return text
+    tail = max(length - 1, 0) // 2
+    return f"{text[: max(length - 1 - tail, 0)]}…{text[len(text) - tail :]}"
 
 
 def _marked(runs: Sequence[tuple[str, bool]]) -> list[tuple[str, bool]]:
