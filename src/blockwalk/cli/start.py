@@ -7,8 +7,9 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import Pool, Shape, human_bytes
 from blockwalk.report import advice
 from blockwalk.report.machine import this_machine
-from blockwalk.simulate import planner
+from blockwalk.report.summary import process_text
+from blockwalk.simulate import planner, process_memory
 from blockwalk.system import atomic_files
+from blockwalk.system.process_memory import process_bytes
 from blockwalk.system.terminal import is_terminal, say
 from blockwalk.train import config
 
@@ -48,10 +51,11 @@ def init(arguments: argparse.Namespace) -> None:
     best = next(iter(fitting), None)
     if best is None:
         raise ValueError(_misfit(ranking, arguments.method, machine.name))
+    memory = partial(_memory, task=task, held=process_bytes())
+    little_memory = list(_of_little_memory(ranking, best, memory))
     comments = [
-        f"The fastest of {len(fitting)} plans that fit {machine.name}:"
-        f" {_tensors(best)} of tensors in a step.",
-        *_of_little_memory(ranking, best),
+        f"The fastest of {len(fitting)} plans that fit {machine.name}: {memory(best)}.",
+        *little_memory,
         f"Look at it: blockwalk plan {out}. Train: blockwalk train {out}. Every setting:"
         " blockwalk train --help.",
     ]
@@ -66,7 +70,7 @@ def init(arguments: argparse.Namespace) -> None:
         del settings["resident"]
     atomic_files.write_bytes(out, "\n".join(_file(comments, settings, run)).encode())
     say(f"written to {out} ({best.label}); next: blockwalk train {out} --dry-run")
-    say(*_of_little_memory(ranking, best))
+    say(*little_memory)
 
 
 def _answers(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -141,18 +145,30 @@ def _peak_bytes(candidate: planner.Candidate) -> int:
     return candidate.peaks[Pool.DEVICE] + candidate.peaks[Pool.HOST]
 
 
-def _tensors(candidate: planner.Candidate) -> str:
-    return human_bytes(_peak_bytes(candidate))
+def _memory(candidate: planner.Candidate, task: planner.Task, held: int) -> str:
+    """Return the memory of a plan's steps in words: of the whole process on a processor, where it
+    holds ``held`` bytes without the model."""
+    if task.hardware.device != "cpu" or candidate.simulation is None:
+        return f"{human_bytes(_peak_bytes(candidate))} on the device and in host memory"
+    program = candidate.simulation.program
+    facts = (program, candidate.plan, task.hardware, task.model)
+    return process_text(process_memory.process_peak(*facts, process=held))
 
 
-def _of_little_memory(ranking: planner.Ranking, best: planner.Candidate) -> Iterator[str]:
-    """Yield a line on the memory that method mebp would take, where it was not chosen."""
+def _of_little_memory(
+    ranking: planner.Ranking, best: planner.Candidate, memory: Callable[[planner.Candidate], str]
+) -> Iterator[str]:
+    """Yield a line on the memory that method mebp would take, where it was not chosen.
+
+    Args:
+        memory: a function of a plan: what it takes, in words.
+    """
     mebp = [candidate for candidate in ranking.first_order if candidate.plan.method == "mebp"]
     if mebp and best.plan.method != "mebp":
         smallest = min(mebp, key=_peak_bytes)
         yield (
-            f"method: mebp would take {_tensors(smallest)} of tensors instead of {_tensors(best)},"
-            " and more time: weights come from disk."
+            f"method: mebp would take {memory(smallest)} instead of {memory(best)}, and more time:"
+            " weights come from disk."
         )
 
 
