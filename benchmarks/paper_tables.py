@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import statistics
 import sys
@@ -23,133 +22,35 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.asynchzp import asynchzp_tables
 from benchmarks.common_models import MODELS
 from benchmarks.fcdp import batch_table, bytes_table, figures, transfer_table
-from benchmarks.published import (
-    CONTEXT_MB,
-    line,
-    megabytes,
-    phone_terms,
-    rows,
-    terms,
-    with_eager_attention,
+from benchmarks.published import line, megabytes, phone_terms, rows, terms
+from benchmarks.zeroth_order_runs import (
+    NOISE_PASSES,
+    NOISE_RATE,
+    OPT,
+    fitted,
+    measured,
+    multiplied,
+    opt,
+    ours,
+    run,
+    zo2_plans,
+)
+from benchmarks.zo2_tables import (
+    accuracy_table,
+    autocast_table,
+    float32_batch_table,
+    length_table,
+    qwen3_table,
 )
 
-from blockwalk.plan.choices import AUTO, LoraSettings
+from blockwalk.plan.choices import AUTO
 from blockwalk.plan.methods import method
-from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import DTYPE_BYTES
-from blockwalk.plan.plan import Plan
-from blockwalk.program.compile import compile
-from blockwalk.program.costs import Costs
-from blockwalk.program.program import Lane, Pool, Program, Shape, StepKind
+from blockwalk.program.program import Lane, Pool, Shape
 from blockwalk.simulate import hardware
 from blockwalk.simulate.hardware import Hardware
-from blockwalk.simulate.planner import Task, hides_link, look_at, steady
-from blockwalk.simulate.simulator import Simulation, simulate
-from blockwalk.walk.unit_costs import UnitCosts
-
-NOISE_RATE = 2.5e11
-"""Elements a second of the published programs' ``torch.normal`` and in-place addition: the memory's
-bandwidth, 6 bytes each."""
-
-NOISE_PASSES = 8
-"""Times that the published MeZO and ZO2 read or write a tensor of a parameter's size to perturb it
-or to update it: the draw, two products with scalars, a sum, each out of place."""
-
-OPT = {"1.3B": (24, 32, 2048), "2.7B": (32, 32, 2560), "6.7B": (32, 32, 4096),
-       "13B": (40, 40, 5120), "30B": (48, 56, 7168), "66B": (64, 72, 9216),
-       "175B": (96, 96, 12288)}  # fmt: skip
-
-
-def opt(size: str, dtype: str) -> dict[str, Any]:
-    layers, heads, dim = OPT[size]
-    return {"model_type": "opt", "hidden_size": dim, "ffn_dim": 4 * dim,
-            "num_hidden_layers": layers, "dtype": dtype, "word_embed_proj_dim": dim,
-            "num_attention_heads": heads, "vocab_size": 50272,
-            "max_position_embeddings": 2048}  # fmt: skip
-
-
-def measured(config: dict[str, Any], lora_rank: int | None, device: str) -> UnitCosts:
-    """The costs of a model of these dimensions, and its description."""
-    return _measured(json.dumps(config), lora_rank, device)
-
-
-@functools.cache
-def _measured(config: str, lora_rank: int | None, device: str) -> UnitCosts:
-    from transformers import AutoConfig
-
-    lora = None if lora_rank is None else LoraSettings(rank=lora_rank)
-    return UnitCosts(AutoConfig.for_model(**json.loads(config)), lora=lora, device=device)
-
-
-def run(
-    config: dict[str, Any],
-    plan: Plan,
-    shape: Shape,
-    machine: Hardware,
-    *,
-    lora_rank: int | None = None,
-    fused: bool = True,
-    device: str = "cuda",
-) -> Simulation:
-    program, model, costs = _compiled(json.dumps(config), plan, shape, lora_rank, fused, device)
-    return simulate((program,), plan, model, machine, costs)
-
-
-@functools.cache
-def _compiled(
-    config: str, plan: Plan, shape: Shape, lora_rank: int | None, fused: bool, device: str
-) -> tuple[Program, ModelSpec, Costs]:
-    """The steady step's program, which is the same on any machine, and what it is simulated
-    with."""
-    units = _measured(config, lora_rank, device)
-    model = units.spec()
-    costs = units(plan, shape)
-    if not fused:
-        costs = with_eager_attention(costs, json.loads(config), shape)
-    program = compile(
-        plan, model, StepKind.TRAIN, shape, costs=costs, pending=steady(plan, model), device=device
-    )
-    return program, model, costs
-
-
-def ours(found: Simulation) -> float:
-    """MB of our own program."""
-    return found.peaks.get(Pool.DEVICE, 0) / 1e6 + CONTEXT_MB
-
-
-def zo2_plans(dtype: str) -> dict[str, Plan]:
-    """The published programs: the original's in-place noise, and the models' own loss."""
-    return {
-        "mezo": method("mezo", loss="model", zo={"noise": "mezo"}),
-        "zo2": method("zo2", loss="model"),
-    }
-
-
-def multiplied(machine: Hardware, factor: float) -> Hardware:
-    """The machine with every matrix product ``factor`` times as fast."""
-    flops = {dtype: value * factor for dtype, value in machine.flops.items()}
-    return dataclasses.replace(machine, flops=flops)
-
-
-def fitted(
-    machine: Hardware, config: dict[str, Any], shape: Shape, published: float, *, fused: bool
-) -> Hardware:
-    """The machine with the matrix throughput at which resident MeZO runs as published."""
-    low = 0.05
-    high = 3.0
-    dtype = str(config["dtype"])
-    for _ in range(30):
-        middle = (low + high) / 2
-        faster = multiplied(machine, middle)
-        speed = run(config, zo2_plans(dtype)["mezo"], shape, faster, fused=fused).tokens_per_second
-        low, high = (middle, high) if speed < published else (low, middle)
-    reached = multiplied(machine, low).flops_of(dtype)
-    share = 100 * reached / machine.peak_of(dtype)
-    print(
-        f"  fitted on MeZO OPT-6.7B: products at {reached / 1e12:.1f} TFLOP/s in {dtype},"
-        f" {share:.0f}% of the peak"
-    )
-    return multiplied(machine, low)
+from blockwalk.simulate.planner import Task, hides_link, look_at
+from blockwalk.simulate.simulator import Simulation
 
 
 def explain(
@@ -492,7 +393,12 @@ TABLES = {
     "forecast": forecast_table,
     "residency": residency_table,
     "zo2": zo2_table,
+    "zo2_accuracy": accuracy_table,
     "ablation": ablation_table,
+    "zo2_autocast": autocast_table,
+    "zo2_batches": float32_batch_table,
+    "zo2_lengths": length_table,
+    "zo2_qwen3": qwen3_table,
     "distzo2": distzo2_table,
     "communication": communication_table,
     "mebp": mebp_table,

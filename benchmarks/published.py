@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import DTYPE_BYTES
 from blockwalk.plan.work import Work
 from blockwalk.program.costs import Costs
@@ -30,6 +32,16 @@ its masked copy and the softmax; in 16 bits the softmax is made in float32 and c
 EAGER_TOUCHED = {"float32": 32, "float16": 24}
 """Bytes that such attention reads and writes for each score: product, mask, clamp, softmax, second
 product."""
+
+LOGITS_HELD = 5
+"""Tensors of the logits' size that a loss in float32 holds at its peak."""
+
+SCORES_HELD = {"resident": 3, "streams": 2}
+"""Tensors of heads × S × S scores that attention in float32 holds at its peak: the product, its
+masked copy and the softmax; ZO2's own attention has one less."""
+
+DRAWS_HELD = 3
+"""Tensors beside a parameter that is perturbed in float32: the draw and its two products."""
 
 ENDS = ("prologue", "epilogue")
 """Kinds of units that have no attention."""
@@ -90,6 +102,8 @@ def terms(
         both: whether the rank runs both perturbed forwards side by side: then one's logits wait for
             the other's loss.
     """
+    if config["dtype"] == "float32" and not fused:
+        return float32_terms(config, shape, streams=streams)
     size = DTYPE_BYTES[config["dtype"]]
     dim = int(config["hidden_size"])
     layers = int(config["num_hidden_layers"])
@@ -111,11 +125,56 @@ def terms(
     return {name: nbytes / 1e6 for name, nbytes in held.items()}
 
 
+def float32_terms(config: Config, shape: Shape, *, streams: bool) -> dict[str, float]:
+    """Return MB that MeZO or ZO2 (``streams``) holds in float32, attention not fused, if freed
+    memory of scores serves logits: as many of them in each as it has room for.
+
+    The counts of tensors are what tables 1, 6 and 7 ask for together, over batches and lengths.
+    """
+    dim = int(config["hidden_size"])
+    vocab = int(config["vocab_size"])
+    block = 12 * dim * dim * 4
+    embedding = vocab * dim * 4
+    positions = (int(config["max_position_embeddings"]) + 2) * dim * 4
+    one_score = scores(config, shape) * 4
+    one_logits = shape.tokens * vocab * 4
+    scores_held = SCORES_HELD["streams" if streams else "resident"]
+    in_freed_memory = scores_held * (one_score // one_logits)
+    held = {
+        "context": CONTEXT_MB * 1e6,
+        "embeddings": embedding + positions,
+        "blocks": block * (3 if streams else int(config["num_hidden_layers"])),
+        "draw and its products, of the embedding": DRAWS_HELD * embedding,
+        "attention scores": scores_held * one_score,
+        "logits beside them": max(LOGITS_HELD - in_freed_memory, 0) * one_logits,
+    }
+    return {name: nbytes / 1e6 for name, nbytes in held.items()}
+
+
 def megabytes(
     config: Config, shape: Shape, *, streams: bool, fused: bool, both: bool = True
 ) -> float:
     """Their sum."""
     return sum(terms(config, shape, streams=streams, fused=fused, both=both).values())
+
+
+def megabytes_of_float32_loss(model: ModelSpec, shape: Shape, *, streams: bool) -> float:
+    """Return MB that MeZO or ZO2 (``streams``) holds of a 16-bit model whose own loss is in
+    float32, attention fused: the sum of :func:`terms`, with logits of four bytes beside their
+    16-bit ones.
+
+    Embedding and head stay; three blocks pass through the device, or all are resident.
+    """
+    size = DTYPE_BYTES[model.dtype]
+    ends = model.prologue.numel() + model.epilogue.numel()
+    block = max(unit.numel() for unit in model.blocks)
+    matrix = max(math.prod(param.shape) for param in (model.prologue.params))
+    logits = shape.tokens * model.vocab_size
+    held = CONTEXT_MB * 1e6 + size * (ends + block * (3 if streams else len(model.blocks)))
+    held += logits * (size + 3 * 4)  # as they are, in float32, shifted, log-softmax
+    held += 2 * matrix * size  # the draw and its product with the scale
+    held += logits * size * streams  # the other forward's
+    return held / 1e6
 
 
 def phone_terms(config: Config, sequence: int, *, checkpoints: bool) -> dict[str, float]:

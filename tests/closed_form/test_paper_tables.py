@@ -29,7 +29,20 @@ UNEXPLAINED = {
 
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not installed")
 @pytest.mark.parametrize(
-    "name", ["zo2", "ablation", "distzo2", "communication", "transfer", "mebp", "fcdp"]
+    "name",
+    [
+        "zo2",
+        "ablation",
+        "zo2_autocast",
+        "zo2_batches",
+        "zo2_lengths",
+        "zo2_qwen3",
+        "distzo2",
+        "communication",
+        "transfer",
+        "mebp",
+        "fcdp",
+    ],
 )
 def test_published_rows_are_met(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
