@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockwalk.data.batch import Batch, copies_of, loss_tokens, require_groups, tokens_read
+from blockwalk.data.batch import Batch, loss_tokens, require_groups, tokens_read
 from blockwalk.data.dataset import Encoded
+from blockwalk.plan.copied_rows import copies_of
 from blockwalk.plan.losses import IGNORE
 from blockwalk.plan.objectives import PREFIX, ROW
 from blockwalk.plan.words import counted, is_or_are

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from blockwalk.data.batch import note_on_copies
 from blockwalk.data.sources import read_records
 from blockwalk.models.model_source import model_source
 from blockwalk.plan.choices import OptimizerSettings
+from blockwalk.plan.copied_rows import note_on_copies
 from blockwalk.plan.data_source import listed, names_of
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.sizes import steps_of_epochs

@@ -12,17 +12,16 @@ from typing import Any
 from blockwalk.data.batch import (
     Batch,
     LearntCounts,
-    copies_of,
     learnt_counts,
     lengthened,
     micro_batches,
-    note_on_copies,
     require_ids,
     require_mask,
     require_tokens,
 )
 from blockwalk.data.packing import pack_parts, packed_tokens, row_length
 from blockwalk.data.row_batch import RowBatch, batch_shape, share
+from blockwalk.plan.copied_rows import copies_of, note_on_copies
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import Shape
 from blockwalk.ranks.ranks import Ranks
