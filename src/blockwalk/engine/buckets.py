@@ -104,7 +104,7 @@ class Buckets:
         self._resident: dict[int, Tensor] = {}
         self._steps = [0] * len(self.units)
         largest = max(map(self._room, self.streamed), default=0)
-        if plan.trainable.tier.facts.durable:
+        if plan.home.outlives(plan):
             self._open_store(path, source, spec, written_as, largest)
         else:
             self.tier = memories.buckets(plan.trainable.tier, StateKind.TRAINABLE, largest)

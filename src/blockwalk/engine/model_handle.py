@@ -314,9 +314,11 @@ def _observed(
 def refuse_gradient_hooks(hooks: Collection[str], plan: Plan) -> None:
     """Raise ValueError for hooks to gradients of these parameters under a plan that never has them
     whole."""
-    if not hooks or (plan.estimator.facts.walks_back and not plan.home.gathered):
+    reason = plan.home.withholds_gradients
+    if not plan.estimator.facts.walks_back:
+        reason = "has no gradients"
+    if not (hooks and reason):
         return
-    reason = "has no gradients" if not plan.estimator.facts.walks_back else "holds them in slices"
     raise ValueError(
         f"{min(hooks)} has a hook to its gradient (register_hook), and method {plan.method!r}"
         f" {reason}: take plain or mebp, which give a hook the whole gradient, or remove it"

@@ -34,7 +34,7 @@ def require_savable(args: Any, plan: Plan) -> None:
     """Raise ValueError for a run whose checkpoints would have no weights: on a durable tier these
     are saved by a ledger, which a Trainer's run has not."""
     strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
-    by_ledger = plan.estimator.facts.ledger and plan.trainable.tier.facts.durable
+    by_ledger = plan.estimator.facts.ledger and plan.home.outlives(plan)
     if by_ledger and strategy != "no":
         raise ValueError(
             f"trainable is {plan.trainable}, which a ledger saves, and save_strategy is {strategy}:"

@@ -5,8 +5,9 @@ trainables live, and what ranks share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from blockwalk.plan.choices import AUTO, Timing
@@ -38,6 +39,18 @@ class HomeFacts:
     slices_streams: bool = False
     """True where ranks of a machine may hold one copy of the streamed units together, each a
     slice."""
+    spreads: tuple[str, ...] = ()
+    """The kinds of state that ranks may hold in slices."""
+    withholds_gradients: str = ""
+    """The reason why no owner of a parameter gets its whole gradient; empty: one does."""
+    outlives: Callable[[Any], bool] = lambda plan: False
+    """Whether weights that a plan trains outlive the process where they are changed: they are their
+    own checkpoint."""
+    more_room: Callable[[Any, int, str], str] = lambda plan, slots, size: (
+        "or move state to another tier (frozen: disk × int4a)"
+    )
+    """Words for what else makes room on the device: a function of the plan, its slots and the size
+    of the largest."""
     link: str | None = None
     """The name of the link between host memory and what is fetched and stored; empty where that is
     host memory itself, None where it is the link of its tier."""
@@ -62,6 +75,16 @@ def _against_masters(plan: Any) -> Iterator[str]:
 
 def _against_gathered(plan: Any) -> Iterator[str]:
     """Yield what speaks against parameters that are gathered from ranks before each use."""
+    sizes = group_sizes(plan.mesh)
+    for inner, outer in pairwise(plan.sharded_kinds):
+        fewer, more = (sizes[getattr(plan, kind).group] for kind in (inner, outer))
+        if fewer > more or (inner == "frozen" and fewer < more):
+            rule = "over as many as" if inner == "frozen" else "over no more than"
+            yield (
+                f"{inner} is {getattr(plan, inner)}, {counted(fewer, 'rank')}, and {outer} is"
+                f" {getattr(plan, outer)}, {more}: {inner} is spread {rule} {outer}; change one of"
+                " them"
+            )
     uncompiled = "blocks whose parameters are gathered from other ranks run uncompiled"
     yield from must_be(plan, "compile", False, uncompiled)
     if plan.caches_nothing and not plan.on_one_node:
@@ -85,6 +108,14 @@ def _against_gathered(plan: Any) -> Iterator[str]:
             " (method fcdp) keeps their slices in host memory; set frozen: device ×"
             f" {plan.frozen.codec} × {plan.frozen.group}"
         )
+
+
+def _more_room_in_slots(plan: Any, slots: int, size: str) -> str:
+    return (
+        f"lower prefetch ({slots} slots of up to {size}: a block is gathered whole, attention and"
+        " feed-forward together), or set optimizer_state: host × fp32 × world or frozen: device ×"
+        f" int4a × {plan.frozen.group}"
+    )
 
 
 def _against_buckets(plan: Any) -> Iterator[str]:
@@ -122,13 +153,22 @@ HOMES = Table(
             "blockwalk.engine.homes:masters", kinds_apart=True, refuses=_against_masters
         ),
         "gathered": HomeFacts(
-            "blockwalk.engine.homes:gathered", gathered=True, link="", refuses=_against_gathered
+            "blockwalk.engine.homes:gathered",
+            gathered=True,
+            spreads=("frozen", "trainable", "gradient", "optimizer_state"),
+            withholds_gradients="holds them in slices",
+            more_room=_more_room_in_slots,
+            link="",
+            refuses=_against_gathered,
         ),
         "buckets": HomeFacts(
             "blockwalk.engine.homes:buckets",
             rewritten=True,
             states_inside=True,
             slices_streams=True,
+            spreads=("frozen", "trainable"),
+            withholds_gradients="has no gradients",
+            outlives=lambda plan: plan.trainable.tier.facts.durable,
             refuses=_against_buckets,
         ),
     },

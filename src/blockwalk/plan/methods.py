@@ -179,7 +179,7 @@ def method(name: str, **settings: Any) -> Plan:
     name = METHODS.choice(name)
     row, meshed = _on_mesh(replace(METHODS[name](), method=name), settings)
     plan = override(row, _timed(row, meshed))
-    if plan.home.gathered and not row.home.gathered:
+    if set(plan.sharded_kinds) - set(row.sharded_kinds):
         raise ValueError(
             f"trainable is {plan.trainable}, and method {name!r} does not spread parameters over"
             f" ranks; choose hzp, or set trainable: {plan.trainable.tier} ×"

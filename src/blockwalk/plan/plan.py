@@ -8,7 +8,6 @@ ones; :mod:`blockwalk.program.compile` turns a plan, a model and a shape into a
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,8 +168,7 @@ class Plan:
     def sharded_kinds(self) -> tuple[str, ...]:
         """The kinds of state that may be spread over ranks; gathered in backpropagation, over no
         fewer than those before them."""
-        facts = self.estimator.facts
-        return facts.spreads if facts.shares_forwards or self.home.gathered else ()
+        return self.home.spreads
 
     @property
     def parameter_ranks(self) -> int:
@@ -362,8 +360,7 @@ PLACED = ("frozen", "trainable", "gradient", "optimizer_state", "activation")
 
 
 def _groups(plan: Plan) -> Iterator[str]:
-    """Yield the placements whose group is none of the mesh, or does not nest with those of the
-    other kinds of state."""
+    """Yield the placements whose group is none of the mesh, or that no group shares."""
     mesh = plan.mesh
     if mesh.world % mesh.pipeline:
         yield (
@@ -386,15 +383,6 @@ def _groups(plan: Plan) -> Iterator[str]:
             yield (
                 f"{kind} is {placement}, and no group shares it here; set {kind}:"
                 f" {placement.tier} × {placement.codec}"
-            )
-    for inner, outer in itertools.pairwise(plan.sharded_kinds if plan.home.gathered else ()):
-        fewer, more = (sizes[getattr(plan, kind).group] for kind in (inner, outer))
-        if fewer > more or (inner == "frozen" and fewer < more):
-            rule = "over as many as" if inner == "frozen" else "over no more than"
-            yield (
-                f"{inner} is {getattr(plan, inner)}, {counted(fewer, 'rank')}, and {outer} is"
-                f" {getattr(plan, outer)}, {more}: {inner} is spread {rule} {outer}; change one of"
-                " them"
             )
 
 

@@ -57,7 +57,7 @@ class RuleFacts:
         if self.zeroth_order_only and plan.estimator.facts.walks_back:
             first_order = (rule for rule, facts in RULES.items() if not facts.zeroth_order_only)
             yield f"optimizer.name: {name} is a zeroth-order rule; use {', '.join(first_order)}"
-        if plan.home.states_inside and len(self.states) > 1 and plan.trainable.tier.facts.durable:
+        if len(self.states) > 1 and plan.home.outlives(plan):
             stateless = (rule for rule, facts in RULES.items() if not facts.states)
             yield (
                 f"{name} keeps {' and '.join(self.states)} beside each trainable: use it with"

@@ -148,6 +148,8 @@ def _room_for(plan: Plan, room: Room) -> Fits:
     return fits
 
 
+_WITH_BUDGET = ("resident",)
+"""Settings that are counted for a budget, and go with it."""
 UNSET = {"budget": None, "resident": AUTO, "together": AUTO_TOGETHER}
 """Settings beside tiers that are settled, and their values while nobody has."""
 
@@ -203,7 +205,7 @@ def settled_before(
         tiers += [f"{kind}.tier" for kind in STATES]
     unset = tiers + [name for name, value in UNSET.items() if getattr(plan, name) == value]
     if "budget" not in unset or "budget" not in before:
-        unset = [name for name in unset if name != "resident"]
+        unset = [name for name in unset if name not in _WITH_BUDGET]
     return {name: before[name] for name in unset if name in before}
 
 

@@ -25,7 +25,7 @@ def states_of(forecast: Forecast) -> dict[str, StateRow]:
 def weights_are_checkpoint(plan: Plan, states: Mapping[str, StateRow]) -> bool:
     """Return whether weights are changed where they outlive the process: no checkpoint copies them,
     and two versions of them lie there."""
-    return plan.home.rewritten and states["trainable"].placement.tier.facts.durable
+    return plan.home.outlives(plan) and states["trainable"].placement == plan.trainable
 
 
 def trained_bytes(states: Mapping[str, StateRow]) -> int:

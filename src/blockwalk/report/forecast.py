@@ -243,14 +243,7 @@ class Forecast:
         over_free = 0 < self.device_free < min(peak, plan.budget or peak)
         if not over_free and (plan.budget is None or peak <= plan.budget):
             return
-        other = "or move state to another tier (frozen: disk × int4a)"
-        if plan.home.gathered:
-            other = (
-                f"lower prefetch ({program.slots} slots of up to {human_bytes(program.slot_bytes)}:"
-                " a block is gathered whole, attention and feed-forward together), or set"
-                " optimizer_state: host × fp32 × world or frozen: device × int4a ×"
-                f" {plan.frozen.group}"
-            )
+        other = plan.home.more_room(plan, program.slots, human_bytes(program.slot_bytes))
         room = plan.budget or 0
         remedy = "raise budget, "
         limit = f"budget is {human_bytes(room)}{self._share()}"

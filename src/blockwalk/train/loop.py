@@ -164,7 +164,7 @@ def _take_folder(beginning: Beginning, walker: Walker) -> Beginning:
         checkpoint = beginning.resumed.checkpoint
         if checkpoint.slices is not None:
             walker.load_state(checkpoint.slices)
-        elif checkpoint.walker and not walker.plan.trainable.tier.facts.durable:
+        elif checkpoint.walker and not walker.plan.home.outlives(walker.plan):
             walker.load_state_dict(checkpoint.walker)
         # Its tensors are maps of a checkpoint that this run removes in its time.
         checkpoint = dataclasses.replace(checkpoint, walker={})

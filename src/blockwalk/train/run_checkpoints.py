@@ -60,7 +60,7 @@ class RunCheckpoints:
             walker.save_state(path, wait=wait, beside=scalars)
             self.prune()
             return path
-        has_weights = step > 0 and not walker.plan.trainable.tier.facts.durable
+        has_weights = step > 0 and not walker.plan.home.outlives(walker.plan)
         state = walker.live_state() if has_weights else {}
         if walker.ranks.rank == 0:
             position = walker.ledger.position

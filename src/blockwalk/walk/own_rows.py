@@ -46,7 +46,7 @@ class RowFacts:
 
 def require_own_rows(plan: Plan, words: Any) -> None:
     """Raise ValueError where ranks cannot walk rows of their own."""
-    if words is not None or (plan.mesh.world > 1 and not plan.home.gathered):
+    if words is not None or (plan.mesh.world > 1 and plan.estimator.facts.shares_forwards):
         raise ValueError(
             f"local_batch=True with method {plan.method!r}: its {plan.mesh.world} ranks share the"
             " forwards of one batch, and may walk any row of it; give every rank the same whole"

@@ -771,7 +771,7 @@ class Walker:
         if not self._facts.ledger:
             self._require_alike()
         self._require_finite()
-        if self.ranks.rank and not self.plan.home.gathered:
+        if self.ranks.rank and self._facts.shares_forwards:
             self.join_gathers()
         else:
             self.engine.save_pretrained(Path(folder))
