@@ -170,6 +170,9 @@ class ShardedPart:
         """CACHE: copy a node slice from a slot to where it stays for the rest of the step."""
         _, slot_P = self._node_in_slot(op)
         node = self._kept[op.unit] = torch.empty_like(slot_P)
+        return self._cache(node, slot_P)
+
+    def _cache(self, node: Tensor, slot_P: Tensor) -> Job:
         begin = None if is_cpu(self._model.device) else recorded(self._model.device)
 
         def work() -> None:
