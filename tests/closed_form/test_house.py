@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dev import legibility, sites, tests_map
+from dev import legibility, placement_reads, sites, tests_map
 from dev.house import House, figures, measure, open_house
 
 
@@ -102,6 +102,28 @@ def test_a_site_is_a_question_which_row_a_plan_has(tmp_path: Path) -> None:
     )
     lines = sorted(line.split(":")[1] for line in sites.sites(tmp_path))
     assert lines == ["1", "2", "3", "4", "5"]
+
+
+READS = 160
+"""The most reads of placements outside the file of residences; it may only fall."""
+
+
+def test_places_that_ask_where_state_lives_grow_fewer(tmp_path: Path) -> None:
+    """Of the small files the reads are one of each form."""
+    (tmp_path / "facts.py").write_text("class TierFacts:\n    mapped: bool = False\n")
+    lines = [
+        "a = tier.mapped",
+        "b = codec is Codec.RAW",
+        "c = name == 'streamed'",
+        "if plan.frozen.tier: pass",
+        "d = plan.frozen.tier",
+    ]
+    (tmp_path / "reader.py").write_text("\n".join(lines))
+    reads = placement_reads.placement_reads(tmp_path)
+    assert [form for form, _ in sorted(reads)] == ["branches", "comparisons", "facts", "names"]
+    everywhere = placement_reads.placement_reads()
+    assert len(everywhere) <= READS, "\n".join(place for _, place in everywhere)
+    assert not [place for form, place in everywhere if form == "names"]
 
 
 def test_docstrings_comments_and_blank_lines_are_no_code() -> None:

@@ -239,6 +239,16 @@ def test_a_row_that_knows_no_ranks_is_refused_over_ranks(memories: list[Packed])
         Placements(plan, specification(), "cpu")
 
 
+def test_a_row_that_knows_no_copies_is_refused_behind_an_accelerator(
+    memories: list[Packed],
+) -> None:
+    """The processor there would update masters that nothing but a slot can read."""
+    plan = method("plain", trainable="compressed", optimizer_state="host")
+    Placements(plan, specification(), "cpu")
+    with refused(ValueError, "trainable compressed trainable.tier"):
+        Placements(plan, specification(), "cuda")
+
+
 def specification() -> Any:
     from tests.golden.specs import MODELS
 

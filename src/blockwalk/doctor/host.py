@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from blockwalk.doctor import walks
-from blockwalk.numerics.device import is_cpu
+from blockwalk.numerics.device import wait_for
 from blockwalk.program.program import Shape, StepKind
 from blockwalk.simulate.hardware import load
 from blockwalk.simulate.seconds import CostModel, is_started
@@ -84,10 +84,10 @@ def _step(name: str, device: torch.device, folder: Path, layers: int) -> HostSte
         batch = {"input_ids": ids, "labels": ids.clone()}
         seconds = []
         for _ in range(STEPS + 2):
-            _wait(device)
+            wait_for(device)
             began = time.perf_counter()
             walker.step(batch)
-            _wait(device)
+            wait_for(device)
             seconds.append(time.perf_counter() - began)
         program = walker.program(StepKind.TRAIN, SHAPE, foresee=True)
         costs = CostModel(walker.plan, walker.spec, load("h200"), walker.costs(SHAPE), program)
@@ -115,8 +115,3 @@ def _opened(name: str, device: torch.device, folder: Path, layers: int) -> Itera
         ) as walker,
     ):
         yield walker
-
-
-def _wait(device: torch.device) -> None:
-    if not is_cpu(device):
-        torch.accelerator.synchronize(device)

@@ -16,7 +16,7 @@ import torch
 
 from blockwalk.doctor.events import event_seconds
 from blockwalk.doctor.findings import TimedCollective
-from blockwalk.numerics.device import is_cpu, left_on
+from blockwalk.numerics.device import left_on, wait_for
 from blockwalk.simulate.hardware import Link
 
 
@@ -160,12 +160,10 @@ def _timings(
         runs = []
         for _ in range(5):
             dist.barrier(group=group)
-            if not is_cpu(device):
-                torch.accelerator.synchronize(device)
+            wait_for(device)
             began = time.perf_counter()
             collective()
-            if not is_cpu(device):
-                torch.accelerator.synchronize(device)
+            wait_for(device)
             runs.append(time.perf_counter() - began)
         return min(runs)
 
@@ -192,8 +190,7 @@ def wall_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return seconds of one run by the host's clock, its starts included."""
     began = time.perf_counter()
     work()
-    if not is_cpu(device):
-        torch.accelerator.synchronize(device)
+    wait_for(device)
     return time.perf_counter() - began
 
 

@@ -44,7 +44,6 @@ from blockwalk.tiers.block_store.writable import WritableStore
 from blockwalk.tiers.block_store.writer import plan_units, write_store
 from blockwalk.tiers.memories import Memories
 from blockwalk.tiers.protocols import UnitTier
-from blockwalk.tiers.unit_buckets import Staged
 
 PREFIX = "bucket\0"
 """The beginning of a bucket's name in a state dict; the unit's name follows."""
@@ -105,7 +104,8 @@ class Buckets:
         self._steps = [0] * len(self.units)
         largest = max(map(self._room, self.streamed), default=0)
         if plan.home.outlives(plan):
-            self._open_store(path, source, spec, written_as, largest)
+            store = self._open_store(path, source, spec, written_as)
+            self.tier = memories.visited(store, largest)
         else:
             self.tier = memories.buckets(plan.trainable.tier, StateKind.TRAINABLE, largest)
             self._fill(source)
@@ -136,8 +136,9 @@ class Buckets:
                 self._resident[number] = bytes_P.to(self.device)
 
     def _open_store(
-        self, path: Path, source: Initial, spec: ModelSpec, codec: Codec, largest: int
-    ) -> None:
+        self, path: Path, source: Initial, spec: ModelSpec, codec: Codec
+    ) -> WritableStore:
+        """Open the store of the trainables, written where there is none, and read what stays."""
         if self._group.slices > 1:
             path = path.with_name(f"{path.name}-{self._group.place}-of-{self._group.slices}")
         resumed = path.exists()
@@ -152,14 +153,12 @@ class Buckets:
             elif not self.sliced(number):
                 self.units[number] = store.units[number]
         self._durable = store
-        self.tier = store
-        if self.device.type != "cpu":
-            self.tier = Staged(store, largest, self.device)
         for number, unit in enumerate(self.units):
             if number not in self.streamed:
                 bytes_P = torch.empty(unit.nbytes, dtype=torch.uint8)
                 self._steps[number] = store.read_unit(number, bytes_P)
                 self._resident[number] = bytes_P.to(self.device)
+        return store
 
     def _slice(self, number: int, source: Initial) -> Tensor:
         """Return this process's slice of a unit as it begins, uint8 [S]; the checksums of the whole

@@ -21,7 +21,6 @@ from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import Layout, name_of
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight, Value, opened
-from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec, StateKind
 from blockwalk.program.placements import Placements
@@ -29,7 +28,6 @@ from blockwalk.program.program import Op
 from blockwalk.ranks.ranks import Ranks
 from blockwalk.tiers.memories import Memories
 from blockwalk.tiers.protocols import UnitTier, WeightSource
-from blockwalk.tiers.unit_buckets import Staged
 
 
 class Frozen:
@@ -141,10 +139,7 @@ class Frozen:
         model = self._model
         source = self._source
         if self._reads_files:
-            from_source = _FromSource(model, self._buckets)
-            return (
-                from_source if is_cpu(model.device) else Staged(from_source, largest, model.device)
-            )
+            return memories.visited(_FromSource(model, self._buckets), largest)
         tier = memories.buckets(model.plan.frozen.tier, StateKind.FROZEN, largest)
         slice_P = torch.empty(largest // self._ranks, dtype=torch.uint8)
         for unit, bucket in self._buckets.items():

@@ -15,7 +15,7 @@ from blockwalk.engine.home import Job
 from blockwalk.engine.joined import Joined
 from blockwalk.engine.model_handle import ModelHandle
 from blockwalk.engine.sharded_part import ShardedPart
-from blockwalk.numerics.device import host_buffers, is_cpu, recorded, sent
+from blockwalk.numerics.device import host_buffers, issued, recorded, sent
 from blockwalk.numerics.updates import exact_parts, norm_of_sums, square_sums, sum_of_squares
 from blockwalk.plan.mesh import ENDS, holders, reach
 from blockwalk.plan.model_spec import ParamSpec
@@ -413,8 +413,9 @@ class FlatGradients:
             self._summed[unit] = sum_P
             if op.last:
                 self._complete(unit, self._summed.pop(unit))
-            if buffer_P is None and not is_cpu(summand_P.device):
-                self._left.append((summand_P, recorded(summand_P.device)))
+            event = issued(summand_P.device) if buffer_P is None else None
+            if event is not None:
+                self._left.append((summand_P, event))
 
         self._open.discard(unit)
         return work

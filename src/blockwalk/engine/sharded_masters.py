@@ -45,7 +45,6 @@ class ShardedMasters:
         part = self.part
         slices = part.units[unit]
         ranks = plan.optimizer_ranks
-        resident = plan.optimizer_state.tier.facts.resident
         names = ("master", *plan.update_rule.states)
         shapes = dict.fromkeys(names, ((slices.numel // ranks,), torch.float32))
         moments = self._states.zeros(shapes, (StateKind.OPTIMIZER, unit))
@@ -54,9 +53,7 @@ class ShardedMasters:
         if has_node_slice(plan) and not hosts_node_slice(plan):
             assert slices.node is not None
             slices.source = part.inside(slices.node, slices.numel, plan.parameter_ranks, ranks)
-        elif self._model.compute_dtype == torch.float32 and resident:
-            slices.source = master
-        else:
+        else:  # the master itself, where it is on the device and computed with
             slices.source = master.to(self._model.device, slices.dtype)
             if slices.source is not master:
                 part.round_masters(slices, ranks, master, slices.source)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockwalk.numerics.device import is_cpu, recorded
+from blockwalk.numerics.device import issued
 
 PAGE = 4096
 """Bytes that every slot begins at a multiple of: what a disk copies to without the processor."""
@@ -61,8 +61,7 @@ class Slots:
 
     def vacate(self, slot: int) -> None:
         """Mark, on an accelerator, the place in the current stream where a slot's last use ends."""
-        if not is_cpu(self._buffers[slot].device):
-            self._vacant[slot] = recorded(self._buffers[slot].device)
+        self._vacant[slot] = issued(self._buffers[slot].device)
 
     def await_vacant(self, slot: int) -> None:
         """Let the current stream wait for that mark: within a program lanes order this, between two

@@ -180,6 +180,18 @@ def recorded(device: torch.device, *, timing: bool = False) -> torch.Event:
     return event
 
 
+def issued(device: torch.device) -> torch.Event | None:
+    """Return an event at the end of what the calling thread has issued on an accelerator's current
+    stream; None on a processor, which has done it by now."""
+    return None if is_cpu(device) else recorded(device)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until an accelerator has done all that was issued; a processor has."""
+    if not is_cpu(device):
+        torch.accelerator.synchronize(device)
+
+
 STAGING_BYTES = 1 << 20
 """Bytes of a :class:`Staging` at first: the tables and batches of several steps."""
 

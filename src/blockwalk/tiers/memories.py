@@ -53,9 +53,12 @@ class Memories:
         """Return a tier's memory as buckets of one kind of state, of at most ``largest`` bytes
         each, which visit slots."""
         buckets = UnitBuckets(self[tier], kind)
-        if is_cpu(self.device) or tier.facts.pinned or not largest:
-            return buckets
-        return Staged(buckets, largest, self.device)
+        return buckets if tier.facts.pinned or not largest else self.visited(buckets, largest)
+
+    def visited(self, tier: UnitTier, largest: int) -> UnitTier:
+        """Return a tier of CPU buffers as slots are filled from it: by way of pinned memory, behind
+        an accelerator."""
+        return tier if is_cpu(self.device) else Staged(tier, largest, self.device)
 
     def close(self) -> None:
         """Free every memory that was made."""

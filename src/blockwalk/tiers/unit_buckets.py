@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from blockwalk.numerics.device import host_buffers, is_cpu, recorded
+from blockwalk.numerics.device import host_buffers, issued, recorded
 from blockwalk.plan.placement import StateKind
 from blockwalk.tiers.memory import Memory
 from blockwalk.tiers.protocols import UnitTier
@@ -44,8 +44,9 @@ class UnitBuckets:
 
     def write_unit(self, unit: int, data_P: Tensor, step: int) -> None:
         self._memory.write((self._kind, unit), data_P)
-        if not is_cpu(data_P.device):
-            self._stored[unit] = recorded(data_P.device)
+        event = issued(data_P.device)
+        if event is not None:
+            self._stored[unit] = event
         self._steps[unit] = step
 
     def close(self) -> None:

@@ -280,11 +280,17 @@ def _check_values(x_RD: Tensor, layout: Layout, start: int, name: str) -> None:
     )
 
 
+def _library_for(x_RD: Tensor) -> ctypes.CDLL | None:
+    """Return the C kernels that read values where they lie; None off the processor, and where they
+    were not compiled."""
+    return native_code.load("codecs") if is_cpu(x_RD.device) else None
+
+
 def _largest(x_RD: Tensor) -> float:
     """Return the largest magnitude of some values; NaN where one of them is."""
-    library = native_code.load("codecs")
+    library = _library_for(x_RD)
     dtype = _NATIVE_DTYPE.get(x_RD.dtype)
-    if library is None or dtype is None or not is_cpu(x_RD.device):
+    if library is None or dtype is None:
         least, largest = (float(value) for value in torch.aminmax(x_RD))
         return math.nan if math.isnan(least) else max(-least, largest)
     assert x_RD.is_contiguous(), x_RD.stride()
@@ -297,9 +303,9 @@ def encodes_groups(layout: Layout, x_RD: Tensor) -> bool:
     """Return whether the C kernel checks and encodes such values, and torch does nothing: threads
     may then encode a parameter's rows side by side, each with one thread of the kernel."""
     is_native = matrix_codec(layout.codec).encoder is not None if layout.groups else False
-    is_read = x_RD.dtype in _NATIVE_DTYPE and is_cpu(x_RD.device) and x_RD.is_contiguous()
+    is_read = x_RD.dtype in _NATIVE_DTYPE and x_RD.is_contiguous()
     in_groups = bool(layout.codec.facts.group_sizes)
-    return is_native and is_read and in_groups and native_code.load("codecs") is not None
+    return is_native and is_read and in_groups and _library_for(x_RD) is not None
 
 
 def _encode_native(
@@ -311,9 +317,9 @@ def _encode_native(
     threads: int | None,
 ) -> bool:
     """Encode rows with the C kernel where it can: False, and nothing written, where torch must."""
-    library = native_code.load("codecs")
+    library = _library_for(x_RD)
     codec = matrix_codec(layout.codec)
-    if library is None or codec.encoder is None or not is_cpu(x_RD.device):
+    if library is None or codec.encoder is None:
         return False
     pays_for = x_RD.numel() // _THREAD_ELEMENTS
     team = (native_code.team(), min(threads or torch.get_num_threads(), pays_for))
