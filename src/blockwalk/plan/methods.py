@@ -185,8 +185,7 @@ def method(name: str, **settings: Any) -> Plan:
             f" ranks; choose hzp, or set trainable: {plan.trainable.tier} ×"
             f" {plan.trainable.codec}"
         )
-    between = plan.trainable.group != plan.optimizer_state.group
-    if between and row.cache.keeps and not plan.cache.keeps:
+    if plan.slice_group and row.cache.keeps and not plan.cache.keeps:
         raise ValueError(
             f"cache.tier is none, and method {name!r} keeps slices of parameters over a group of"
             f" ranks (trainable: {plan.trainable}) from one use to the next: set cache.tier: host"

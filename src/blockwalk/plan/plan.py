@@ -238,13 +238,17 @@ class Plan:
         return self.parameter_ranks == self.optimizer_ranks
 
     @property
+    def slice_group(self) -> str:
+        """The group that parameters are spread over, where masters have another one: ranks may keep
+        slices over it between uses. Empty where both have the same."""
+        group = self.trainable.group
+        return "" if group == self.optimizer_state.group else group
+
+    @property
     def on_one_node(self) -> bool:
         """True where groups of other names are one here because all ranks are on one node: the same
         plan caches on two."""
-        return (
-            self.mesh.stage_ranks <= self.mesh.ranks_per_node
-            and self.trainable.group != self.optimizer_state.group
-        )
+        return self.mesh.stage_ranks <= self.mesh.ranks_per_node and bool(self.slice_group)
 
     @property
     def home(self) -> HomeFacts:

@@ -120,7 +120,7 @@ def _ways(task: Task, _row: Plan, choice: Choice) -> Iterator[str]:
 def _is_free(row: Plan) -> bool:
     """Return whether a row's groups are its user's: where parameters lie over fewer ranks than
     states, and no cache keeps slices of them."""
-    return row.trainable.group != row.optimizer_state.group and not row.cache.keeps
+    return bool(row.slice_group) and not row.cache.keeps
 
 
 def _group_size(task: Task, choice: Choice, group: str) -> int:
@@ -195,7 +195,7 @@ def _memory(task: Task, _row: Plan, _choice: Choice) -> Iterator[str]:
 def _codecs(task: Task, row: Plan, _choice: Choice) -> Iterator[str]:
     """Yield forms of frozen weights: of rows that gather what they keep, codes too."""
     yield "raw"
-    if task.adapters and row.trainable.group == row.optimizer_state.group:
+    if task.adapters and not row.slice_group:
         yield from (str(codec) for codec in reversed(CODECS.tried("gathered")))
 
 

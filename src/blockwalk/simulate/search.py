@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from blockwalk.plan.methods import METHODS
-from blockwalk.plan.placement import NOBODY
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import human_bytes
 from blockwalk.simulate.axes import (
@@ -102,8 +101,7 @@ class Found:
 def rows_over_ranks() -> Iterator[str]:
     """Yield the methods that spread state over ranks and compute exact gradients."""
     for name, row in METHODS.items():
-        plan = row()
-        if plan.trainable.group != NOBODY and plan.estimator.facts.walks_back:
+        if "gradient" in row().sharded_kinds:
             yield name
 
 
