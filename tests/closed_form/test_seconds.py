@@ -230,3 +230,20 @@ def test_graphs_in_file_maps_are_copied_there() -> None:
     weights = 4 * BLOCK / 1e5
     mapped = seconds(plan, CPU, OpKind.FORWARD, Lane.COMPUTE, takes=takes)
     assert mapped == pytest.approx(1.0 + weights + 2 * 1000 / 1e5)
+
+
+def test_an_update_of_slices_in_host_memory_crosses_the_link() -> None:
+    """By hand: a rank's quarter of the gradients goes there and its parameters come back, by rates
+    of 50 and 100 bytes a second; on the device and on a processor neither moves."""
+    mesh = {"world": 4, "ranks_per_node": 4}
+    hosted = method("zero3", mesh=mesh, optimizer_state="host × fp32 × world")
+    update = (OpKind.UPDATE, Lane.COMPUTE)
+    elements = BLOCK / 4
+    links = 0.25 + 4 * elements / 50 + 0.5 + 4 * elements / 100
+    part = StateKind.TRAINABLE
+    by_host = seconds(hosted, GPU, *update, part=part)
+    assert by_host == pytest.approx(GPU.idle_seconds + links, rel=1e-6)
+    on_device = seconds(method("zero3", mesh=mesh), GPU, *update, part=part)
+    assert on_device < links
+    on_cpu = seconds(hosted, CPU, *update, part=part)
+    assert on_cpu == seconds(method("zero3", mesh=mesh), CPU, *update, part=part)
