@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +179,16 @@ def test_every_way_that_occurs_has_its_row() -> None:
             ways.add((*names.values(), states, gradient, update))
     assert {name for way in ways for name in way[:4]} == set(RESIDENCES)
     assert {way[4] for way in ways} == set(UPDATERS)
+
+
+def test_the_page_has_every_row_with_its_mover() -> None:
+    """Oracle: the table of docs/architecture.md."""
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.partition("| residence | arrives by | mover |")[2].partition("\n\n")[0]
+    cells = [line.split("|") for line in table.splitlines()[2:]]
+    of_page = {line[1].strip(): line[3].strip().strip("`") for line in cells}
+    of_rows = {name: str(row.mover).rpartition(":")[2] for name, row in RESIDENCES.items()}
+    assert of_page == of_rows
 
 
 def test_what_arrives_is_what_programs_bring() -> None:

@@ -18,6 +18,9 @@ gathered    GATHER (FETCH, CACHE)   slices over groups of ranks    slices of mas
 inside      with the trainables     in the trainables' bucket      with the trainables
 ==========  ======================  =============================  =============================
 
+What the ops of a row do, its mover says (:mod:`blockwalk.engine.movers`). The engine hands it the
+home of the state.
+
 Updates have a table of their own, :data:`UPDATERS`: the *compute* lane at a unit's turn or the
 step's end, the *visit* of a unit whose updates were deferred, *behind* the walk, or the *host*
 behind an accelerator. Gradients that wait for an update are a kind of state like the others:
