@@ -76,6 +76,8 @@ class CostModel:
         init=False, repr=False, compare=False, default_factory=dict
     )
     """The residences, once one was asked for."""
+    _in_files: list[int] = field(init=False, repr=False, compare=False, default_factory=list)
+    """The bytes that files hold, once they were asked for."""
     _landed: frozenset[int] = field(init=False, repr=False)
     """Units whose masters the processor behind an accelerator updates."""
 
@@ -426,6 +428,12 @@ class CostModel:
         return part is not None and part is op.part
 
     def _stored(self) -> int:
+        """Return bytes that a processor's page cache would have to hold; counted once."""
+        if not self._in_files:
+            self._in_files.append(self._count_in_files())
+        return self._in_files[0]
+
+    def _count_in_files(self) -> int:
         sizes = UnitSizes(self.plan, self.model, self.hardware.device)
         nbytes = 0
         for number, unit in enumerate(self.model.units):
