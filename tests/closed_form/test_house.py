@@ -104,7 +104,7 @@ def test_a_site_is_a_question_which_row_a_plan_has(tmp_path: Path) -> None:
     assert lines == ["1", "2", "3", "4", "5"]
 
 
-READS = 160
+READS = 150
 """The most reads of placements outside the file of residences; it may only fall."""
 
 

@@ -36,9 +36,11 @@ class HomeFacts:
     they are never used in place through a file map, and may be kept in codes."""
     states_inside: bool = False
     """True where what the update rule keeps travels with the parameters, in one bucket of bytes."""
-    slices_streams: bool = False
-    """True where ranks of a machine may hold one copy of the streamed units together, each a
-    slice."""
+    slice_ranks: Callable[[Any, str], int] = lambda plan, kind: 1
+    """Ranks of a machine that hold one copy of the streamed units' ``frozen`` or ``trainable`` part
+    together, each a slice: a function of the plan and the part."""
+    settles: tuple[str, ...] = ()
+    """The kinds of state whose tier the machine may decide, where nobody named it."""
     spreads: tuple[str, ...] = ()
     """The kinds of state that ranks may hold in slices."""
     withholds_gradients: str = ""
@@ -150,7 +152,10 @@ HOMES = Table(
     "home",
     {
         "masters": HomeFacts(
-            "blockwalk.engine.homes:masters", kinds_apart=True, refuses=_against_masters
+            "blockwalk.engine.homes:masters",
+            kinds_apart=True,
+            settles=("frozen", "activation", "trainable", "optimizer_state"),
+            refuses=_against_masters,
         ),
         "gathered": HomeFacts(
             "blockwalk.engine.homes:gathered",
@@ -165,7 +170,9 @@ HOMES = Table(
             "blockwalk.engine.homes:buckets",
             rewritten=True,
             states_inside=True,
-            slices_streams=True,
+            slice_ranks=lambda plan, kind: (
+                plan.frozen_ranks if kind == "frozen" else plan.parameter_ranks
+            ),
             spreads=("frozen", "trainable"),
             withholds_gradients="has no gradients",
             outlives=lambda plan: plan.trainable.tier.facts.durable,

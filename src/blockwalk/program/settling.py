@@ -158,9 +158,10 @@ def free_tiers(plan: Plan, named: Collection[str] | None) -> tuple[str, ...]:
     """Return the kinds of state whose tier the machine decides: those of :data:`FEEDS` that the row
     of a first-order method of one rank has on a tier that runs may begin above, and nobody
     named."""
-    if named is None or not plan.home.kinds_apart:
+    if named is None:
         return ()
-    slow = (kind for kind in FEEDS if getattr(plan, kind).tier.facts.begins_from)
+    settled = [kind for kind in FEEDS if kind in plan.home.settles]
+    slow = (kind for kind in settled if getattr(plan, kind).tier.facts.begins_from)
     return tuple(kind for kind in slow if not {kind, f"{kind}.tier"} & set(named))
 
 
@@ -172,7 +173,8 @@ def free_states(
     if named is None or {*STATES, *(f"{kind}.tier" for kind in STATES)} & set(named):
         return ()
     tiers = [getattr(plan, kind).tier.facts for kind in STATES]
-    may_move = plan.home.kinds_apart and all(facts.adapters_on for facts in tiers)
+    settled = all(kind in plan.home.settles for kind in STATES)
+    may_move = settled and all(facts.adapters_on for facts in tiers)
     return STATES if may_move and UnitSizes(plan, model, device).few else ()
 
 

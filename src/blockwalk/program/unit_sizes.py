@@ -61,8 +61,7 @@ class UnitSizes:
     def ranks(self, part: StateKind) -> int:
         """Return ranks that hold one copy of a part of the streamed units together, each a slice; 1
         where none do."""
-        ranks = self.plan.frozen_ranks if part is StateKind.FROZEN else self.plan.parameter_ranks
-        return ranks if self.home.slices_streams else 1
+        return self.home.slice_ranks(self.plan, part)
 
     def reads(self, index: int) -> UnitSpec:
         """Return a unit with all that its turn reads: an epilogue whose head is tied reads the
