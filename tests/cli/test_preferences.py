@@ -206,6 +206,28 @@ def test_kto(tiny_run: TinyRun, tmp_path: Path) -> None:
     assert len(sets) == 4
 
 
+def test_policy_gradient(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """Oracle: the loss at rest: minus the mean advantage over tokens. Held out, cross-entropy
+    weighed by advantages falls."""
+    path = tmp_path / "scored.jsonl"
+    advantages = [1.0, -0.5, 1.0, -1.0]
+    with path.open("w") as file:
+        for number, advantage in enumerate(advantages):
+            word = "abcd"[number] * 3
+            answer = word.upper() if advantage > 0 else word
+            record = {"prompt": f"say {word}: ", "completion": answer, "advantage": advantage}
+            print(json.dumps(record), file=file)
+    data = {"train": str(path), "eval": str(path), "show_first": False}
+    settings = run_of(
+        tiny_run, path, tmp_path / "run", data=data, objective="policy_gradient", batch_size=4
+    )
+    outcome = blockwalk.train({**settings, "max_steps": 4})
+    assert outcome.first_loss == pytest.approx(-sum(advantages) / 4, abs=1e-6)
+    assert outcome.before is not None
+    assert outcome.after is not None
+    assert outcome.after.loss < outcome.before.loss
+
+
 def test_what_is_refused(tiny_run: TinyRun, pairs: Path, whole: Path, tmp_path: Path) -> None:
     """Settings that make no sense, and a reference that is not the run's."""
     out = tmp_path / "run"

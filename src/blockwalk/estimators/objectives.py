@@ -126,7 +126,8 @@ def of_sequences(
     tokens_R: npt.NDArray[np.int64],
     numbers: Mapping[str, npt.NDArray[np.float64]],
 ) -> dict[str, float]:
-    """Return an objective of whole sequences, as ``loss``, and its further means.
+    """Return an objective of whole sequences as evaluations measure it, as ``loss``, and its
+    further means.
 
     Args:
         sums_R: the log-probability of each sequence.
@@ -140,7 +141,8 @@ def of_sequences(
     counts = LearntCounts(len(sequence_N), int((lengths_R > 0).sum()), chosen)
     tensors = {name: torch.from_numpy(np.array(values)) for name, values in numbers.items()}
     sequences = Sequences(means_R[sequence_N], sequence_N, len(tokens_R), tensors, counts)
-    answer = valued(facts, sequences)
+    measured = replace(facts, implementation=facts.evaluated or facts.implementation)
+    answer = valued(measured, sequences)
     metrics = {name: float(metric) for name, metric in answer.metrics.items()}
     return {"loss": float(answer.value), **metrics}
 
@@ -249,6 +251,14 @@ def policy_gradient(sequences: Sequences, settings: PolicyGradientSettings) -> A
         places = sequences.step.sequences * settings.max_completion_length
         value = losses_N.sum() / max(places, 1)
     return Answer(value, {"clipped": clipped_N.sum() / max(sequences.step.tokens, 1)})
+
+
+def weighted_cross_entropy(sequences: Sequences, _settings: Any) -> Answer:
+    """Return the cross-entropy of scored answers, a mean over tokens, each weighed by its answer's
+    advantage: held-out answers have no policy that wrote them to compare with."""
+    advantages_N = sequences.numbers["advantages"][sequences.sequence_N]
+    sums = (advantages_N * sequences.log_probs_N).sum()
+    return Answer(-sums / max(sequences.step.tokens, 1))
 
 
 def _clipped(

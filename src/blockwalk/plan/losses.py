@@ -6,7 +6,7 @@ Bytes and operations are closed forms of one call. They follow :mod:`blockwalk.n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from blockwalk.plan.refusal import Refusals, nothing
@@ -256,6 +256,25 @@ def _against_parts(plan: Any) -> Iterator[str]:
             f" {plan.mesh.context}: each rank has a part of them; set mesh.context: 1, or loss:"
             " chunked"
         )
+
+
+OF_A_TOKEN = 80
+"""Bytes a token of an objective's numbers: the loss, its log-probability, weight, sequence, and
+what their derivative takes."""
+
+
+def weighed(cost: LossCost, call: LossCall, *, reads_twice: bool) -> LossCost:
+    """Return the cost of a loss whose tokens an objective weighs: with numbers of each token; the
+    rows of the gradient are multiplied, or the losses computed before (``reads_twice``)."""
+    numbers = OF_A_TOKEN * call.tokens
+    rows = Work(touched=2 * call.tokens * call.hidden_size * call.itemsize)
+    return replace(
+        cost,
+        copies=cost.copies + numbers,
+        gradient_buffers=cost.gradient_buffers + numbers,
+        head_reads=cost.head_reads + reads_twice,
+        with_gradient=cost.with_gradient + (cost.forward if reads_twice else rows),
+    )
 
 
 OBJECTIVE = LossFacts(

@@ -33,6 +33,8 @@ class ObjectiveFacts:
     implementation: Any = field(default=None, repr=False)
     """The function that computes it, or its place as ``module:name``: a
     :data:`~blockwalk.estimators.objectives.Function`. None: the loss itself, summed over tokens."""
+    evaluated: Any = field(default=None, repr=False)
+    """The function of whole sequences that evaluations measure in its place; None: the same."""
     group: int = 1
     """Neighbouring rows of a batch that are one example: 2 of a pair, the chosen row first."""
     numbers: tuple[str, ...] = ()
@@ -229,6 +231,7 @@ def _policy_gradient(settings: PolicyGradientSettings) -> ObjectiveFacts:
     return _row(
         "policy_gradient",
         settings,
+        evaluated=f"{MODULE}:weighted_cross_entropy",
         numbers=("advantages",),
         token_numbers=("old_log_probabilities",),
         metrics=("clipped",),

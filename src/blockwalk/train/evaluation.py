@@ -229,12 +229,12 @@ class HeldOut:
         )
 
     def _has_objective(self, walker: Walker) -> bool:
-        """Return whether the objective can be told of sequences: it is a function of their
-        log-probabilities, and what it compares with is known."""
+        """Return whether the objective is measured: it is a function of log-probabilities, and what
+        it compares with is known."""
         facts = self.objective
-        known = not facts.reference or REFERENCE in self.encoded.numbers
-        of_sequences = facts.of_log_probabilities and not facts.token_numbers
-        return of_sequences and known and walker.plan.objective_facts.of_log_probabilities
+        has_numbers = not facts.reference or REFERENCE in self.encoded.numbers
+        is_trained = walker.plan.objective_facts.of_log_probabilities
+        return facts.of_log_probabilities and has_numbers and is_trained
 
     def _objective(self, walker: Walker, watch: Callable[[int], None]) -> Evaluation:
         """Measure the objective from the log-probability of each sequence."""

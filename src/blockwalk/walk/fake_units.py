@@ -29,7 +29,7 @@ from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.rule_mask import RuleMask
 from blockwalk.numerics.sequence_part import PartMask, SequencePart
 from blockwalk.plan import sizes as chunks
-from blockwalk.plan.losses import LossCall, LossCost, LossFacts
+from blockwalk.plan.losses import LossCall, LossCost, LossFacts, weighed
 from blockwalk.plan.model_spec import ParamSpec, UnitSpec
 from blockwalk.plan.noise_kinds import NOISES, NoiseFacts
 from blockwalk.plan.placement import Codec
@@ -103,6 +103,8 @@ class Traits:
     """The parts that sequences are in; shapes are of one."""
     way: str = "auto"
     """The way in which they attend to one another."""
+    weighed: bool = False
+    """Whether an objective of log-probabilities weighs the tokens' losses."""
 
     @property
     def noise_facts(self) -> NoiseFacts:
@@ -481,6 +483,8 @@ def _epilogue(
         untiled=not row_tiles.keeps_shapes(torch.empty(0, dtype=bench.dtype)),
     )
     cost = bench.loss.cost(call)
+    if bench.traits.weighed:
+        cost = weighed(cost, call, reads_twice=trains_head or tile is not None)
     norm = _final_norm(bench, prologue, tile) if bench.loss.by_chunks else _Norm()
     copies = bench.copies(reads)
     forward_flops = cost.forward.flops

@@ -284,6 +284,7 @@ def _traits(
         **({} if backprop else _perturbed_traits(plan)),
         context=plan.mesh.context,
         way=plan.context.way if plan.mesh.context > 1 else "auto",
+        weighed=plan.objective_facts.of_log_probabilities,
     )
 
 
