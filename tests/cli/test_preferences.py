@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import blockwalk
+from blockwalk.cli import main
 from blockwalk.plan.methods import method
 from tests.conftest import TinyRun
 from tests.forked import Forked
@@ -110,9 +111,12 @@ def test_the_reference_is_the_models_own(tiny_run: TinyRun, pairs: Path, whole: 
     assert last["reward_accuracy"] > 0.4
 
 
-def test_evaluations_say_rewards(tiny_run: TinyRun, pairs: Path, tmp_path: Path) -> None:
+def test_evaluations_say_rewards(
+    tiny_run: TinyRun, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the definition, from the margin of a run with one held-out batch. Before the first
-    step the loss is log 2; afterwards accuracy and margin have risen with it."""
+    step the loss is log 2; afterwards accuracy and margin have risen with it. ``blockwalk eval``
+    measures the same from the reference beside the run, and without it says so."""
     data = {"train": str(pairs), "eval": str(pairs), "show_first": False}
     outcome = blockwalk.train(
         run_of(tiny_run, pairs, tmp_path / "run", data=data, max_steps=6, batch_size=4)
@@ -128,13 +132,26 @@ def test_evaluations_say_rewards(tiny_run: TinyRun, pairs: Path, tmp_path: Path)
     assert after.margin is not None
     assert after.margin > 0.05
     assert "reward accuracy" in "\n".join(outcome.lines())
+    capsys.readouterr()
+    assert main.main(["eval", str(tmp_path / "run"), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["loss"] == pytest.approx(after.loss, rel=1e-6)
+    assert figures["margin"] == pytest.approx(after.margin, rel=1e-5)
+    (tmp_path / "run" / "reference.jsonl").unlink()
+    assert main.main(["eval", str(tmp_path / "run"), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["margin"] is None
+    assert "reference" in printed.err
 
 
-@pytest.mark.parametrize("lines", [3, 12])
+@pytest.mark.parametrize(
+    ("lines", "number"),
+    [(3, signal.SIGKILL), (4, signal.SIGTERM), (12, signal.SIGKILL)],
+)
 def test_killed_runs_end_as_if_they_had_not_been(
-    lines: int, tiny_run: TinyRun, pairs: Path, whole: Path, tmp_path: Path
+    lines: int, number: signal.Signals, tiny_run: TinyRun, pairs: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL while the reference is evaluated, and while the run steps: what was known of it
+    """A signal while the reference is evaluated, and while the run steps: what was known of it
     stays."""
     out = tmp_path / "run"
     arguments = (
@@ -153,7 +170,7 @@ def test_killed_runs_end_as_if_they_had_not_been(
 
     while not reached() and process.poll() is None:
         time.sleep(0.0005)
-    process.send_signal(signal.SIGKILL)
+    process.send_signal(number)
     process.communicate(timeout=300)
     before = path.read_bytes()
     process = Forked("train", *arguments)

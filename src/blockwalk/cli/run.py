@@ -14,6 +14,7 @@ from pathlib import Path
 from blockwalk.cli.adapters import opened_adapter, trained_by
 from blockwalk.cli.reading import packed_model, plan_to_read
 from blockwalk.models.model_source import model_source
+from blockwalk.plan.row_settings import bare
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
 from blockwalk.plan.words import counted
@@ -110,6 +111,7 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
     from blockwalk.cutting.verify import require_borders
     from blockwalk.data.tokenizer import require_rows, tokenizer_of
     from blockwalk.train.evaluation import HeldOut
+    from blockwalk.train.reference import of_held_out
     from blockwalk.walk.walker import Walker
 
     run, named = trained_by(run, arguments)
@@ -118,6 +120,14 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
         own_template = "data.chat_template" in arguments.named
         tokenizer = tokenizer_of(run.model, run.data, None if own_template else adapter)
         held_out = HeldOut.of_run(run, tokenizer, limit=limit)
+        held_out = of_held_out(held_out, Path(run.output_dir))
+        if not held_out.has_numbers:
+            say(
+                f"note: {run.output_dir} has no reference of these records, which objective:"
+                f" {bare(run.plan.objective)} compares with: the loss is the cross-entropy of all"
+                " answers (data.eval_limit and data as in the run find it)",
+                file=sys.stderr,
+            )
         require_rows(
             held_out.encoded.report.largest, tokenizer, vocabulary_rows(run.model), "data.eval"
         )

@@ -148,6 +148,11 @@ class HeldOut:
         """The number of records that are measured."""
         return self.rows.examples if isinstance(self.rows, Encoded) else len(self.rows)
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the rows have what the objective compares with."""
+        return not self.objective.reference or REFERENCE in self.encoded.numbers
+
     def fingerprint(self) -> str:
         """Return a digest of the records, with the answers that count as right: 16 hexadecimal
         digits."""
@@ -231,10 +236,8 @@ class HeldOut:
     def _has_objective(self, walker: Walker) -> bool:
         """Return whether the objective is measured: it is a function of log-probabilities, and what
         it compares with is known."""
-        facts = self.objective
-        has_numbers = not facts.reference or REFERENCE in self.encoded.numbers
         is_trained = walker.plan.objective_facts.of_log_probabilities
-        return facts.of_log_probabilities and has_numbers and is_trained
+        return self.objective.of_log_probabilities and self.has_numbers and is_trained
 
     def _objective(self, walker: Walker, watch: Callable[[int], None]) -> Evaluation:
         """Measure the objective from the log-probability of each sequence."""

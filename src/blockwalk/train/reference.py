@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ from blockwalk.system import atomic_files, links
 from blockwalk.tiers.model_folder.identity import weights_digest
 from blockwalk.train.baseline import OF_OTHERS
 from blockwalk.train.beginning import Beginning
-from blockwalk.train.evaluation import eval_batch_size
+from blockwalk.train.evaluation import HeldOut, eval_batch_size
 from blockwalk.train.progress import Progress
 from blockwalk.walk.walker import Walker
 
@@ -80,7 +81,7 @@ class References:
     """The digest of the file's last line, which is that of all; empty where some are missing."""
     size: int = 0
     """Bytes of the file's lines that are whole."""
-    last: str = ""
+    chain: str = ""
     """The digest of the last of these lines."""
 
     @property
@@ -129,29 +130,61 @@ def _digest_of_files(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def _whole_lines(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """Yield the lines of a file up to the first that is not as it was written, each with its digest
+    and its bytes; none where the file is not there."""
+    if not path.exists():
+        return
+    digest = ""
+    with path.open("rb") as file, atomic_files.reading(path):
+        for text in file:
+            try:
+                line, digest = atomic_files.unseal(text.decode(), digest)
+            except (ValueError, UnicodeError):
+                return
+            yield line, digest, len(text)
+
+
 def read(path: Path, header: Mapping[str, Any], sets: Mapping[str, RowSet]) -> References:
     """Return what a file has of a reference with this header: nothing where it is another's, or is
     not there; else all up to the first line that is not as it was written."""
-    known = References({name: np.full(len(rows.rows), np.nan) for name, rows in sets.items()})
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return known
-    with file, atomic_files.reading(path):
-        for number, text in enumerate(file):
-            try:
-                line, digest = atomic_files.unseal(text.decode(), known.last)
-            except (ValueError, UnicodeError):
-                break
-            if number == 0 and line != header:
-                break
-            if number:
-                known.values[line["set"]][line["rows"]] = line["sums"]
-            known.last = digest
-            known.size += len(text)
-    if not known.missing:
-        known.digest = known.last
-    return known
+    references = References({name: np.full(len(rows.rows), np.nan) for name, rows in sets.items()})
+    for line, digest, size in _whole_lines(path):
+        if references.size:
+            references.values[line["set"]][line["rows"]] = line["sums"]
+        elif line != header:
+            break
+        references.chain = digest
+        references.size += size
+    if not references.missing:
+        references.digest = references.chain
+    return references
+
+
+def of_held_out(held_out: HeldOut, folder: Path) -> HeldOut:
+    """Return held-out rows with the numbers that the reference in a run's folder has of them; as
+    they are where it has other rows, or the objective compares with none."""
+    encoded = held_out.encoded
+    if not held_out.objective.reference:
+        return held_out
+    lines = _whole_lines(folder / REFERENCES)
+    header, _, _ = next(lines, ({}, "", 0))
+    facts = RowSet(encoded).facts
+    names = {"data.eval": REFERENCE, f"data.eval{MISMATCHED}": OF_OTHERS}
+    names = {name: number for name, number in names.items() if name in header.get("sets", {})}
+    if not names or any(header["sets"][name] != facts for name in names):
+        return held_out
+    values = {name: np.full(len(encoded), np.nan) for name in names}
+    for line, _, _ in lines:
+        if line["set"] in values:
+            values[line["set"]][line["rows"]] = line["sums"]
+    if any(bool(np.isnan(sums).any()) for sums in values.values()):
+        return held_out
+    numbers = {number: values[name] for name, number in names.items()}
+    encoded = dataclasses.replace(
+        encoded, numbers={**encoded.numbers, **numbers}, summary_at_start=encoded.summary
+    )
+    return dataclasses.replace(held_out, rows=encoded)
 
 
 def require(beginning: Beginning) -> None:
@@ -169,11 +202,11 @@ def require(beginning: Beginning) -> None:
     assert beginning.start.checkpoint is not None
     sets = sets_of(beginning)
     path = Path(beginning.start.checkpoint).parent / REFERENCES
-    known = first(lambda: read(path, header_of(beginning, sets), sets).digest)
-    if known != saved:
+    digest = first(lambda: read(path, header_of(beginning, sets), sets).digest)
+    if digest != saved:
         raise ValueError(
             f"{path} is not the reference that this run began with (content {saved or 'none'}, now"
-            f" {known or 'none'}): it is missing or damaged, or data, weights or settings of the"
+            f" {digest or 'none'}): it is missing or damaged, or data, weights or settings of the"
             " reference changed. Put them back, or begin a new run in another output_dir"
         )
 
@@ -192,14 +225,14 @@ def attached(beginning: Beginning, walker: Walker, heard: Callable[[], bool]) ->
     path = beginning.output_dir / REFERENCES
     if beginning.start.checkpoint is not None:
         _bring(Path(beginning.start.checkpoint).parent / REFERENCES, path, walker.ranks)
-    known = _shared(walker.ranks, lambda: read(path, header, sets), sets)
-    if known.missing:
+    references = _shared(walker.ranks, lambda: read(path, header, sets), sets)
+    if references.missing:
         assert walker.steps_done == 0, "a resumed run's reference is checked before"
-        with _Writer.of(path, header, known, walker.ranks.rank) as writer:
+        with _Writer.of(path, header, references, walker.ranks.rank) as writer:
             if not _evaluate(beginning, walker, sets, writer, heard):
                 return beginning
-    known.digest = known.last
-    return _with_numbers(beginning, known)
+    references.digest = references.chain
+    return _with_numbers(beginning, references)
 
 
 def _bring(source: Path, path: Path, ranks: Ranks) -> None:
@@ -212,45 +245,47 @@ def _shared(ranks: Ranks, load: Callable[[], References], sets: Mapping[str, Row
     """Return what rank 0 has read, on every rank."""
     if ranks.world == 1:
         return load()
-    known = References({name: np.full(len(rows.rows), np.nan) for name, rows in sets.items()})
+    references = References({name: np.full(len(rows.rows), np.nan) for name, rows in sets.items()})
     if ranks.rank == 0:
-        known = load()
-    for values in known.values.values():
+        references = load()
+    for values in references.values.values():
         for begin in range(0, len(values), AT_ONCE):
             part = values[begin : begin + AT_ONCE]
             part[:] = ranks.exchange(part.tolist())[0]
-    known.last = first(lambda: known.last)
-    return known
+    references.chain = first(lambda: references.chain)
+    return references
 
 
 @dataclass(slots=True)
 class _Writer:
     """The file of a reference that is being evaluated; rank 0's."""
 
-    known: References
+    references: References
     file: Any = None
 
     @classmethod
-    def of(cls, path: Path, header: Mapping[str, Any], known: References, rank: int) -> _Writer:
+    def of(
+        cls, path: Path, header: Mapping[str, Any], references: References, rank: int
+    ) -> _Writer:
         """Return a file behind whose whole lines more is written."""
         if rank:
-            return cls(known)
+            return cls(references)
         descriptor = links.open_own(path, os.O_RDWR | os.O_CREAT)
         file = os.fdopen(descriptor, "r+b")
-        file.truncate(known.size)
-        file.seek(known.size)
-        writer = cls(known, file)
-        if not known.size:
+        file.truncate(references.size)
+        file.seek(references.size)
+        writer = cls(references, file)
+        if not references.size:
             writer._write(header)
         return writer
 
     def add(self, name: str, rows: Sequence[int], sums: Sequence[float]) -> None:
         """Take the numbers of some rows, and write them durably."""
-        self.known.values[name][list(rows)] = sums
+        self.references.values[name][list(rows)] = sums
         self._write({"set": name, "rows": [*rows], "sums": [*sums]})
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        text, self.known.last = atomic_files.seal(json.dumps(line), self.known.last)
+        text, self.references.chain = atomic_files.seal(json.dumps(line), self.references.chain)
         if self.file is not None:
             with atomic_files.naming(self.file.name):
                 self.file.write(f"{text}\n".encode())
@@ -281,13 +316,26 @@ def _evaluate(
     ):
         progress.say(f"reference: {_named(run)}, once over {counted(total, 'sequence')}")
         with _reference_walker(beginning, walker) as of_reference:
-            for name, rows, batch, cuts in _visits(run, sets, writer.known):
-                show(total - writer.known.missing)
+            done = total - writer.references.missing
+            for name, rows, batch, cuts in _visits(run, sets, writer.references):
+                show(done)
                 if heard():
                     return False
-                losses = of_reference.label_losses(batch, batches=cuts)
-                writer.add(name, rows, (-losses).tolist())
+                sums = (-of_reference.label_losses(batch, batches=cuts)).tolist()
+                _require_finite(sums, name, rows)
+                writer.add(name, rows, sums)
+                done += len(rows)
     return True
+
+
+def _require_finite(sums: Sequence[float], name: str, rows: Sequence[int]) -> None:
+    """Raise FloatingPointError for a log-probability that is not finite."""
+    for row, value in zip(rows, sums, strict=True):
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"the reference's log-probability of row {row} of {name} is {value}: set"
+                " compute_dtype: float32, or look at this record"
+            )
 
 
 def _named(run: RunConfig) -> str:
@@ -299,7 +347,7 @@ def _named(run: RunConfig) -> str:
 
 
 def _visits(
-    run: RunConfig, sets: Mapping[str, RowSet], known: References
+    run: RunConfig, sets: Mapping[str, RowSet], references: References
 ) -> Iterator[tuple[str, Sequence[int], RowBatch, int]]:
     """Yield the visits whose rows are not all known: a set's name, its rows, what is walked for
     them, and the number of batches that the visit is cut into."""
@@ -307,7 +355,7 @@ def _visits(
     multiple = run.data.padding_multiple
     for name, row_set in sets.items():
         for rows, _ in by_length(row_set.rows, size * run.eval_batches, multiple):
-            if np.isnan(known.values[name][rows]).any():
+            if np.isnan(references.values[name][rows]).any():
                 cuts = -(-len(rows) // (size * row_set.rows.group))
                 yield name, rows, row_set.batch(rows, multiple), cuts
 
@@ -337,15 +385,15 @@ def _require_same_tokenizer(run: RunConfig) -> None:
         )
 
 
-def _with_numbers(beginning: Beginning, known: References) -> Beginning:
+def _with_numbers(beginning: Beginning, references: References) -> Beginning:
     """Return a run whose data sets have the reference's numbers, in maps of nameless files."""
     folder = beginning.output_dir / SCRATCH
     prepared = beginning.prepared
 
     def with_numbers(name: str, rows: Encoded) -> Encoded:
-        sums = {REFERENCE: known.values[name]}
-        if name + MISMATCHED in known.values:
-            sums[OF_OTHERS] = known.values[name + MISMATCHED]
+        sums = {REFERENCE: references.values[name]}
+        if name + MISMATCHED in references.values:
+            sums[OF_OTHERS] = references.values[name + MISMATCHED]
         numbers = {number: mapped(values, folder) for number, values in sums.items()}
         return dataclasses.replace(
             rows, numbers={**rows.numbers, **numbers}, summary_at_start=rows.summary
@@ -357,4 +405,4 @@ def _with_numbers(beginning: Beginning, known: References) -> Beginning:
         encoded = with_numbers("data.eval", held_out.encoded)
         held_out = dataclasses.replace(held_out, rows=encoded)
     prepared = dataclasses.replace(prepared, rows=rows, held_out=held_out)
-    return dataclasses.replace(beginning, prepared=prepared, reference=known.digest)
+    return dataclasses.replace(beginning, prepared=prepared, reference=references.digest)
