@@ -244,12 +244,10 @@ class TokenFunction:
             ]
         weights = [torch.zeros_like(losses_N) for losses_N in losses]
         self._weigh(ending, share, losses, weights, answer)
-        # factors of at most 1 stay within the range of 16-bit products
-        scale = max(float(weights_N.abs().max()) for weights_N in weights) or 1.0
         result = joined_parts(
             ending,
             lambda number, part: self.tokens.of_part(
-                part, accumulator, trained, grad_scale=scale, weights_N=weights[number] / scale
+                part, accumulator, trained, grad_scale=1.0, weights_N=weights[number]
             ),
             trained,
         )

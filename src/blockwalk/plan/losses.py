@@ -259,7 +259,7 @@ def _against_parts(plan: Any) -> Iterator[str]:
 
 
 OF_A_TOKEN = 80
-"""Bytes a token of an objective's numbers: the loss, its log-probability, weight, sequence, and
+"""Bytes of each token's numbers under an objective: loss, log-probability, weight, sequence, and
 what their derivative takes."""
 
 
