@@ -155,7 +155,7 @@ def dpo(sequences: Sequences, settings: DpoSettings) -> Answer:
     noisy preferences" (2023), equation 3."""
     rewards_R = settings.beta * sequences.log_ratios_R
     margins_P = rewards_R[::2] - rewards_R[1::2]
-    return _of_pairs(sequences, _smoothed(margins_P, settings.label_smoothing), rewards_R)
+    return mean_of_pairs(sequences, _smoothed(margins_P, settings.label_smoothing), rewards_R)
 
 
 def ipo(sequences: Sequences, settings: IpoSettings) -> Answer:
@@ -165,7 +165,7 @@ def ipo(sequences: Sequences, settings: IpoSettings) -> Answer:
     ratios_R = sequences.log_ratios_R
     means_R = ratios_R / sequences.lengths_R
     losses_P = (means_R[::2] - means_R[1::2] - 1 / (2 * settings.beta)) ** 2
-    return _of_pairs(sequences, losses_P, settings.beta * ratios_R)
+    return mean_of_pairs(sequences, losses_P, settings.beta * ratios_R)
 
 
 def simpo(sequences: Sequences, settings: SimpoSettings) -> Answer:
@@ -175,7 +175,7 @@ def simpo(sequences: Sequences, settings: SimpoSettings) -> Answer:
     rewards_R = settings.beta * sequences.sums_R / sequences.lengths_R
     margins_P = rewards_R[::2] - rewards_R[1::2] - settings.gamma
     losses_P = _smoothed(margins_P, settings.label_smoothing)
-    return _of_pairs(sequences, losses_P, rewards_R, settings.cpo_alpha)
+    return mean_of_pairs(sequences, losses_P, rewards_R, settings.cpo_alpha)
 
 
 def cpo(sequences: Sequences, settings: CpoSettings) -> Answer:
@@ -185,7 +185,7 @@ def cpo(sequences: Sequences, settings: CpoSettings) -> Answer:
     Source: Xu et al. (2024), equation 5."""
     rewards_R = settings.beta * sequences.sums_R
     losses_P = _smoothed(rewards_R[::2] - rewards_R[1::2], settings.label_smoothing)
-    return _of_pairs(sequences, losses_P, rewards_R, settings.cpo_alpha)
+    return mean_of_pairs(sequences, losses_P, rewards_R, settings.cpo_alpha)
 
 
 def orpo(sequences: Sequences, settings: OrpoSettings) -> Answer:
@@ -196,7 +196,7 @@ def orpo(sequences: Sequences, settings: OrpoSettings) -> Answer:
     means_R = (sequences.sums_R / sequences.lengths_R).clamp(max=-LEAST_MISS)
     odds_R = means_R - _log1mexp(means_R)
     losses_P = -settings.beta * F.logsigmoid(odds_R[::2] - odds_R[1::2])
-    return _of_pairs(sequences, losses_P, settings.beta * means_R, 1.0)
+    return mean_of_pairs(sequences, losses_P, settings.beta * means_R, 1.0)
 
 
 def kto(sequences: Sequences, settings: KtoSettings) -> Answer:
@@ -281,7 +281,7 @@ def _smoothed(margins_P: Tensor, smoothing: float) -> Tensor:
     return -(1 - smoothing) * F.logsigmoid(margins_P) - smoothing * F.logsigmoid(-margins_P)
 
 
-def _of_pairs(
+def mean_of_pairs(
     sequences: Sequences, losses_P: Tensor, rewards_R: Tensor, alpha: float = 0.0
 ) -> Answer:
     """Return a mean over the step's pairs, and ``alpha`` times the cross-entropy of its chosen

@@ -51,8 +51,15 @@ class ObjectiveFacts:
     """Names of the further means over a step that its function answers."""
     settings: Any = None
     """The value of the row's settings."""
-    refuses: Refusals = field(default=nothing, repr=False)
+    against: Refusals = field(default=nothing, repr=False)
+    """Further refusals of plans with it."""
     help: str = ""
+
+    def refuses(self, plan: Any) -> Iterator[str]:
+        """Yield what speaks against a plan with this objective."""
+        if self.of_log_probabilities:
+            yield from against_log_probabilities(plan)
+        yield from self.against(plan)
 
     @property
     def of_log_probabilities(self) -> bool:
@@ -158,7 +165,6 @@ REFERENCE_HELP = "against the model before its first step"
 
 
 def _row(function: str, settings: Any, **facts: Any) -> ObjectiveFacts:
-    facts.setdefault("refuses", against)
     facts.setdefault("metrics", ("reward_accuracy", "margin"))
     return ObjectiveFacts(f"{MODULE}:{function}", settings=settings, **facts)
 
@@ -240,7 +246,7 @@ def _policy_gradient(settings: PolicyGradientSettings) -> ObjectiveFacts:
     )
 
 
-def against(plan: Any) -> Iterator[str]:
+def against_log_probabilities(plan: Any) -> Iterator[str]:
     """Yield what speaks against an objective of log-probabilities in a plan."""
     name = plan.objective.partition("(")[0]
     if not plan.loss_facts.log_probabilities:
