@@ -116,8 +116,8 @@ def render_answers(
         unwritten += [turn["role"] for turn in _unwritten(turns, text)]
         texts.append(text)
         if not written_prompt:
-            asked = messages[: len(prompt)]
-            written_prompt = _written(asked, options, tokenizer, record.place, ask=True)
+            prompt_messages = messages[: len(prompt)]
+            written_prompt = _written(prompt_messages, options, tokenizer, record.place, ask=True)
     return WrittenAnswers(written_prompt, tuple(texts), tuple(unwritten))
 
 

@@ -63,7 +63,7 @@ def with_objective(plan: Plan, args: Any) -> Plan:
         return plan
     listed = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
     if len(listed) != 1 or listed[0] not in LOSS_TYPES:
-        names = ", ".join(f"{theirs} ({ours})" for theirs, ours in LOSS_TYPES.items())
+        names = ", ".join(f"{name} ({objective})" for name, objective in LOSS_TYPES.items())
         raise ValueError(
             f"loss_type is {listed}, which BlockwalkTrainer does not follow; it takes one of"
             f" {names}, and a plan names others (objective)"
