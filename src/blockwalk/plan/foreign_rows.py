@@ -1269,8 +1269,8 @@ _MODEL = (
         factory="rope_scaling",
     ),
     _none(
-        "Answers are learnt here, not preferences or rewards; data.format: sharegpt learns the"
-        " chosen one.",
+        "Preferences are an objective here, which a file of another tool does not set: write"
+        " objective: dpo and objective.beta.",
         is_word("sft", "none", "null", "false", "pt", "normal"),
         refused=True,
         trl="beta f_divergence_type f_alpha_divergence_coef precompute_ref_log_probs"
