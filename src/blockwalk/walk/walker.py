@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from blockwalk.checkpoints.ledger import MODULES, Ledger, entry_of
 from blockwalk.cutting.adapters import as_adapters
+from blockwalk.cutting.live_model import require_model
 from blockwalk.data.batch import Batch, require_ids
 from blockwalk.data.label_words import LabelWordBatch
 from blockwalk.data.row_batch import batch_shape
@@ -166,6 +167,7 @@ class Walker:
         require_usual_torch()
         # refused before the model is looked at
         self._schedule = schedule_of(plan.optimizer) if training else None
+        require_model(model)
         model = model if isinstance(model, nn.Module) else model_source(model)
         lora = as_adapters(lora)
         adapters = lora is not None or hasattr(model, "peft_config")
