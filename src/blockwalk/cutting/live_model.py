@@ -40,9 +40,10 @@ def require_model(model: Any) -> None:
             f"model is of type {kind}, without a config; a walk takes models of transformers, such"
             " as AutoModelForCausalLM.from_pretrained gives"
         )
-    if hasattr(model, "peft_config") and not hasattr(model, "get_base_model"):
+    adapters: Any = getattr(model, "peft_config", {})
+    if adapters and not hasattr(model, "get_base_model"):
         raise ValueError(
-            f"the adapters of {kind} ({', '.join(model.peft_config)}) were put into the model"
+            f"the adapters of {kind} ({', '.join(adapters)}) were put into the model"
             " itself (add_adapter, inject_adapter_in_model, mixed=True), and a walk takes them in a"
             " PeftModel: give peft.get_peft_model(model, config), or the plain model and the"
             " LoraConfig as lora"
