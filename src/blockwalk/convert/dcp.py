@@ -86,7 +86,7 @@ def to_dcp(checkpoint: StrPath, out: StrPath, *, model: StrPath = "") -> int:
             tensors[key] = flat_P.view(shapes[name])
             files[key] = 1 + written // FILE_BYTES
             written += flat_P.nbytes
-        with atomic_files.atomic_folder(out) as made:
+        with atomic_files.atomic_folder(out, sweeps=True) as made:
             writer = HuggingFaceStorageWriter(str(made), fqn_to_index_mapping=files)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # it says that there is one process
@@ -268,7 +268,7 @@ def to_model(source: StrPath, out: StrPath, *, model: StrPath) -> int:
     def values(name: str) -> Iterator[Tensor]:
         yield weights[name].whole()
 
-    with atomic_files.atomic_folder(out) as made:
+    with atomic_files.atomic_folder(out, sweeps=True) as made:
         copy_model_files(model, made)
         safetensors.write_shards(made, entries, values)
         with closing(CheckpointFolder(made, build_skeleton(made))):

@@ -119,7 +119,7 @@ def merge(
                 if progress is not None:
                     progress(written_bytes, total)
 
-        with atomic_files.atomic_folder(out_dir) as folder:
+        with atomic_files.atomic_folder(out_dir, sweeps=True) as folder:
             _copy_files(model, adapter_dir, folder, dtype=dtype, untied=untied)
             safetensors.write_shards(folder, entries, told)
             # it loads, and nothing is missing

@@ -84,7 +84,7 @@ def replay(
     _refuse_output(out, base, ledger, header)
     with (
         ReplayedRun(Path(base), header, entries, progress, device) as run,
-        atomic_files.atomic_folder(out) as folder,
+        atomic_files.atomic_folder(out, sweeps=True) as folder,
     ):
         run.write(folder)
     return len(entries)

@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from blockwalk.models.places import adapter_paths, model_paths, refuse_output
 from blockwalk.models.stops import learnt_stops
 from blockwalk.plan.words import counted
 from blockwalk.system import atomic_files
+from blockwalk.system.partial_outputs import held
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
 
@@ -107,7 +109,9 @@ def convert(
     turned = heads if arch == gguf.MODEL_ARCH.LLAMA else {}
     part = atomic_files.beside(Path(out))
     writer = gguf.GGUFWriter(part, gguf.MODEL_ARCH_NAMES[arch])
+    stack = ExitStack()
     try:
+        stack.enter_context(held(part, Path(out), part.touch, atomic_files.PARTIAL))
         if adapter is not None:
             _warn_of_stops(adapter)
             _write(
@@ -144,6 +148,7 @@ def convert(
     finally:
         writer.close()
         part.unlink(missing_ok=True)
+        stack.close()
 
 
 def _warn_of_stops(adapter: StrPath) -> None:

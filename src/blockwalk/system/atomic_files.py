@@ -19,7 +19,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +28,7 @@ import yaml
 from blockwalk.system import links
 from blockwalk.system.lfs import refuse_pointer
 from blockwalk.system.locks import lock
+from blockwalk.system.partial_outputs import held
 from blockwalk.system.paths import StrPath
 
 log = logging.getLogger(__name__)
@@ -233,7 +234,7 @@ def read_sealed(path: StrPath) -> dict[str, Any]:
 
 
 @contextmanager
-def atomic_folder(path: StrPath, *, replace: bool = False) -> Iterator[Path]:
+def atomic_folder(path: StrPath, *, replace: bool = False, sweeps: bool = False) -> Iterator[Path]:
     """Build a folder beside ``path``, which takes that name, synced, when the block ends well and
     goes when it raises.
 
@@ -241,6 +242,8 @@ def atomic_folder(path: StrPath, *, replace: bool = False) -> Iterator[Path]:
         replace: take the place of a folder that is there, which stays until this one is whole: a
             kill leaves it in its place or beside it, for :func:`bring_back`. A link that is there
             goes, and where it leads stays.
+        sweeps: remove what processes that were killed left of this folder: a command's output, in a
+            place that no run sweeps.
 
     Raises:
         ValueError: ``path`` exists already, before or after the building, and is not to be
@@ -251,28 +254,37 @@ def atomic_folder(path: StrPath, *, replace: bool = False) -> Iterator[Path]:
         refuse_existing(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = beside(path)
-    partial.mkdir()
-    try:
-        with naming(path):
-            yield partial
-            fsync_tree(partial)
-        if replace and os.path.lexists(path):
-            old = beside(path, ASIDE)
-            os.rename(path, old)
-            try:
-                os.rename(partial, path)
-            except BaseException:
-                os.rename(old, path)
-                raise
-            fsync(path.parent)
-            discard(old)
+    with ExitStack() as stack:
+        if sweeps:
+            stack.enter_context(held(partial, path, partial.mkdir, PARTIAL))
         else:
-            refuse_existing(path)  # os.rename would silently replace an empty folder
-            os.rename(partial, path)
+            partial.mkdir()
+        try:
+            with naming(path):
+                yield partial
+                fsync_tree(partial)
+            _take_name(partial, path, replace=replace)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    fsync(path.parent)
+
+
+def _take_name(partial: Path, path: Path, *, replace: bool) -> None:
+    """Give a whole folder the name that it was built for."""
+    if not (replace and os.path.lexists(path)):
+        refuse_existing(path)  # os.rename would silently replace an empty folder
+        os.rename(partial, path)
+        return
+    old = beside(path, ASIDE)
+    os.rename(path, old)
+    try:
+        os.rename(partial, path)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        os.rename(old, path)
         raise
     fsync(path.parent)
+    discard(old)
 
 
 def refuse_existing(path: StrPath) -> None:

@@ -35,6 +35,17 @@ _BEYOND = 1 << 40
 read by others."""
 
 
+def got_lock(fd: int, *, wait: bool = False) -> bool:
+    """Lock the open file ``fd`` for this process, until it is closed, and return whether it could:
+    False where another process holds it and this one does not ``wait``, and where the file system
+    has no locks."""
+    try:
+        _take(fd, wait)
+    except OSError:
+        return False
+    return True
+
+
 def lock(fd: int, path: StrPath, *, wait: bool = False) -> bool:
     """Lock the open file ``fd``, ``path`` in messages, for this process, until it is closed.
 

@@ -134,7 +134,7 @@ def write_store(
     def value(name: str) -> Value:
         return made[name]() if name in made else source.weights([name])[name]
 
-    with atomic_files.atomic_folder(path) as folder:
+    with atomic_files.atomic_folder(path, sweeps=True) as folder:
         if copy_from is not None:
             copy_model_files(copy_from, folder)
         written_units = []
