@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 from pathlib import Path
 
 from blockwalk.cli.adapters import opened_adapter, trained_by
@@ -25,7 +26,7 @@ from blockwalk.report.capacity import check_budget
 from blockwalk.report.disk_wear import wear
 from blockwalk.report.forecast import DoesNotFit
 from blockwalk.report.foresee import foresee
-from blockwalk.report.summary import memory_and_time, model_text, titled
+from blockwalk.report.summary import COLUMNS, memory_and_time, model_text, titled
 from blockwalk.report.zeroth_order_advice import zeroth_order_advice
 from blockwalk.simulate import hardware, planner, timeline
 from blockwalk.system import own_text
@@ -189,7 +190,8 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
         " tokens a rank"
     )
     if not machine.measured:
-        say(f"{mark} everything below, on a description: {machine.source}")
+        words = f"{mark} everything below, on a description: {machine.source}"
+        say(*textwrap.wrap(words, COLUMNS, break_long_words=False))
     ranking = planner.rank(task)
     say(*ranking.lines())
     if arguments.explain:

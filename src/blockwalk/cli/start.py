@@ -65,9 +65,6 @@ def init(arguments: argparse.Namespace) -> None:
     by_itself = replace(run.plan.frozen, codec=codec)
     if best.plan.method == run.plan.method and best.plan.frozen == by_itself:
         settings.pop("frozen", None)
-    # 0 is as without the setting: none are kept, or as many as a budget has room for.
-    if not settings.get("resident", True):
-        del settings["resident"]
     atomic_files.write_bytes(out, "\n".join(_file(comments, settings, run)).encode())
     say(f"written to {out} ({best.label}); next: blockwalk train {out} --dry-run")
     say(*little_memory)

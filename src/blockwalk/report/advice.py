@@ -154,7 +154,11 @@ def recommended(run: RunConfig, plan: Plan) -> dict[str, Any]:
             **changed(settings["lora"], plain_values(LoraSettings())),
         }
     budget = {"budget": run.plan.budget} if run.plan.budget else {}
-    parts = {"model": settings["model"], **differing(plan), **run_settings, **nested, **budget}
+    plan_settings = differing(plan)
+    # 0 is as without the setting: none are kept, or as many as a budget has room for
+    if plan_settings.get("resident") == 0:
+        del plan_settings["resident"]
+    parts = {"model": settings["model"], **plan_settings, **run_settings, **nested, **budget}
     return {name: _of_one(value) for name, value in parts.items() if value != {}}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter
 from dataclasses import dataclass
 
@@ -43,14 +44,18 @@ class Candidate:
         return math.inf if simulation is None else simulation.seconds / simulation.tokens
 
     def line(self) -> str:
-        """Return the candidate as a row of a table."""
+        """Return the candidate as a row of a table, of 100 columns; a reason against it goes on
+        below."""
         device, host = (human_bytes(self.peaks[pool]) for pool in (Pool.DEVICE, Pool.HOST))
-        memory = f"{self.label:<44} {device:>9} {host:>9}"
+        memory = f"{self.label:<46} {device:>9} {host:>9}"
         if self.simulation is None:
-            return f"{memory}  {self.refused}"
-        simulation = self.simulation
-        speed = (
-            f"{duration(simulation.seconds):>11} {simulation.tokens_per_second:>9,.0f} tok/s"
-            f" {100 * simulation.mfu:>5.1f}%"
-        )
-        return f"{memory} {speed}  {simulation.bottleneck()}"
+            return textwrap.fill(f"{memory}  {self.refused}", 100, subsequent_indent=" " * 8)
+        speed = f"{self.simulation.tokens_per_second:,.0f}"
+        return f"{memory} {duration(self.simulation.seconds):>13} {speed:>15}"
+
+    def bound(self) -> str:
+        """Return what bounds the step of a candidate that fits, in a line."""
+        if self.simulation is None:
+            return ""
+        mfu = 100 * self.simulation.mfu
+        return f"   {self.label}: {self.simulation.bottleneck()}; MFU {mfu:.1f}%"

@@ -67,15 +67,13 @@ class Ranking:
 
     def lines(self, *, most: int = 10) -> Iterator[str]:
         """Yield the ranking as tables."""
-        yield (
-            f"{'plan':<44} {'device':>9} {'host':>9} {'step':>11} {'tokens a second':>15}"
-            f" {'MFU':>6}  critical path"
-        )
+        yield (f"{'plan':<46} {'device':>9} {'host':>9} {'step':>13} {'tokens a second':>15}")
         groups = {"exact gradients": self.first_order, "zeroth order": self.forwards_alone}
         for title, group in groups.items():
             if group:
                 yield f"-- {title}, by tokens a second"
                 yield from (candidate.line() for candidate in group[:most])
+                yield group[0].bound()
         if self.forwards_alone:
             fastest = self.forwards_alone[0]
             yield (
