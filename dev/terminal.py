@@ -14,10 +14,11 @@ import pty
 import re
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fcntl import ioctl
 from pathlib import Path
@@ -55,15 +56,21 @@ def screen(output: str) -> list[str]:
     return [line[start : start + COLUMNS] for line, parts in starts for start in parts]
 
 
-def run(words: Sequence[str], folder: Path, *, seconds: float = 600) -> tuple[int, str]:
-    """Run a command under a pseudo-terminal, and return its exit code and its output. It is ended
-    where it takes longer."""
+def under(work: Callable[[], int], *, seconds: float = 600) -> tuple[int, str]:
+    """Do some work in a forked process under a pseudo-terminal, and return its exit code and its
+    output. It is ended where it takes longer."""
     process, descriptor = pty.fork()
     if process == 0:
-        os.chdir(folder)
-        os.environ["TERM"] = "xterm-256color"
-        os.execvp(words[0], list(words))
-    ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
+        code = 99
+        try:
+            ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
+            os.environ["TERM"] = "xterm-256color"
+            for name in ("stdout", "stderr"):
+                setattr(sys, name, open(1, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+            code = work()
+            sys.stdout.flush()
+        finally:
+            os._exit(code)
     output = b""
     deadline = time.monotonic() + seconds
     with suppress(OSError):  # the end of a pseudo-terminal
@@ -96,7 +103,8 @@ def picture(command: str, lines: Sequence[str]) -> str:
 def main() -> None:
     words = COMMAND.split()
     program = str(Path(sys.executable).with_name(words[0]))
-    code, output = run([program, *words[1:]], ROOT)
+    os.chdir(ROOT)
+    code, output = under(lambda: subprocess.call([program, *words[1:]]))
     if code != 0:
         sys.exit(f"{COMMAND} ended with {code}:\n{output}")
     lines = [line for line in screen(output) if line]

@@ -1,12 +1,17 @@
 """Oracle: README.md. Its Python runs as it stands and writes what it promises, with a small model
-in the place of the large one; what it names is there. Its commands are run by ``test_pages.py``."""
+in the place of the large one; what it names is there. Its commands are run by ``test_pages.py``,
+and the first five here under a terminal."""
 
 import re
+import shlex
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
+from dev import terminal
 
+from blockwalk.cli import main
 from blockwalk.simulate import hardware
 from tests.support.pages import HUB_NAMES, ROOT, blocks
 
@@ -39,6 +44,36 @@ def test_python_runs_as_it_stands(place: Path, capsys: pytest.CaptureFixture[str
         exec(compile(block, "README.md", "exec"), names)
     assert not re.search(r"\bnan\b", capsys.readouterr().out)
     assert list(place.rglob("adapter_model.safetensors")), "an adapter is saved"
+
+
+def test_the_five_commands_at_a_terminal(place: Path) -> None:
+    """Oracle: a terminal of 100 columns, and the files that README promises. A run's losses stay on
+    the screen, below the six lines that it opens with."""
+    block = README.partition("## Five commands\n\n```bash\n")[2].partition("```")[0]
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert [words[1] for words in commands] == ["init", "plan", "train", "generate", "merge"]
+    import peft
+    import transformers
+
+    assert peft.LoraConfig, transformers.Trainer  # forked processes need not import them again
+    shown = {}
+    for program, *words in commands:
+        assert program == "blockwalk"
+        code, output = terminal.under(partial(main.main, words), seconds=120)
+        shown[words[0]] = terminal.screen(output)
+        assert code == 0, output
+    assert (place / "run.yaml").is_file()
+    assert (place / "merged" / "model.safetensors").is_file()
+    titles = [line[:9].rstrip() for line in shown["train"][:6]]
+    assert titles == ["device", "model", "memory", "data", "held out", "saved to"]
+    assert any(re.match(r"step 2/2  loss \d", line) for line in shown["train"]), "it stays"
+    assert any(line.startswith("try it ") for line in shown["train"])
+    memories = [
+        line for name in ("plan", "train") for line in shown[name] if line.startswith("memory ")
+    ]
+    assert all(" (whole process)" in line for line in memories)
+    assert len(memories) == 2
+    assert "".join(shown["generate"]).strip()
 
 
 def test_what_else_is_named_is_there() -> None:
