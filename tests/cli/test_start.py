@@ -129,11 +129,11 @@ def test_what_little_memory_would_take_is_said_beside_what_was_chosen() -> None:
     few, many = (planner.Candidate(method(name), name, Counter({Pool.DEVICE: nbytes}))
                  for name, nbytes in (("mebp", 4 * 10**8), ("plain", 6 * 10**9)))  # fmt: skip
 
-    def memory(plan: planner.Candidate) -> str:
-        return f"{plan.peaks[Pool.DEVICE]} bytes"
+    def memory(plan: planner.Candidate) -> int:
+        return plan.peaks[Pool.DEVICE]
 
     (line,) = _of_little_memory(planner.Ranking((many, few), (), ()), many, memory)
-    says(line, "mebp 400000000 6000000000")
+    assert "mebp would take 400.0 MB instead of 6.0 GB" in line
     assert list(_of_little_memory(planner.Ranking((few, many), (), ()), few, memory)) == []
 
 

@@ -249,3 +249,25 @@ def test_cards_of_8_gb_hold_8_gb() -> None:
 def test_a_time_is_said_in_words(seconds: float, words: str) -> None:
     """Closed form: the same time in the unit that it has two of."""
     assert duration(seconds) == words
+
+
+@pytest.mark.parametrize("flags", ["avx2", "avx2 avx512_bf16"])
+def test_a_machine_that_was_not_measured_is_between_two(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the threads and the flags, by hand. Twice the threads compute twice as fast; units
+    for pairs of bfloat16 numbers are faster, and leave less free heap."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hardware, "_processor_flags", lambda: frozenset(("", *flags.split())))
+    machine = hardware.of_this_machine("cpu")
+    rates = {}
+    for threads in (2, 4):
+        monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+        slowest, fastest = hardware.extremes(machine)
+        rates[threads] = [m.flops_of("bfloat16") for m in (slowest, fastest)]
+        assert slowest.flops_of("bfloat16") < fastest.flops_of("bfloat16")
+        assert slowest.flops_of("float32") == slowest.flops_of("bfloat16")
+    assert rates[4] == pytest.approx([2 * rate for rate in rates[2]])
+    has_pairs = "avx512_bf16" in flags
+    assert (rates[2][1] > 2 * 2e11) == has_pairs, "220 GFLOP/s a core were measured with them"
+    assert (machine.slack["streamed, 16 bits"] < 1.5) == has_pairs

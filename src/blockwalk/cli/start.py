@@ -51,10 +51,13 @@ def init(arguments: argparse.Namespace) -> None:
     best = next(iter(fitting), None)
     if best is None:
         raise ValueError(_misfit(ranking, arguments.method, machine.name))
-    memory = partial(_memory, task=task, held=process_bytes())
-    little_memory = list(_of_little_memory(ranking, best, memory))
+    nbytes = partial(_memory_bytes, task=task, held=process_bytes())
+    memory = process_text(nbytes(best))
+    if machine.device != "cpu":
+        memory = f"{human_bytes(nbytes(best))} of tensors"
+    little_memory = list(_of_little_memory(ranking, best, nbytes))
     comments = [
-        f"The fastest of {len(fitting)} plans that fit {machine.name}: {memory(best)}.",
+        f"The fastest of {len(fitting)} plans that fit {machine.name}: {memory}.",
         *little_memory,
         f"Look at it: blockwalk plan {out}. Train: blockwalk train {out}. Every setting:"
         " blockwalk train --help.",
@@ -142,31 +145,29 @@ def _peak_bytes(candidate: planner.Candidate) -> int:
     return candidate.peaks[Pool.DEVICE] + candidate.peaks[Pool.HOST]
 
 
-def _memory(candidate: planner.Candidate, task: planner.Task, held: int) -> str:
-    """Return the memory of a plan's steps in words: of the whole process on a processor, where it
-    holds ``held`` bytes without the model."""
+def _memory_bytes(candidate: planner.Candidate, task: planner.Task, held: int) -> int:
+    """Return bytes of memory of a plan's steps: of the whole process on a processor, where it holds
+    ``held`` bytes without the model; else of tensors."""
     if task.hardware.device != "cpu" or candidate.simulation is None:
-        return f"{human_bytes(_peak_bytes(candidate))} on the device and in host memory"
+        return _peak_bytes(candidate)
     program = candidate.simulation.program
     facts = (program, candidate.plan, task.hardware, task.model)
-    return process_text(process_memory.process_peak(*facts, process=held))
+    return process_memory.process_peak(*facts, process=held)
 
 
 def _of_little_memory(
-    ranking: planner.Ranking, best: planner.Candidate, memory: Callable[[planner.Candidate], str]
+    ranking: planner.Ranking, best: planner.Candidate, nbytes: Callable[[planner.Candidate], int]
 ) -> Iterator[str]:
     """Yield a line on the memory that method mebp would take, where it was not chosen.
 
     Args:
-        memory: a function of a plan: what it takes, in words.
+        nbytes: a function of a plan: the bytes that it takes.
     """
     mebp = [candidate for candidate in ranking.first_order if candidate.plan.method == "mebp"]
     if mebp and best.plan.method != "mebp":
         smallest = min(mebp, key=_peak_bytes)
-        yield (
-            f"method: mebp would take {memory(smallest)} instead of {memory(best)}, and more time:"
-            " weights come from disk."
-        )
+        memory = f"{human_bytes(nbytes(smallest))} instead of {human_bytes(nbytes(best))}"
+        yield f"method: mebp would take {memory}, and more time: weights come from disk."
 
 
 def _examples() -> None:
