@@ -66,6 +66,8 @@ def test_the_five_commands_at_a_terminal(place: Path) -> None:
     assert (place / "merged" / "model.safetensors").is_file()
     titles = [line[:9].rstrip() for line in shown["train"][:6]]
     assert titles == ["device", "model", "memory", "data", "held out", "saved to"]
+    assert shown["train"][4].startswith("held out 1 record, "), "init holds a share out"
+    assert any(line.startswith("held-out loss ") for line in shown["train"])
     assert any(re.match(r"step 2/2  loss \d", line) for line in shown["train"]), "it stays"
     assert any(line.startswith("try it ") for line in shown["train"])
     memories = [

@@ -30,6 +30,10 @@ from blockwalk.train import config
 
 INSTALL = "pip install 'blockwalk[shell]'"
 
+HELD_OUT = 0.02
+"""The share of the training data that a new file holds out where no held-out data are named: the
+loss on it is what a first run is judged by."""
+
 
 def init(arguments: argparse.Namespace) -> None:
     """Write a run's file; what was not given is asked, where there is somebody to ask."""
@@ -86,6 +90,7 @@ def _answers(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": model,
         "data.train": data,
         "data.eval": arguments.eval or "",
+        "data.eval_share": 0.0 if arguments.eval else HELD_OUT,
         "lora": not arguments.full,
         "output_dir": f"runs/{Path(model).name}",
     }
@@ -191,7 +196,7 @@ def _ask(name: str, what: str) -> str:
 
 EDITED = {
     "data.max_length": "tokens of a record; longer ones are cut",
-    "data.eval_share": "share of the records that is held out, such as 0.05",
+    "data.eval_share": "share of the records that is held out; 0: none",
     "lora.rank": "size of the adapters",
     "batch_size": "sequences of a step",
     "epochs": "times that every record is seen; parts too",

@@ -89,7 +89,10 @@ def time_text(forecast: Forecast, steps: int, usual: Simulation | None = None) -
     """
     longest = forecast.simulated()
     if longest is None:
-        least, most = forecast.guessed_seconds()
+        try:
+            least, most = forecast.guessed_seconds()
+        except Exception as error:  # nothing that is only foreseen ends a run
+            return f"not foreseen ({str(error) or type(error).__name__})"
         run = f", {_range(steps * least, steps * most)} in all" if steps else ""
         return f"{_range(least, most)} a step{run} ({GUESSED})"
     # the simulation of a shorter row may take longer than that of the longest
