@@ -163,7 +163,8 @@ def test_a_run_is_foreseen_at_the_lengths_of_its_data(
     assert main.main(arguments) == 0
     ((longest, usual, seconds),) = shapes
     assert (longest, usual) == (Shape(4, 128), Shape(4, (128 + 7 * 24) // 8))
-    assert f", {seconds:.3g} s on average; 8 steps: about {8 * seconds:.0f} s" in said
+    assert f"; time {seconds:.3g} s a step, " in said
+    assert f"; {8 * seconds:.3g} s in all\n" in said
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -23,11 +24,13 @@ NEW = "/new"
 """The line that begins a new conversation."""
 HELP = "/help"
 """The line that lists what can be typed."""
+QUIT = "/quit"
+"""The line that ends a chat."""
 COMMANDS = (
     f"{NEW}    begins a new conversation",
     f"{HELP}   prints these lines",
     "Ctrl-C  ends an answer; while you type, the program",
-    "Ctrl-D  ends the program",
+    f"{QUIT}   ends the program; Ctrl-D, too",
 )
 """Lines on what can be typed in a chat."""
 MARK = "> "
@@ -48,9 +51,12 @@ def chat(run: RunConfig, arguments: argparse.Namespace) -> None:
         if on_terminal:
             say(f"{_who(run, speaker)}. {HELP} lists what you can type.")
         for line in _lines(on_terminal):
+            if line.strip() == QUIT:
+                break
             if line.strip() == NEW:
                 talk.begin()
-            elif line.strip() == HELP:
+            elif re.fullmatch(r"/\w+", line.strip()):
+                # a mistyped command is no question to a model
                 say(*COMMANDS)
             elif line.strip():
                 talk.answer(line)
