@@ -259,7 +259,8 @@ def test_help_lists_what_can_be_typed_and_a_terminal_names_model_and_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Oracle: the words of the help, also for a line that is no command; the model sees none, and none after the end."""
+    """Oracle: the words of the help, also for a line that is no command; the model sees none of
+    them, and nothing after the end."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("/help\n/hlep\n/quit\nhi\n"))
     text = said(capsys, "chat", str(trained), "--max_new_tokens", "2")
     assert text.splitlines() == [*COMMANDS, *COMMANDS]
