@@ -1,5 +1,5 @@
-"""FCDP's tables III, V, VI and VII, and what is known of its figures, by compiled programs of its
-own GPT-2 shapes.
+"""FCDP's tables II, III, V, VI and VII, and what is known of its figures, by compiled programs of
+its own GPT-2 shapes.
 
 The paper's systems are DeepSpeed's and work beside it: their collectives are rings that know no
 nodes, and their gradients have 16 bits. Such a step is the program of ``zero3`` in which every rank
@@ -28,7 +28,7 @@ from blockwalk.simulate import hardware
 from blockwalk.simulate.hardware import Hardware, Link
 from blockwalk.simulate.planner import Task, largest_batch, largest_fitting, programs_of, steady
 from blockwalk.simulate.seconds import CostModel
-from blockwalk.simulate.simulator import simulate
+from blockwalk.simulate.simulator import Simulation, simulate
 from blockwalk.walk.unit_costs import UnitCosts
 
 GIB = 1 << 30
@@ -93,6 +93,28 @@ LINKS = ("ib100", "ipoib", "eth10", "eth1")
 
 IP_LATENCY = 5e-5
 """Seconds of IP on InfiniBand before the first byte: that of Ethernet at 10 Gbit/s."""
+
+
+# ---- table II: links -----------------------------------------------------------------------------
+
+
+def link_table() -> Iterator[dict[str, object]]:
+    """Yield table II: what links promise, relative to the one between nodes, and beside it what the
+    description that every other table is predicted with has for them."""
+    print("FCDP table II: what links promise, relative to the one between nodes")
+    table = {row["path"]: row for row in rows("fcdp_table2_bandwidth")}
+    between = float(table["eth100g_inter_node"]["bandwidth_GB_s"])
+    machine = cluster("ib100")
+    described = {
+        "pcie4_x16_gpu_cpu": machine.host_to_device,
+        "nvlink3_x4_gpu_gpu": machine.intra,
+        "eth100g_inter_node": machine.inter,
+    }
+    for path, row in table.items():
+        promised = float(row["bandwidth_GB_s"])
+        yield line(f"table II, {path}", promised / between, float(row["relative"]), "times")
+        yield line(f"{path}, as described", described[path].bandwidth / 1e9, None, "GB/s")
+    print("  cards that NVLink does not join reach one another over PCIe, at a tenth of its rate")
 
 
 # ---- table III: one transfer ---------------------------------------------------------------------
@@ -201,19 +223,19 @@ class Case:
     def ranks(self) -> int:
         return self.nodes * CARDS_OF_NODE
 
-    def seconds(self, link: str) -> float:
-        """Return seconds of the step, with nodes joined by a link."""
+    def simulation(self, link: str) -> Simulation:
+        """Return the step, with nodes joined by a link."""
         units = gpt2(self.billions, lora=self.lora)
         plan = ring(self.ranks)
         machine = cluster(link, self.nodes)
         task = Task(units.spec(), units, machine, Shape(self.batch, SEQUENCE))
         (program, *_), costs = programs_of(task, plan)
         published = as_published(program, self.system, self.ranks, 4 if self.lora else 2)
-        return simulate((published,), plan, task.model, machine, costs).seconds
+        return simulate((published,), plan, task.model, machine, costs)
 
     def tokens_per_second(self, link: str) -> float:
         """Return tokens of all cards a second."""
-        return self.ranks * self.batch * SEQUENCE / self.seconds(link)
+        return self.ranks * self.batch * SEQUENCE / self.simulation(link).seconds
 
 
 def bytes_table() -> Iterator[dict[str, object]]:

@@ -55,6 +55,12 @@ def rows(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def number(row: Mapping[str, str], column: str) -> float | None:
+    """Return a published number; None of a row that is not at hand, or of a dash."""
+    text = row.get(column, "-")
+    return None if text == "-" else float(text)
+
+
 def line(what: str, predicted: float, published: float | None, unit: str) -> dict[str, Any]:
     """Print a predicted figure beside the published one, if there is one, and return it."""
     error = None if not published else predicted / published - 1

@@ -78,6 +78,12 @@ def run(
     return simulate((program,), plan, model, machine, costs)
 
 
+def compiled(config: dict[str, Any], plan: Plan, shape: Shape) -> Program:
+    """Return the steady step's program on an accelerator."""
+    program, _, _ = _compiled(json.dumps(config), plan, shape, None, True, "cuda")
+    return program
+
+
 @functools.cache
 def _compiled(
     config: str, plan: Plan, shape: Shape, lora_rank: int | None, fused: bool, device: str

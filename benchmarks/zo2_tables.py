@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.published import line, megabytes, megabytes_of_float32_loss, rows
+from benchmarks.published import line, megabytes, megabytes_of_float32_loss, number, rows
 from benchmarks.zeroth_order_runs import (
     fitted,
     measured,
@@ -44,7 +44,6 @@ BATCHES = (1, 2, 4, 8)
 LENGTHS = (1024, 2048, 4096, 8192)
 
 QWEN3 = {
-    "0.6B": (28, 1024, 16, 3072, True),
     "1.7B": (28, 2048, 16, 6144, True),
     "4B": (36, 2560, 32, 9728, True),
     "8B": (36, 4096, 32, 12288, False),
@@ -113,12 +112,6 @@ def float32_rows(table: str, key: str, shapes: dict[str, Shape]) -> Iterator[dic
                 yield line(words, held, number(row, f"{name}_MB"), "MB")
                 speed = simulation.tokens_per_second
                 yield line(f"{case} speed", speed, number(row, f"{name}_tok_s"), "tok/s")
-
-
-def number(row: dict[str, str], column: str) -> float | None:
-    """Return a published number; None of a row that is not at hand, or of a dash."""
-    text = row.get(column, "-")
-    return None if text == "-" else float(text)
 
 
 def float32_batch_table() -> Iterator[dict[str, Any]]:
