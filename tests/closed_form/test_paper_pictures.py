@@ -56,7 +56,7 @@ def test_a_kept_picture_has_a_curve_for_each_name(name: str, curves: int) -> Non
 
 def test_memory_of_the_figure_falls_from_method_to_method() -> None:
     """The figure's ends, OPT-175B: AdamW holds 16-bit weights, 4 bytes of gradients and 8 of
-    moments a parameter; ZO2 two blocks of 12 D² at the least, and the published 18 GB at the most."""
+    moments a parameter; ZO2 two blocks of 12 D² at the least, and less than the published 18 GB."""
     root = ElementTree.parse(RESULTS / "zo2_figure3.svg").getroot()
     ends = [
         float(element.get("points", "").split()[-1].partition(",")[2])
