@@ -163,3 +163,25 @@ def test_metrics_are_means_over_the_step(tmp_path: Path) -> None:
         metrics = walker.step(batch).metrics
     assert metrics["margin"] == pytest.approx(float(margin_P.mean()), rel=1e-5)
     assert metrics["reward_accuracy"] == float((margin_P > 0).double().mean())
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_losses_of_sequences_that_lie_side_by_side(batches: int, tmp_path: Path) -> None:
+    """Oracle: the cross-entropy of whole logits, summed over each row. A batch is walked without
+    its padding."""
+    model = adapted(tiny_model("llama"), ["q_proj"])
+    batch = judged_batch(seed=10, sequence=60)
+    batch["attention_mask"][::2, 20:] = 0
+    batch["labels"][::2, 20:] = -100
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        logits_BSV = model(**inputs, use_cache=False).logits[:, :-1].double()
+        expected_BS = torch.nn.functional.cross_entropy(
+            logits_BSV.transpose(1, 2), batch["labels"][:, 1:], reduction="none"
+        )
+    plan = method("mebp", frozen="disk × raw", objective="dpo")
+    with Walker(copy.deepcopy(model), plan, workdir=tmp_path, device="cpu") as walker:
+        losses_B = walker.label_losses(batch, batches=batches, packs=True)
+        shapes = [tuple(labels.shape) for labels in walker._forward.labels]
+    assert all(rows == 1 for rows, _ in shapes), shapes
+    torch.testing.assert_close(losses_B, expected_BS.sum(1), rtol=1e-6, atol=1e-6)

@@ -15,7 +15,7 @@ from blockwalk.data.batch import Batch
 from blockwalk.engine.engine import Engine
 from blockwalk.engine.home import Job
 from blockwalk.estimators.head import Ending
-from blockwalk.estimators.losses import Objective, loss_of
+from blockwalk.estimators.losses import Objective, TokenSum, loss_of
 from blockwalk.estimators.protocol import Weights
 from blockwalk.estimators.stage_values import Received, receive, send
 from blockwalk.estimators.walk_request import Losses, NextLogits
@@ -76,6 +76,8 @@ class Forward:
             return self.row_losses[micro_batch]
         by_row = self.loss.sums or (isinstance(self.request, Losses) and self.request.by_row)
         rows = len(self.labels[micro_batch]) if by_row else 1
+        if isinstance(self.request, Losses) and self.request.sequences:
+            rows = self.request.sequences
         return torch.zeros(rows, dtype=torch.float64)
 
     def prepare(self, op: Op) -> Job:
@@ -133,6 +135,8 @@ class Forward:
         if isinstance(self.request, NextLogits):
             in_parts = self.loss.sums
             self.logits_BV = ending.next_logits() if in_parts else ending.logits()[:, -1].float()
+        elif self.request.sequences and isinstance(self.loss, TokenSum):
+            self.row_losses[m] = self.loss.of_sequences(ending, self.request.sequences)
         else:
             by_row = self.loss.sums or self.request.by_row
             losses = self.loss.forward(ending, by_row=by_row).double()

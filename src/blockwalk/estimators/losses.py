@@ -73,6 +73,23 @@ class TokenSum:
         losses_B = losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
         return losses_B if by_row else losses_B.sum()
 
+    @torch.no_grad()
+    def of_sequences(self, ending: Ending, count: int) -> Tensor:
+        """Return the loss of each of so many sequences, float64 [R], wherever they lie."""
+        losses_R = torch.zeros(count, dtype=torch.float64, device=ending.hidden_BSD.device)
+        sequences_BS = sequences_of(ending.batch)
+        for part in ending.parts():
+            start = 0 if part.tile is None else part.tile.start
+            (losses_BS,) = self.token_losses(
+                ending.cut.head, [(part.factors(), part.labels_BS)], ending.scratch
+            )
+            places_n = _learnt(part.labels_BS)
+            tile = slice(start + 1, start + part.labels_BS.shape[1])
+            numbers_n = sequences_BS[:, tile].reshape(-1)[places_n].to(losses_R.device)
+            losses_n = losses_BS.reshape(-1)[places_n.to(losses_R.device)]
+            losses_R.index_add_(0, numbers_n, losses_n)
+        return losses_R
+
     def with_gradient(
         self, ending: Ending, share: Share, accumulator: Accumulator, trained: Sequence[Tensor]
     ) -> Differentiated:

@@ -45,6 +45,9 @@ class Losses:
 
     by_row: bool = False
     """True for the loss of each sequence even where it would be the model's own of all."""
+    sequences: int = 0
+    """Sequences of a micro-batch, of which each has a loss even where they lie side by side; 0: a
+    row's loss is that of all of its sequences."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ def baseline_of(
     ratios: list[float] = []
     for begin in range(0, len(rows), size):
         part = rows[begin : begin + size]
-        others = answers_to_others(dataset, part)
-        losses = walker.label_losses(RowBatch(others, range(len(part)), multiple)).numpy()
+        walked = RowBatch(answers_to_others(dataset, part), range(len(part)), multiple)
+        losses = walker.label_losses(walked, packs=True).numpy()
         ratios += (-losses - dataset.numbers[OF_OTHERS][list(part)]).tolist()
     return max(0.0, math.fsum(ratios) / len(ratios))
 

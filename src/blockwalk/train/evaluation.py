@@ -243,7 +243,7 @@ class HeldOut:
         """Measure the objective from the log-probability of each sequence."""
         facts = self.objective
         encoded = self.encoded
-        sums_R = -self._row_losses(walker, watch)
+        sums_R = -self._row_losses(walker, watch, packs=True)
         tokens_R = np.array([encoded.predicted_of(row) for row in range(len(encoded))])
         numbers = dict(encoded.numbers)
         if facts.baseline:
@@ -284,11 +284,14 @@ class HeldOut:
     ) -> npt.NDArray[np.float64]:
         return -losses_R / tokens_R if self.settings.label_scores == "mean" else -losses_R
 
-    def _row_losses(self, walker: Walker, watch: Callable[[int], None]) -> npt.NDArray[np.float64]:
+    def _row_losses(
+        self, walker: Walker, watch: Callable[[int], None], *, packs: bool = False
+    ) -> npt.NDArray[np.float64]:
         """Return the loss summed over each row's learnt tokens, float64 [R]."""
         losses_R = np.zeros(len(self.encoded))
         for rows, batch, cuts in self._visits(watch):
-            losses_R[rows] = walker.label_losses(batch, batches=cuts).numpy()
+            losses = walker.label_losses(batch, batches=cuts, packs=packs)
+            losses_R[rows] = losses.numpy()
         return losses_R
 
     def _generated(

@@ -321,7 +321,7 @@ def _evaluate(
                 show(done)
                 if heard():
                     return False
-                sums = (-of_reference.label_losses(batch, batches=cuts)).tolist()
+                sums = (-of_reference.label_losses(batch, batches=cuts, packs=True)).tolist()
                 _require_finite(sums, name, rows)
                 writer.add(name, rows, sums)
                 done += len(rows)

@@ -503,11 +503,12 @@ class Walker:
 
     def evaluate(self, batch: Batch, *, batches: int = 1, local_batch: bool = False) -> EvalResult:
         """Return the summed loss of a batch in evaluation mode, and the tokens that it is a sum
-        over. Ranks call this with the same batch, each walks its share of the sequences, and all
-        get the same answer: one process's, but for the rounding of products with fewer rows. Each
-        visit of a block computes the batch in ``batches`` parts, so that its weights are fetched
-        and decoded once for all of them. With ``local_batch`` each rank brings rows of its own, as
-        in :meth:`step`, and the answer is of those of all.
+        over; under an objective of log-probabilities the cross-entropy of all answers. Ranks call
+        this with the same batch, each walks its share of the sequences, and all get the same
+        answer: one process's, but for the rounding of products with fewer rows. Each visit of a
+        block computes the batch in ``batches`` parts, so that its weights are fetched and decoded
+        once for all of them. With ``local_batch`` each rank brings rows of its own, as in
+        :meth:`step`, and the answer is of those of all.
 
         Raises:
             ValueError: on every rank: another rank has another batch, or cuts it into other parts;
@@ -518,21 +519,30 @@ class Walker:
         parts = self._share_to_evaluate(batch, batches, local_batch=local_batch)
         return EvalResult(math.fsum(self._evaluated(parts, batches)), parts.counts.tokens)
 
-    def label_losses(self, batch: Batch, *, batches: int = 1) -> Tensor:
+    def label_losses(self, batch: Batch, *, batches: int = 1, packs: bool = False) -> Tensor:
         """Return the loss summed over the labels of each sequence, float64 [B] on the CPU, in
         evaluation mode: what label words are ranked by. Ranks share the sequences, and visits the
-        parts, as in :meth:`evaluate`."""
+        parts, as in :meth:`evaluate`. With ``packs`` short ones lie side by side, as in a step,
+        where the model walks them so: without their padding."""
         rows, _ = batch_shape(batch)
-        parts = self._share_to_evaluate(batch, batches, by_row=True)
-        losses = self._evaluated(parts, batches, by_row=True)
+        packs = packs and self.engine.cut.walks_documents(self.plan)
+        parts = self._share_to_evaluate(batch, batches, by_row=True, packs=packs)
+        sequences = parts.shape.batch if packs else 0
+        losses = self._evaluated(parts, batches, by_row=True, sequences=sequences)
         return torch.tensor(losses[:rows], dtype=torch.float64)
 
     def _share_to_evaluate(
-        self, batch: Batch, batches: int, *, by_row: bool = False, local_batch: bool = False
+        self,
+        batch: Batch,
+        batches: int,
+        *,
+        by_row: bool = False,
+        local_batch: bool = False,
+        packs: bool = False,
     ) -> BatchParts:
         """Return what this rank walks of a batch, when all ranks have agreed on it."""
         self.flush()
-        packs = not by_row and self.engine.cut.walks_documents(self.plan)
+        packs = packs or (not by_row and self.engine.cut.walks_documents(self.plan))
         call = "label_losses" if by_row else "evaluate"
         cut = Cut(
             call,
@@ -544,13 +554,15 @@ class Walker:
         )
         return cut_rows(batch, self.plan, self.ranks, cut, self.steps_done + 1)
 
-    def _evaluated(self, parts: BatchParts, batches: int, *, by_row: bool = False) -> list[float]:
+    def _evaluated(
+        self, parts: BatchParts, batches: int, *, by_row: bool = False, sequences: int = 0
+    ) -> list[float]:
         """Return summed losses of the batch, in its order: of each sequence, or of each rank's
         share of each part where the model's own loss is asked for."""
         on_device = parts.on(
             self.device, hides_unseen=not self._reads_padding, place=self._row_place
         )
-        self._forward.begin(on_device, parts.labels, Losses(by_row))
+        self._forward.begin(on_device, parts.labels, Losses(by_row, sequences))
         program = self.program(StepKind.EVALUATE, parts.shape, batches=batches)
         self._executor.run(program, self._forward, self.timeline)
         losses = [self._forward.losses_of(m).tolist() for m in range(batches)]
