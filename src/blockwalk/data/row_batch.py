@@ -167,9 +167,9 @@ def share(
     within = numbers.clamp(max=examples - 1)
     places = (within[:, None] * group + torch.arange(group)).flatten()
     if isinstance(batch, RowBatch):
-        taken = batch.take(places.tolist())
+        of_rank = batch.take(places.tolist())
     else:
-        taken = {name: tensor[places.to(tensor.device)] for name, tensor in batch.items()}
+        of_rank = {name: tensor[places.to(tensor.device)] for name, tensor in batch.items()}
     is_copy = (numbers >= examples).repeat_interleave(group)
-    taken["labels"][is_copy] = IGNORE
-    return taken
+    of_rank["labels"][is_copy] = IGNORE
+    return of_rank

@@ -267,13 +267,13 @@ def _clipped(
     """Return the loss of each ratio, and 1 where it is clipped, else 0."""
     ratios = log_ratios.exp()
     least = 1 - settings.epsilon
-    most = 1 + (settings.epsilon_high or settings.epsilon)
-    inside = ratios.clamp(least, most)
+    largest = 1 + (settings.epsilon_high or settings.epsilon)
+    inside = ratios.clamp(least, largest)
     bounded = ratios.clamp(max=settings.delta) if settings.delta else ratios
     losses = -torch.minimum(bounded * advantages, inside * advantages)
-    low = (ratios < least) & (advantages < 0)
-    high = (ratios > most) & (advantages > 0)
-    return losses, (low | high).to(losses.dtype)
+    falls = (ratios < least) & (advantages < 0)
+    rises = (ratios > largest) & (advantages > 0)
+    return losses, (falls | rises).to(losses.dtype)
 
 
 def _smoothed(margins_P: Tensor, smoothing: float) -> Tensor:
@@ -304,7 +304,7 @@ def mean_of_pairs(
 
 def _log1mexp(log_probs: Tensor) -> Tensor:
     """Return log(1 − exp(x)) of x < 0, without cancellation at either end (Mächler, 2012)."""
-    near = log_probs > -0.6931471805599453
-    inner = torch.where(near, log_probs, torch.full_like(log_probs, -0.5))
-    outer = torch.where(near, torch.full_like(log_probs, -1.0), log_probs)
-    return torch.where(near, (-torch.expm1(inner)).log(), torch.log1p(-outer.exp()))
+    is_small = log_probs > -0.6931471805599453
+    inner = torch.where(is_small, log_probs, torch.full_like(log_probs, -0.5))
+    outer = torch.where(is_small, torch.full_like(log_probs, -1.0), log_probs)
+    return torch.where(is_small, (-torch.expm1(inner)).log(), torch.log1p(-outer.exp()))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
+from blockwalk.plan.choices import AUTO, Adapters, LoraSettings, PrefixSettings
 from blockwalk.plan.methods import method
 from blockwalk.plan.parsing import plain_values, setting_of
 from blockwalk.plan.placement import NOBODY, Placement
@@ -156,7 +156,7 @@ def recommended(run: RunConfig, plan: Plan) -> dict[str, Any]:
     budget = {"budget": run.plan.budget} if run.plan.budget else {}
     plan_settings = differing(plan)
     # 0 is as without the setting: none are kept, or as many as a budget has room for
-    if plan_settings.get("resident") == 0:
+    if not plan_settings.get("resident", AUTO):
         del plan_settings["resident"]
     parts = {"model": settings["model"], **plan_settings, **run_settings, **nested, **budget}
     return {name: _of_one(value) for name, value in parts.items() if value != {}}

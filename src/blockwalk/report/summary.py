@@ -36,14 +36,14 @@ def model_text(run: RunConfig, forecast: Forecast) -> str:
     frozen = forecast.model.numel(trainable=False)
     trained = forecast.model.numel(trainable=True)
     name = Path(run.model).name if Path(run.model).exists() else str(run.model)
-    what = f"all {short_count(trained)} parameters"
+    trained_text = f"all {short_count(trained)} parameters"
     if adapters is not None:
         kind_of_adapters = str(adapters).replace(" adapters", "")
         base = f"{short_count(frozen)} parameters {_placed(forecast)}"
-        what = f"{kind_of_adapters}, {short_count(trained)} over {base}"
+        trained_text = f"{kind_of_adapters}, {short_count(trained)} over {base}"
     kind = plan.estimator.facts.help or str(plan.estimator)
     ranks = f", {counted(plan.mesh.world, 'rank')}" if plan.mesh.world > 1 else ""
-    return f"{name}: {what}; {kind} ({plan.method}){ranks}"
+    return f"{name}: {trained_text}; {kind} ({plan.method}){ranks}"
 
 
 def _placed(forecast: Forecast) -> str:
@@ -108,11 +108,11 @@ def time_text(forecast: Forecast, steps: int, usual: Simulation | None = None) -
 def _range(least: float, most: float) -> str:
     """Return a guess at seconds, from the least to the most, in one digit each: ``5–40 s``, ``20
     s–3 min``."""
-    low, high = (_short(float(f"{seconds:.1g}")) for seconds in (least, most))
-    if low == high:
-        return low
-    number, _, unit = low.partition(" ")
-    return f"{number if high.endswith(f' {unit}') else low}–{high}"
+    fewest, largest = (_short(float(f"{seconds:.1g}")) for seconds in (least, most))
+    if fewest == largest:
+        return fewest
+    number, _, unit = fewest.partition(" ")
+    return f"{number if largest.endswith(f' {unit}') else fewest}–{largest}"
 
 
 def _short(seconds: float) -> str:
