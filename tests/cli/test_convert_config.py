@@ -359,8 +359,11 @@ def test_a_dump_of_trls_own_configuration_is_converted(tmp_path: Path, tiny_run:
 @pytest.mark.parametrize(
     ("settings", "facts"),
     [
-        (without(FACTORY_LORA, stage="dpo", pref_beta=0.1), "stage dpo pref_beta 0.1"),
-        (without(AXOLOTL_LORA, rl="dpo"), "rl dpo"),
+        (without(FACTORY_LORA, stage="dpo", pref_loss="hinge"), "stage dpo pref_loss hinge"),
+        (without(FACTORY_LORA, stage="ppo"), "stage ppo"),
+        (without(AXOLOTL_LORA, rl="grpo"), "rl grpo"),
+        (without(AXOLOTL_LORA, rl="orpo", rl_beta=-1), "rl orpo rl_beta -1"),
+        (without(TRL_LORA, beta=0.1), "beta 0.1"),
         (without(AXOLOTL_LORA, train_on_inputs=True), "train_on_inputs true"),
         (without(AXOLOTL_LORA, s2_attention=True), "s2_attention true"),
         (without(FACTORY_LORA, use_galore=True), "use_galore true"),
@@ -380,6 +383,59 @@ def test_what_cannot_be_followed_is_refused_and_nothing_is_written(
     assert main(["convert-config", str(source), "--out", str(tmp_path / "run.yaml")]) == 2
     says(capsys.readouterr().err, facts, str(source))
     assert not (tmp_path / "run.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "ours"),
+    [
+        (without(FACTORY_LORA, stage="dpo"), "dpo", {"beta": 0.1}),
+        (
+            without(FACTORY_LORA, stage="dpo", pref_loss="sigmoid", pref_beta=0.3),
+            "dpo",
+            {"beta": 0.3},
+        ),
+        (
+            without(FACTORY_LORA, stage="dpo", pref_loss="simpo", simpo_gamma=1.5),
+            "simpo",
+            {"gamma": 1.5},
+        ),
+        (
+            without(FACTORY_LORA, stage="kto", kto_chosen_weight=2, pref_beta=0.2),
+            "kto",
+            {"desirable_weight": 2, "beta": 0.2},
+        ),
+        (without(AXOLOTL_LORA, rl="orpo", orpo_alpha=0.2), "orpo", {"beta": 0.2}),
+        (
+            without(AXOLOTL_LORA, rl="ipo", rl_beta=0.4),
+            "ipo",
+            {"beta": 0.4},
+        ),
+        (without(MLX, train_mode="cpo"), "cpo", {"beta": 0.1}),
+    ],
+)
+def test_an_objective_elsewhere_is_ours_with_its_settings(
+    settings: dict[str, Any], name: str, ours: dict[str, float], tmp_path: Path
+) -> None:
+    """Oracle: the tools' documentation of each setting, read by eye."""
+    plan = config.load(converted(tmp_path, settings)).plan
+    assert plan.objective.partition("(")[0] == name
+    assert {key: getattr(plan.objective_facts.settings, key) for key in ours} == ours
+
+
+def test_pairs_of_the_register_become_their_file(tmp_path: Path) -> None:
+    """Oracle: the entry of LLaMA-Factory's demo pairs, as it documents such entries."""
+    (tmp_path / "data").mkdir()
+    columns = {"messages": "conversations", "chosen": "better", "rejected": "rejected"}
+    pairs = {"file_name": "pairs.json", "ranking": True, "formatting": "sharegpt"}
+    register = {"pairs": {**pairs, "columns": columns}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(register))
+    settings = without(FACTORY_LORA, stage="dpo", dataset="pairs")
+    source = config.load(converted(tmp_path, settings)).data.train
+    (source,) = source if isinstance(source, tuple | list) else (source,)
+    assert (source.path, source.columns) == (
+        str(tmp_path / "data" / "pairs.json"),
+        ("chosen=better",),
+    )
 
 
 def test_what_has_no_counterpart_is_a_comment_with_the_reason(tmp_path: Path) -> None:

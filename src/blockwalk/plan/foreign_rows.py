@@ -9,6 +9,7 @@ from typing import Any
 
 from blockwalk.plan import foreign_values as to
 from blockwalk.plan.losses import LOSSES
+from blockwalk.plan.objectives import OBJECTIVES
 from blockwalk.plan.table import spoken
 from blockwalk.plan.update_rules import RULES
 
@@ -29,8 +30,8 @@ class Foreign:
     ours: str
     """The setting that does it; empty where none does."""
     template: str
-    """A sentence on the difference, or on what to use instead. ``{rules}`` and ``{losses}`` are the
-    names that the tables have."""
+    """A sentence on the difference, or on what to use instead. ``{rules}``, ``{losses}`` and
+    ``{objectives}`` are the names that the tables have."""
     names: Mapping[str, tuple[str, ...]]
     """Names by tool; nested ones have dots."""
     line: to.Line | None = None
@@ -55,7 +56,8 @@ class Foreign:
     def sentence(self) -> str:
         """The sentence, with the names of the rows that there are."""
         rules = self.template.replace("{rules}", spoken(RULES, "and"))
-        return rules.replace("{losses}", spoken(LOSSES, "and"))
+        losses = rules.replace("{losses}", spoken(LOSSES, "and"))
+        return losses.replace("{objectives}", spoken(OBJECTIVES, "and"))
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -1268,17 +1270,34 @@ _MODEL = (
         axolotl="overrides_of_model_config",
         factory="rope_scaling",
     ),
+    _other(
+        "objective",
+        "An objective's settings stand below its name. The objectives are {objectives}.",
+        to.objective,
+        "dpo",
+        idle=is_word(*to.OF_PLAIN_TRAINING),
+        axolotl="rl rl_beta orpo_alpha simpo_gamma cpo_alpha dpo_label_smoothing"
+        " kto_desirable_weight kto_undesirable_weight",
+        factory="stage pref_beta pref_loss simpo_gamma dpo_label_smoothing kto_chosen_weight"
+        " kto_rejected_weight",
+        mlx="train_mode training_mode",
+    ),
     _none(
-        "Preferences are an objective here, which a file of another tool does not set: write"
-        " objective: dpo and objective.beta.",
-        is_word("sft", "none", "null", "false", "pt", "normal"),
+        "The model that an objective compares with is its run's own, or reference: MODEL.",
+        to.is_off,
+        refused=True,
+        factory="ref_model",
+    ),
+    _none(
+        "Such a file does not say which objective it is for: write objective: dpo and"
+        " objective.beta.",
+        is_word("none", "null", "false"),
         refused=True,
         trl="beta f_divergence_type f_alpha_divergence_coef precompute_ref_log_probs"
         " precompute_ref_batch_size sync_ref_model ref_model_sync_steps ref_model_mixup_alpha"
         " use_weighting ld_alpha discopop_tau loss_weights",
-        axolotl="rl reward_model",
-        factory="stage pref_beta pref_loss ref_model reward_model",
-        mlx="train_mode training_mode",
+        axolotl="reward_model",
+        factory="pref_ftx reward_model",
         other="dpo_beta dpo loss_fn",
     ),
     _none(

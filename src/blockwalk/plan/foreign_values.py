@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from blockwalk.plan.choices import OptimizerSettings
+from blockwalk.plan.objectives import SFT
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.update_rules import RULES
@@ -484,6 +485,48 @@ def revision(value: Any, given: Mapping[str, Any]) -> Pair:
     return "model", f"{str(model).partition('@')[0]}@{value}"
 
 
+OF_PLAIN_TRAINING = (SFT, "none", "null", "false", "pt", "normal")
+"""Words elsewhere for training without an objective of its own."""
+_OBJECTIVES = {name: name for name in ("dpo", "ipo", "simpo", "orpo", "cpo", "kto")}
+"""Objectives that have the same name elsewhere."""
+_OBJECTIVE_NAMES = ("stage", "rl", "train_mode", "training_mode")
+"""Settings elsewhere that name an objective."""
+_PAIR_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+"""Losses of LLaMA-Factory's stage of pairs, and the objectives that they are."""
+_OBJECTIVE_SETTINGS = {
+    "pref_beta": "beta",
+    "rl_beta": "beta",
+    "orpo_alpha": "beta",
+    "simpo_gamma": "gamma",
+    "cpo_alpha": "cpo_alpha",
+    "dpo_label_smoothing": "label_smoothing",
+    "kto_chosen_weight": "desirable_weight",
+    "kto_rejected_weight": "undesirable_weight",
+    "kto_desirable_weight": "desirable_weight",
+    "kto_undesirable_weight": "undesirable_weight",
+}
+"""Settings elsewhere of an objective, and ours."""
+
+
+def objective(value: Any, given: Mapping[str, Any]) -> Pair | None:
+    """Return the objective that all of their settings make together: plain fine-tuning where none
+    of them names another, as elsewhere; None for one that we have not."""
+    named = next((word(given[name]) for name in _OBJECTIVE_NAMES if name in given), SFT)
+    if named in OF_PLAIN_TRAINING:
+        return "objective", SFT
+    name = _OBJECTIVES.get(named)
+    if name == "dpo" and "pref_loss" in given:
+        name = _PAIR_LOSSES.get(word(given["pref_loss"]))
+    if name is None:
+        return None
+    settings = {
+        ours: number(given[theirs])
+        for theirs, ours in _OBJECTIVE_SETTINGS.items()
+        if theirs in given
+    }
+    return "objective", {"name": name, **settings} if settings else name
+
+
 def repository(value: Any, given: Mapping[str, Any]) -> Pair:
     """Return the repository that a run is uploaded to."""
     return "push_to_hub", "" if is_off(value) else str(given.get("hub_model_id") or "OWNER/NAME")
@@ -514,5 +557,6 @@ def registered_columns(entry: Mapping[str, Any]) -> dict[str, str]:
     fields = {"messages": turns} if is_chat else {}
     if not is_chat:
         fields = {"prompt": "instruction", "query": "input", "response": "output"}
+    fields |= {"chosen": "chosen", "rejected": "rejected"} if entry.get("ranking") else {}
     named = {field: columns[name] for name, field in fields.items() if columns.get(name)}
     return {field: column for field, column in named.items() if field != column}

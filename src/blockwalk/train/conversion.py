@@ -282,15 +282,11 @@ def _registered(name: str, register: Mapping[str, Any], folder: Path) -> str | d
     """Return the source that a name of the register stands for.
 
     Raises:
-        ValueError: it has no such name, or one of pairs to prefer one of.
+        ValueError: it has no such name.
     """
     if name not in register:
         raise ValueError(f"{folder / REGISTER} has no data set {name!r}")
     entry = register[name]
-    if entry.get("ranking"):
-        raise ValueError(
-            f"{folder / REGISTER}: {name!r} holds preferences; answers are learnt here"
-        )
     path = str(folder / entry["file_name"]) if "file_name" in entry else entry.get("hf_hub_url")
     if not path:
         raise ValueError(f"{folder / REGISTER}: {name!r} names no file and no name on the hub")
