@@ -18,6 +18,7 @@ from blockwalk.plan.placement import Codec
 from blockwalk.walk.walker import Walker
 from tests.autograd.test_mebp import decoded_model
 from tests.models import tiny_model
+from tests.support.messages import refused
 from tests.support.objectives import FORMULAS, judged_batch, on_whole_logits
 
 WORST = 2e-6
@@ -185,3 +186,15 @@ def test_losses_of_sequences_that_lie_side_by_side(batches: int, tmp_path: Path)
         shapes = [tuple(labels.shape) for labels in walker._forward.labels]
     assert all(rows == 1 for rows, _ in shapes), shapes
     torch.testing.assert_close(losses_B, expected_BS.sum(1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["plain", "zero3"])
+def test_a_batch_without_its_numbers_is_refused(name: str) -> None:
+    """Before any of it is walked."""
+    batch = judged_batch()
+    del batch["objective.reference_log_probabilities"]
+    with Walker(tiny_model("llama"), method(name, objective="dpo"), device="cpu") as walker:
+        with refused(ValueError, "objective.reference_log_probabilities"):
+            walker.step(batch)
+        with refused(ValueError, "3 2"):
+            walker.step({name: tensor[:3] for name, tensor in judged_batch().items()})

@@ -86,6 +86,15 @@ def require_groups(rows: int, group: int) -> None:
         )
 
 
+def require_entries(batch: Batch, names: Iterable[str]) -> None:
+    """Raise ValueError for a batch that lacks an entry which its objective reads."""
+    if missing := [name for name in names if name not in batch]:
+        raise ValueError(
+            f"the batch has no {', '.join(missing)}, which the objective reads: float64, one number"
+            f" a row; it has {', '.join(batch)}"
+        )
+
+
 def require_columns(names: Iterable[str]) -> None:
     """Raise ValueError for a tensor of a batch that a walk would not follow: models take some more
     than :data:`COLUMNS`, and pass over others. What an objective reads passes."""

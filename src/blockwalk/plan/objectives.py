@@ -62,6 +62,12 @@ class ObjectiveFacts:
         yield from self.against(plan)
 
     @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the entries that a step's batch must have for it."""
+        of_step = (REFERENCE,) * self.reference + (BASELINE,) * self.baseline
+        return tuple(f"{PREFIX}{name}" for name in (*self.numbers, *of_step))
+
+    @property
     def of_log_probabilities(self) -> bool:
         """True where it is a function of log-probabilities, and not the loss itself."""
         return self.implementation is not None

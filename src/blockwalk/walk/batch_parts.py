@@ -17,6 +17,7 @@ from blockwalk.data.batch import (
     learnt_counts,
     micro_batches,
     numbers_of,
+    require_entries,
     require_ids,
     row_order,
     without_numbers,
@@ -119,6 +120,7 @@ def cut_shared(
     """
     cuts = plan.gradient_accumulation_steps * plan.mesh.data
     (checked,) = micro_batches(batch, 1, further_columns=further_columns)
+    require_entries(checked, plan.objective_facts.needs)
     group = plan.objective_facts.group
     rows = -(-len(checked["input_ids"]) // cuts)
     cut = pack_parts if packs else micro_batches

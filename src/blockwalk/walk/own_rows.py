@@ -15,6 +15,7 @@ from blockwalk.data.batch import (
     learnt_counts,
     lengthened,
     micro_batches,
+    require_entries,
     require_ids,
     require_mask,
     require_tokens,
@@ -80,6 +81,8 @@ class Cut:
     """True where each rank brings rows of its own."""
     further_columns: bool = False
     """True where an objective may read further columns of the batch."""
+    entries: tuple[str, ...] = ()
+    """Entries that a step's batch must have for its objective."""
 
 
 def cut_rows(
@@ -121,6 +124,7 @@ def cut_rows(
         rows, _ = batch_shape(checked)
         examples = rows // group
         own = share(checked, cut.count, shares, place, group=group)
+        require_entries(own, cut.entries)
         require_ids(own["input_ids"], cut.vocab_size)
         require_mask(own, context)
         packs = cut.packs and examples % (cut.count * shares) == 0

@@ -473,6 +473,7 @@ class Walker:
                     self.spec.vocab_size,
                     local_batch,
                     further_columns=self._objective is not None,
+                    entries=self.plan.objective_facts.needs,
                 ),
                 step.number,
                 {name: str(digest_of({name: values})) for name, values in targets.items()},
