@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -12,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from blockwalk.convert.to_gguf import convert
+from blockwalk.system import locks, partial_outputs
 from blockwalk.system.atomic_files import atomic_folder
 from tests.conftest import TinyRun
 
 HOLDS = """
 import os, sys, time
 from pathlib import Path
+from blockwalk.system import locks, partial_outputs
 from blockwalk.system.atomic_files import atomic_folder
 with atomic_folder(sys.argv[1], sweeps=True) as folder:
     (folder / "weights").write_bytes(b"1" * 4096)
@@ -76,3 +79,39 @@ def test_a_gguf_file_that_was_killed_goes(tiny_run: TinyRun, tmp_path: Path) -> 
     assert names[0] == names[1]
     files = [(tmp_path / folder / "m.gguf").read_bytes() for folder in ("whole", "again")]
     assert files[0] == files[1]
+
+
+def test_a_folder_around_it_that_is_locked_is_not_waited_for(tmp_path: Path) -> None:
+    """A pack is written where its process holds the folder already."""
+    around = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(around, fcntl.LOCK_EX)
+    with atomic_folder(tmp_path / "out", sweeps=True) as folder:
+        (folder / "weights").write_bytes(b"1")
+    os.close(around)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("moment", ["before it is opened", "before it is locked"])
+def test_an_output_that_is_taken_for_an_ended_one_s_is_made_again(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = tmp_path / ".out.0123abcd.partial"
+    removals = iter([True])
+
+    def make() -> None:
+        partial.mkdir()
+        if moment == "before it is opened" and next(removals, False):
+            partial.rmdir()
+
+    def got_lock(fd: int, *, wait: bool = False) -> bool:
+        if moment == "before it is locked" and next(removals, False):
+            partial.rmdir()
+        return locks.got_lock(fd, wait=wait)
+
+    monkeypatch.setattr(partial_outputs, "got_lock", got_lock)
+    with partial_outputs.held(partial, tmp_path / "out", make, ".partial"):
+        assert partial.is_dir()
+        assert next(removals, False) is False
+        other = os.open(partial, os.O_RDONLY)
+        assert not locks.got_lock(other)
+        os.close(other)

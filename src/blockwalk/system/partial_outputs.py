@@ -31,22 +31,37 @@ def held(partial: Path, path: Path, make: Callable[[], None], end: str) -> Itera
         make()
         yield
         return
-    around = os.open(path.parent, os.O_RDONLY)
-    try:
-        # nobody makes one between another's making and locking
-        got_lock(around, wait=True)
-        make()
-        own = os.open(partial, os.O_RDONLY)
-        got_lock(own)
-        for other in _others(path, end):
-            if other != partial:
-                _remove_ended(other)
-    finally:
-        os.close(around)
+    own = _made(partial, make)
+    for other in _others(path, end):
+        if other != partial:
+            _remove_ended(other)
     try:
         yield
     finally:
         os.close(own)
+
+
+def _made(partial: Path, make: Callable[[], None]) -> int:
+    """Make a partial output, and return its open and locked file. One that another process took for
+    an ended one's, before it was locked, is made again."""
+    while True:
+        make()
+        try:
+            own = os.open(partial, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        has_locks = got_lock(own, wait=True)
+        if not has_locks or _is_at(own, partial):
+            return own
+        os.close(own)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Return whether an open file still has its name."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _others(path: Path, end: str) -> list[Path]:
