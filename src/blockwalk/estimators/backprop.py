@@ -238,7 +238,8 @@ class Backprop:
         reads its input now, for it may run later, on another lane."""
         assert self.state is not None
         self.gradients.expect(op)
-        if op.of_graph:
+        moves = op.kind is OpKind.SAVE or op.kind is OpKind.LOAD
+        if moves and op.of_graph:
             return self._move_graph(op)
         if op.kind is OpKind.SAVE:
             staged_BSD, copied = self.activations.stage(self._hidden(op, self.state))
