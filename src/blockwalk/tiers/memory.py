@@ -1,8 +1,8 @@
 """A memory that state is kept in: what every tier answers, and the memories of devices and hosts.
 
 A memory holds *groups* of bytes. A group is one unit's state of one kind, and comes and goes as a
-whole: either tensors that are worked on where they lie (:meth:`Memory.zeros`), or a bucket that is
-copied to a slot and back (:meth:`Memory.write`, :meth:`Memory.read`)."""
+whole: tensors that are worked on where they lie (:meth:`Memory.zeros`) and may be read, or a bucket
+that is copied to a slot and back (:meth:`Memory.write`, :meth:`Memory.read`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Memory(Protocol):
         where there is none. The buffer is the caller's again on return."""
 
     def read(self, group: Hashable, out_P: Tensor) -> None:
-        """Copy a group's bytes to ``out_P`` (uint8 [nbytes], contiguous, on any device)."""
+        """Copy a group's bytes to ``out_P`` (uint8 [nbytes], contiguous, on any device): those of a
+        group that was written, and of one of tensors, one after the other."""
 
     def bytes(self, group: Hashable) -> Tensor | None:
         """Return a group's bytes (CPU uint8 [nbytes]) where they lie in memory as they are; None
