@@ -13,8 +13,11 @@ WRAPPERS = {"_orig_mod": "torch.compile", "module": "DataParallel, DistributedDa
 """Attributes in which wrappers hold a model, with who wraps so."""
 
 
-def require_model(model: Any) -> None:
+def require_model(model: Any, *, on_paper: bool = False) -> None:
     """Check what a caller hands over as a model.
+
+    Args:
+        on_paper: whether it is walked on torch's meta device, where nothing has values.
 
     Raises:
         ValueError: no name, folder or model; one in a wrapper, or without a configuration; adapters
@@ -49,7 +52,7 @@ def require_model(model: Any) -> None:
             " LoraConfig as lora"
         )
     for name, tensor in model.named_parameters():
-        if tensor.is_meta:
+        if tensor.is_meta and not on_paper:
             raise ValueError(
                 f"{name} of the model in memory has no values (device meta), as device_map and"
                 " init_empty_weights leave it: give the model's name or folder, whose weights a"

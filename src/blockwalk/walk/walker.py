@@ -167,7 +167,8 @@ class Walker:
         require_usual_torch()
         # refused before the model is looked at
         self._schedule = schedule_of(plan.optimizer) if training else None
-        require_model(model)
+        self.device = chosen(device)
+        require_model(model, on_paper=self.device.type == "meta")
         model = model if isinstance(model, nn.Module) else model_source(model)
         lora = as_adapters(lora)
         adapters = lora is not None or hasattr(model, "peft_config")
@@ -179,7 +180,6 @@ class Walker:
         require_stages(model, plan)
         if adapters or not training:
             frozen_codec.say_codec(plan, model, reason)
-        self.device = chosen(device)
         self._temporary = (
             tempfile.TemporaryDirectory(prefix="blockwalk-") if workdir is None else None
         )
