@@ -64,9 +64,11 @@ def test_the_five_commands_at_a_terminal(place: Path) -> None:
         assert code == 0, output
     assert (place / "run.yaml").is_file()
     assert (place / "merged" / "model.safetensors").is_file()
-    titles = [line[:9].rstrip() for line in shown["train"][:6]]
-    assert titles == ["device", "model", "memory", "data", "held out", "saved to"]
-    assert shown["train"][4].startswith("held out 1 record, "), "init holds a share out"
+    titles = ["device", "model", "memory", "data", "held out", "saved to"]
+    # a plan with a long name, which init chose by what is free here, may take a line more
+    opening = [line[:9].rstrip() for line in shown["train"][:8]]
+    assert [title for title in opening if title in titles] == titles
+    assert any(line.startswith("held out 1 record, ") for line in shown["train"][:7])
     assert any(line.startswith("held-out loss ") for line in shown["train"])
     assert any(re.match(r"step 2/2  loss \d", line) for line in shown["train"]), "it stays"
     assert any(line.startswith("try it ") for line in shown["train"])
